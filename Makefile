@@ -1,0 +1,59 @@
+# `make demo` trains a small model, `make test` checks a change. Both make .venv the first time.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# No --name: every demo is a run of its own, however often it is started.
+DEMO ?= train digits --processes auto
+
+.DEFAULT_GOAL := test
+.PHONY: demo test test-slow lint types format bench clean
+
+demo: .venv/.installed
+	.venv/bin/samestep $(DEMO)
+
+test: lint
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-slow: types
+	$(PY) -m pytest -m "slow and not gpu"
+
+lint: .venv/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: .venv/.installed
+	$(PY) -m mypy
+
+format: .venv/.installed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: .venv/.installed-bench
+	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/step_time.py
+
+# Leaves runs/ and .venv alone; remove those by hand.
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+.venv/bin/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no '$(PYTHON)' here. Samestep needs Python 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: '$(PYTHON)' is $$($(PYTHON) --version 2>&1), Samestep needs 3.11 or later: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv || { rm -f $@; exit 1; }
+
+# On Linux constraints.txt asks for torch's CPU build. Where no index that pip knows has it, the default
+# build of the same version is taken, and this says so.
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	cp constraints.txt .venv/constraints.txt
+	$(PIP) install -q --no-deps -c .venv/constraints.txt torch || { \
+	  echo "note: pip found no CPU build of torch; taking the default build, which is larger" >&2; \
+	  sed 's/+cpu//' constraints.txt > .venv/constraints.txt; }
+	$(PIP) install -q -c .venv/constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.installed-bench: .venv/.installed
+	$(PIP) install -q -c .venv/constraints.txt -e '.[bench]'
+	@touch $@

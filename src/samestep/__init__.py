@@ -1,0 +1,56 @@
+"""Samestep: the number of GPUs is not a hyperparameter.
+
+    with samestep.start() as world:
+        engine = samestep.Engine(model, optimizer, loss, world=world)
+        for batch in samestep.loader(dataset, batch_size=256, shards=8, shuffle=True, world=world):
+            result = engine.step(batch)
+
+Names are imported when they are first used, so that `import samestep` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.config import StepRules
+    from samestep.data.loader import loader
+    from samestep.engine.loss import Loss, cross_entropy
+    from samestep.engine.step import Engine, StepResult
+    from samestep.runtime.launch import launch
+    from samestep.runtime.session import start
+    from samestep.runtime.world import World
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "engine.step",
+    "Loss": "engine.loss",
+    "StepResult": "engine.step",
+    "StepRules": "config",
+    "World": "runtime.world",
+    "cross_entropy": "engine.loss",
+    "launch": "runtime.launch",
+    "loader": "data.loader",
+    "start": "runtime.session",
+}
+
+__all__ = [
+    "Engine",
+    "Loss",
+    "StepResult",
+    "StepRules",
+    "World",
+    "__version__",
+    "cross_entropy",
+    "launch",
+    "loader",
+    "start",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    return getattr(import_module(f"samestep.{_HOMES[name]}"), name)

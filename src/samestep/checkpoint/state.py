@@ -1,0 +1,173 @@
+"""The state of a run as files: tensors as safetensors, the rest as JSON.
+
+Nothing in it knows how many ranks wrote it: names are the model's own, the position is a cursor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.checkpoint.store import verify
+from samestep.cursor import Cursor
+from samestep.errors import CheckpointError
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, besides what is in tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        cursor: position in the data.
+        best: the best value of the deciding metric so far, or None.
+        recipe: the resolved recipe that led here.
+    """
+
+    step: int
+    cursor: Cursor
+    best: float | None
+    recipe: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects whose state a checkpoint holds."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler
+
+
+def pack(training: Training, progress: Progress) -> dict[str, bytes]:
+    """The files of a checkpoint, by name."""
+    tensors, aliases = _distinct(training.model.state_dict())
+    slots, numbers, groups = _pack_optimizer(training)
+    state = {
+        "progress": asdict(progress),
+        "aliases": aliases,
+        "optimizer": {"numbers": numbers, "groups": groups},
+        "scheduler": training.scheduler.state_dict() if training.scheduler else None,
+        "scaler": training.scaler.state_dict(),
+    }
+    return {
+        MODEL: save(tensors),
+        OPTIMIZER: save(slots),
+        STATE: json.dumps(state, indent=1).encode(),
+    }
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """The part of a checkpoint that says where the run stood; the checkpoint is verified first."""
+    verify(checkpoint)
+    return _progress(_read_json(checkpoint))
+
+
+def load(checkpoint: Path, training: Training) -> Progress:
+    """Set `training` to what a checkpoint says, after verifying it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+    """
+    verify(checkpoint)
+    state = _read_json(checkpoint)
+    load_model(checkpoint, training.model, verified=True)
+    _load_optimizer(training, load_file(checkpoint / OPTIMIZER), state["optimizer"])
+    if training.scheduler is not None and state["scheduler"] is not None:
+        training.scheduler.load_state_dict(state["scheduler"])
+    if state["scaler"]:
+        training.scaler.load_state_dict(state["scaler"])
+    return _progress(state)
+
+
+def load_model(checkpoint: Path, model: torch.nn.Module, *, verified: bool = False) -> None:
+    """Set the weights and buffers of `model` alone."""
+    if not verified:
+        verify(checkpoint)
+    tensors = load_file(checkpoint / MODEL)
+    for name, source in _read_json(checkpoint)["aliases"].items():
+        tensors[name] = tensors[source]
+    expected = model.state_dict()
+    wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
+    foreign = [name for name in tensors if name not in expected]
+    if wrong or foreign:
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
+            f"({', '.join(wrong[:3]) or '-'}), {len(foreign)} unknown ({', '.join(foreign[:3]) or '-'})",
+            rule="names and shapes of a checkpoint are those of the model",
+            do="build the model that was trained; model.pretrained takes what matches of another one",
+        )
+    model.load_state_dict(tensors)
+
+
+def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors without repetition, and the names that stand for another one's tensor (tied weights)."""
+    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    distinct: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        # A tensor without elements has no address of its own.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            distinct[name] = tensor.detach().cpu().contiguous().clone()
+    return distinct, aliases
+
+
+def _pack_optimizer(
+    training: Training,
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Optimizer state by parameter name: tensors as `slot/name`, numbers, and the groups' settings."""
+    names = _names(training)
+    state = training.optimizer.state_dict()
+    slots: dict[str, torch.Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        for slot, value in values.items():
+            if isinstance(value, torch.Tensor):
+                slots[f"{slot}/{names[index]}"] = value.detach().cpu().contiguous()
+            else:
+                numbers.setdefault(names[index], {})[slot] = value
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return slots, numbers, groups
+
+
+def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> None:
+    index = {name: i for i, name in _names(training).items()}
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in slots.items():
+        slot, _, name = key.partition("/")
+        state.setdefault(index[name], {})[slot] = tensor
+    for name, values in said["numbers"].items():
+        state.setdefault(index[name], {}).update(values)
+    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in said["groups"]]
+    training.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _names(training: Training) -> dict[int, str]:
+    """The name of each of the optimizer's parameters, by the number its state dict gives it."""
+    by_parameter = {parameter: name for name, parameter in training.model.named_parameters()}
+    held = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
+    return {i: by_parameter[parameter] for i, parameter in enumerate(held)}
+
+
+def _read_json(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
+    return state
+
+
+def _progress(state: Mapping[str, Any]) -> Progress:
+    said = dict(state["progress"])
+    return Progress(**{**said, "cursor": Cursor(**said["cursor"])})

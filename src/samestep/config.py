@@ -1,0 +1,140 @@
+"""What a recipe says, as frozen data: no torch, no file, no environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from samestep.errors import RecipeError
+
+Reduction = Literal["exact", "fast"]
+BatchNorm = Literal["shard"]
+NonFinite = Literal["stop", "skip"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def _require(holds: bool, value: str, rule: str, do: str) -> None:
+    if not holds:
+        raise RecipeError(value, rule=rule, do=do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """What a step depends on besides model, loss, data and optimizer.
+
+    Attributes:
+        seed: base of every random state (shards, samples, order, initial weights).
+        reduction: `exact`, partial sums meet in one canonical tree, the same bits for every number of
+            ranks; `fast`, the backend's all-reduce, equal to rounding.
+        batch_norm: `shard`, each shard by its own statistics, running statistics averaged over shards.
+        clip_norm: the largest global 2-norm of the gradient, or None for no clipping.
+        non_finite: what a step with a non-finite loss or gradient does: `stop` the run, or `skip` the
+            update (parameters, optimizer and buffers stay as they were; the step still counts).
+        precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
+        threads: intra-operation threads of a rank; a different number changes bits.
+    """
+
+    seed: int = 0
+    reduction: Reduction = "exact"
+    batch_norm: BatchNorm = "shard"
+    clip_norm: float | None = None
+    non_finite: NonFinite = "stop"
+    precision: Precision = "fp32"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, f"seed is {self.seed}", "seed >= 0", "set seed: 0")
+        _require(self.threads >= 1, f"threads is {self.threads}", "threads >= 1", "set threads: 1")
+        clip = self.clip_norm
+        _require(clip is None or clip > 0, f"clip_norm is {clip}", "clip_norm > 0, or null", "set clip_norm: 1.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A named thing with options: a dataset, a model, a loss, an optimizer.
+
+    Attributes:
+        name: a short name (see `docs/recipes.md`) or an import path `package.module:attribute`.
+        options: keyword arguments of it.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart(Part):
+    """A model, the weights it starts from, and what of it stays as it is.
+
+    Attributes:
+        pretrained: a `.safetensors` file (or a `.pt`/`.pth` file of plain tensors) whose tensors are taken
+            where name and shape match; what did not match is listed.
+        freeze: shell patterns of parameter names (`layer1.*`) that are not trained; a batch norm all of
+            whose parameters are frozen keeps its running statistics too.
+    """
+
+    pretrained: str | None = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePart:
+    """The learning rate as a factor of the optimizer's own, counted in optimizer steps.
+
+    Attributes:
+        name: `constant` or `cosine`.
+        warmup_epochs: the factor rises linearly from near 0 to 1 over so many epochs.
+        final: the factor at the last step, as a fraction of the first rate (`cosine` only).
+    """
+
+    name: Literal["constant", "cosine"] = "constant"
+    warmup_epochs: float = 0.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(
+            self.warmup_epochs >= 0,
+            f"schedule.warmup_epochs is {self.warmup_epochs}",
+            "schedule.warmup_epochs >= 0",
+            "set schedule.warmup_epochs: 0",
+        )
+        _require(
+            0 <= self.final <= 1,
+            f"schedule.final is {self.final}",
+            "0 <= schedule.final <= 1 (a fraction of the first rate)",
+            "set schedule.final: 0.01",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything the mathematics of a run depends on; nothing of the machine.
+
+    Attributes:
+        data: the dataset; it supplies a training and an evaluation split.
+        batch_size: samples behind one optimizer step, over all ranks.
+        shards: fixed slices of a global batch; the largest useful number of ranks.
+        metrics: names of what evaluation computes besides the loss; the first one decides which
+            checkpoint is the best.
+    """
+
+    data: Part
+    model: ModelPart
+    loss: Part = Part(name="cross_entropy")
+    optimizer: Part
+    schedule: SchedulePart = SchedulePart()
+    metrics: tuple[str, ...] = ("accuracy",)
+    batch_size: int
+    shards: int = 8
+    epochs: int
+    step: StepRules = StepRules()
+
+    def __post_init__(self) -> None:
+        _require(self.epochs >= 1, f"epochs is {self.epochs}", "epochs >= 1", "set epochs: 1")
+        _require(self.shards >= 1, f"shards is {self.shards}", "shards >= 1", "set shards: 8")
+        _require(
+            self.batch_size >= self.shards,
+            f"batch_size is {self.batch_size} but there are {self.shards} shards, so some would be empty",
+            "batch_size >= shards (batch_size counts the samples of all ranks together)",
+            f"set batch_size: {self.shards} or more, or shards: {max(1, self.batch_size)} or fewer",
+        )

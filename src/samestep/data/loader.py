@@ -1,0 +1,118 @@
+"""Global batches, shard by shard, from any cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from samestep.cursor import Cursor
+from samestep.data.batch import GlobalBatch, Shard
+from samestep.data.order import global_order
+from samestep.data.samples import Collate, RequestQueue, ShardDataset, ShardRequest, SizedDataset, Unusable
+from samestep.data.transfer import prefetched
+from samestep.errors import DataError, InputError
+from samestep.runtime.rank import die_with_parent
+from samestep.runtime.world import World
+from samestep.sharding import owned_shards, require_enough_shards, shard_bounds
+
+
+class Loader:
+    """Iterating over it once is one epoch, from the cursor to the end of the data.
+
+    The next iteration is the next epoch, with its own order; nothing like `set_epoch` can be forgotten. Each
+    rank loads its own shards of every global batch; the last batch of an epoch holds what is left.
+
+    Attributes:
+        cursor: where the batch handed out last ends. Assign it to go on from there; it costs the same wherever it
+            points.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        shards: int,
+        world: World,
+        seed: int = 0,
+        shuffle: bool = False,
+        workers: int = 0,
+        collate: Collate = default_collate,
+    ) -> None:
+        require_enough_shards(shards, world.size)
+        if batch_size < shards:
+            raise InputError(
+                f"batch_size is {batch_size} but there are {shards} shards, so some would be empty",
+                rule="batch_size >= shards (batch_size counts the samples of all ranks together)",
+                do=f"batch_size={shards} or more, or shards={max(1, batch_size)} or fewer",
+            )
+        if len(dataset) == 0:
+            raise DataError("the dataset is empty", rule="at least one sample", do="look at the path and filters")
+        self.cursor = Cursor()
+        self._size, self._batch_size, self._shards = len(dataset), batch_size, shards
+        self._seed, self._shuffle, self._world = seed, shuffle, world
+        self._queue = RequestQueue()
+        self._loader: DataLoader[Shard | Unusable] = DataLoader(
+            ShardDataset(dataset, collate, seed),
+            batch_size=None,
+            sampler=self._queue,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=world.device.type == "cuda",
+            persistent_workers=workers > 0,
+            worker_init_fn=_begin_worker if workers > 0 else None,
+        )
+
+    def __len__(self) -> int:
+        """Global batches in a whole epoch."""
+        return (self._size + self._batch_size - 1) // self._batch_size
+
+    @property
+    def samples(self) -> int:
+        """Samples in a whole epoch."""
+        return self._size
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        epoch = self.cursor.epoch
+        order = global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        starts = range(self.cursor.samples, self._size, self._batch_size)
+        batches = [order[start : start + self._batch_size] for start in starts]
+        self._queue.requests = [
+            ShardRequest(epoch, number, batch[slice(*shard_bounds(len(batch), self._shards)[number])])
+            for batch in batches
+            for number in self._filled(len(batch))
+        ]
+        shards = prefetched(self._loaded(), self._world.device)
+        for start, batch in zip(starts, batches, strict=True):
+            parts = tuple(next(shards) for _ in self._filled(len(batch)))
+            stop = start + len(batch)
+            end = Cursor(epoch, stop) if stop < self._size else Cursor(epoch + 1, 0)
+            self.cursor = end
+            yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts)
+
+    def _filled(self, size: int) -> list[int]:
+        """This rank's shards that have samples in a batch of `size`."""
+        bounds = shard_bounds(size, self._shards)
+        owned = owned_shards(self._shards, self._world.size, self._world.rank)
+        return [number for number in owned if bounds[number][0] < bounds[number][1]]
+
+    def _loaded(self) -> Iterator[Shard]:
+        for item in self._loader:
+            if isinstance(item, Unusable):
+                raise item.error
+            yield item
+
+
+loader = Loader  # as a function reads in a loop: `for batch in samestep.loader(...)`
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _begin_worker(number: int) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)

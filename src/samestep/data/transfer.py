@@ -1,0 +1,54 @@
+"""Moving shards to the device that computes them, ahead of need where that can overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from samestep.data.batch import Shard
+
+
+def move(data: Any, device: torch.device) -> Any:
+    """`data` with every tensor in its lists, tuples and mappings on `device`."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {key: move(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(move(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(move(value, device) for value in data)
+    return data
+
+
+def prefetched(shards: Iterator[Shard], device: torch.device) -> Iterator[Shard]:
+    """Shards on `device`; on a GPU the next one is copied by a stream of its own while one is computed."""
+    if device.type != "cuda":
+        yield from shards
+        return
+    stream = torch.cuda.Stream(device)
+    ahead: Shard | None = None
+    for shard in shards:
+        with torch.cuda.stream(stream):
+            copied = move(shard, device)
+        if ahead is not None:
+            yield ahead
+        torch.cuda.current_stream(device).wait_stream(stream)
+        _record(copied, torch.cuda.current_stream(device))
+        ahead = copied
+    if ahead is not None:
+        yield ahead
+
+
+def _record(data: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from reusing memory that `stream` still reads."""
+    if isinstance(data, torch.Tensor):
+        data.record_stream(stream)
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            _record(value, stream)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            _record(value, stream)

@@ -1,0 +1,1 @@
+"""The step: the contract that everything else serves."""

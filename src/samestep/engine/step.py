@@ -1,0 +1,215 @@
+"""The engine: one optimizer step from one global batch, the same on every number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.config import StepRules
+from samestep.data.batch import GlobalBatch, Shard
+from samestep.engine import finite
+from samestep.engine.buffers import ShardedBuffers, train_mode
+from samestep.engine.evaluation import Metric, evaluate
+from samestep.engine.forward import Forward
+from samestep.engine.loss import LossFunction
+from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
+from samestep.errors import InputError
+from samestep.parallel.strategy import build_strategy
+from samestep.parallel.tree import ShardTree
+from samestep.runtime.random_state import preserved_generators
+from samestep.runtime.world import World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean loss of the global batch, before the update.
+        count: what the sum was divided by: samples, or tokens.
+        lr: learning rate of the first parameter group in this step.
+        grad_norm: global 2-norm of the gradient, before clipping.
+        skipped: the update was left out, for a loss or gradient that is not finite.
+        stop: a rank was asked to end; leave the loop after this step.
+    """
+
+    step: int
+    loss: float
+    count: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+    stop: bool
+
+
+class Engine:
+    """Turns global batches into optimizer steps.
+
+    Args:
+        model: trained in place, moved to the world's device; its parameters must be the optimizer's.
+        optimizer: any of torch's.
+        loss: from outputs and targets to a `Loss(sum, count)`, or to a scalar that is the mean over a shard.
+        world: the ranks, from `samestep.start()`.
+        scheduler: advanced once a step.
+        rules: seed, reduction, clipping and so on.
+
+    Attributes:
+        steps: steps done so far, skipped ones included; what random states and schedule count.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        world: World,
+        scheduler: LRScheduler | None = None,
+        rules: StepRules | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
+        self.rules = rules or StepRules()
+        self.steps = 0
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(self._names)
+        _require_same(self._parameters, optimizer)
+        model.to(world.device)
+        self._buffers = ShardedBuffers(model)
+        self._forward = Forward(loss, self.rules, world.device)
+        self._strategy = build_strategy(model, self._parameters, self.rules.reduction, world)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy in use."""
+        return self._strategy.name
+
+    def step(self, batch: GlobalBatch) -> StepResult:
+        """One optimizer step from one global batch.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the rules say `stop`; nothing was changed.
+            PeerLostError: another rank went away.
+            InputError: a trained parameter took no part in the loss.
+        """
+        train_mode(self.model)
+        tally = self._gradients(batch)
+        self._divide(batch, tally)
+        norm = get_total_norm(self._gradient_list())
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        finite_step = not tally.bad_shards and math.isfinite(norm)
+        if finite_step:
+            if self.rules.clip_norm is not None:
+                clip_grads_with_norm_(self._parameters, self.rules.clip_norm, norm)
+            self.scaler.step(self.optimizer)
+            self._buffers.write(tally.buffers / batch.filled)
+        else:
+            self._leave_out(batch, tally)
+        # The scaler has seen the same gradients on every rank, so what it decides is one decision for all.
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.steps += 1
+        return StepResult(self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop)
+
+    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
+        """`loss`, `samples` and the metrics over `batches`, each sample counted once."""
+        return evaluate(self.model, batches, metrics, self._forward, self.world)
+
+    def _gradients(self, batch: GlobalBatch) -> Tally:
+        """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples."""
+        tree = ShardTree(batch.shards, batch.size)
+        vectors: dict[int, torch.Tensor] = {}
+        length = tally_length(batch.shards, self._buffers.length)
+        total = None
+        self.optimizer.zero_grad(set_to_none=True)
+        self._buffers.begin()
+        with preserved_generators(self.world.device):
+            for part in batch.parts:
+                last = part is batch.parts[-1]
+                with self._strategy.shard(tree, part.number, last=last):
+                    loss = self._shard_loss(batch, part, vectors)
+                    if last:
+                        total = self._strategy.sum_vectors(tree, vectors, length)
+                    self._backward(loss, batch.size)
+        total = total or self._strategy.sum_vectors(tree, vectors, length)
+        self._strategy.finish(tree)
+        return read_tally(batch.shards, total.wait())
+
+    def _shard_loss(self, batch: GlobalBatch, part: Shard, vectors: dict[int, torch.Tensor]) -> torch.Tensor:
+        if part is not batch.parts[0]:
+            self._buffers.restore()
+        _, loss = self._forward(self._strategy.module, part, "shard", self.steps)
+        stop = self.world.stop_requested
+        vectors[part.number] = write_tally(batch.shards, part.number, loss.sum, loss.count, stop, self._buffers.read())
+        return loss.sum
+
+    def _backward(self, loss: torch.Tensor, samples: int) -> None:
+        # Dividing here costs nothing and keeps gradients at the scale of a mean, which fp16 needs; `_divide`
+        # corrects by the count, which is known when all shards are done. Both are the same on every rank.
+        scaled = self.scaler.scale(loss)
+        torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
+        unused = [name for parameter, name in self._names.items() if parameter.grad is None]
+        if unused:
+            raise InputError(
+                f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",
+                rule="every parameter that requires a gradient gets one from every shard",
+                do="freeze them (requires_grad_(False), or model.freeze in a recipe), or use them",
+            )
+
+    def _divide(self, batch: GlobalBatch, tally: Tally) -> None:
+        if tally.count != batch.size and tally.count > 0:
+            torch._foreach_mul_(self._gradient_list(), batch.size / tally.count)
+        self.scaler.unscale_(self.optimizer)
+
+    def _leave_out(self, batch: GlobalBatch, tally: Tally) -> None:
+        """Undo what the step did so far, and end the run if the rules say so."""
+        self._buffers.restore()
+        # Under fp16 a gradient that overflows is the scaler's daily business, not a fault.
+        is_scaling = self.scaler.is_enabled() and not tally.bad_shards
+        if self.rules.non_finite == "stop" and not is_scaling:
+            raise self._non_finite(batch, tally)
+
+    def _non_finite(self, batch: GlobalBatch, tally: Tally) -> Exception:
+        step = self.steps + 1
+        if tally.bad_shards:
+            return finite.bad_loss(step, batch, tally)
+        bad = [name for p, name in self._names.items() if p.grad is not None and not finite.is_finite([p.grad])]
+        return finite.bad_gradient(step, batch, bad, self._bad_gradient_shards(batch))
+
+    def _bad_gradient_shards(self, batch: GlobalBatch) -> list[int]:
+        """Compute this rank's shards once more, each alone, to see which has a gradient that is not finite."""
+        flags = torch.zeros(batch.shards, dtype=torch.float64, device=self.world.device)
+        with preserved_generators(self.world.device):
+            for part in batch.parts:
+                self._buffers.restore()
+                _, loss = self._forward(self.model, part, "shard", self.steps)
+                gradients = torch.autograd.grad(loss.sum, self._parameters, allow_unused=True)
+                present = [gradient for gradient in gradients if gradient is not None]
+                flags[part.number] = float(not finite.is_finite(present))
+        self._buffers.restore()
+        self.world.all_reduce(flags)
+        return [shard for shard, flag in enumerate(flags.tolist()) if flag > 0]
+
+    def _gradient_list(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+def _require_same(parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that moves other parameters than those whose gradients are reduced."""
+    held: set[Any] = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if held != set(parameters):
+        missing, foreign = len(set(parameters) - held), len(held - set(parameters))
+        raise InputError(
+            f"{missing} trained parameters of the model are not the optimizer's, and {foreign} of the optimizer's "
+            "are not the model's",
+            rule="the optimizer holds exactly the model's parameters that require a gradient",
+            do="build it from model.parameters(); freeze what should not move by requires_grad_(False)",
+        )

@@ -1,0 +1,74 @@
+"""The errors of Samestep.
+
+    SamestepError
+      InputError              what was asked for cannot be done; exit code 2
+        RecipeError           a recipe, or an override of it, is wrong
+        DataError             a dataset, or one sample of it, cannot be used
+        CheckpointError       a checkpoint is damaged, incomplete or of another recipe
+      RunError                the run failed; exit code 1
+        NonFiniteError        a loss or a gradient is not finite
+        PeerLostError         another rank went away: a consequence, never the first cause
+
+An error gives the value, the rule and the way out, on one screen, once, from the rank that caused it.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_INPUT = 2
+EXIT_STOPPED = 130  # ended on request, at a step boundary or before; 128 + SIGINT, as shells have it
+
+
+class SamestepError(Exception):
+    """Base of all errors; `str()` of it is what the user reads.
+
+    Args:
+        value: what was found, in one sentence.
+        rule: the rule that it breaks.
+        do: the way out.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, value: str, rule: str | None = None, do: str | None = None) -> None:
+        super().__init__(value, rule, do)
+        self.value, self.rule, self.do = value, rule, do
+
+    def __str__(self) -> str:
+        lines = [self.value]
+        if self.rule:
+            lines.append(f"  rule: {self.rule}")
+        if self.do:
+            lines.append(f"  do:   {self.do}")
+        return "\n".join(lines)
+
+
+class InputError(SamestepError):
+    """What was asked for cannot be done; nothing was written over."""
+
+    exit_code = EXIT_INPUT
+
+
+class RecipeError(InputError):
+    """A recipe, or an override of it, is wrong."""
+
+
+class DataError(InputError):
+    """A dataset, or one sample of it, cannot be used."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is damaged, incomplete, or belongs to another recipe."""
+
+
+class RunError(SamestepError):
+    """The run failed."""
+
+
+class NonFiniteError(RunError):
+    """A loss or a gradient is not finite and the recipe says `non_finite: stop`."""
+
+
+class PeerLostError(RunError):
+    """A collective failed because another rank went away."""

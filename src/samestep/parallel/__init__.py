@@ -1,0 +1,1 @@
+"""How a model lives on devices: the canonical sum over shards, and one file a strategy."""

@@ -1,0 +1,88 @@
+"""Sums of vectors over ranks, in the order of the tree or in the backend's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from samestep.parallel.tree import Node, ShardTree
+from samestep.runtime.world import World
+
+
+def tree_sum(world: World, tree: ShardTree, mine: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The sum over all shards in the order of `tree`, on every rank.
+
+    Each rank becomes responsible for one slice of the vector: it receives that slice of every subtree sum,
+    adds them in tree order, and sends the result to all. That moves as many bytes as a ring all-reduce when
+    each rank has one subtree. With two ranks of one subtree each the backend's all-reduce is the tree already,
+    since a sum of two operands commutes.
+
+    Args:
+        mine: this rank's subtree sums in the order of `tree.cover`, flat, of equal length.
+        total: where the sum goes, of the same length; may be one of `mine`.
+
+    Returns:
+        `total`.
+    """
+    covers = [tree.cover(rank, world.size) for rank in range(world.size)]
+    if world.size == 1:
+        _assign(total, _fold(tree, covers[0], mine))
+    elif world.size == 2 and len(covers[0]) == len(covers[1]) == 1:
+        _assign(total, mine[0])
+        world.all_reduce(total)
+    else:
+        world.guarded(lambda: _sum_by_slices(world, tree, covers, mine, total))
+    return total
+
+
+def plain_sum(world: World, total: torch.Tensor) -> torch.Tensor:
+    """The backend's all-reduce of `total`, in place: equal to the tree to rounding."""
+    if world.size > 1:
+        world.all_reduce(total)
+    return total
+
+
+def _sum_by_slices(
+    world: World, tree: ShardTree, covers: list[tuple[Node, ...]], mine: list[torch.Tensor], total: torch.Tensor
+) -> None:
+    length, rank, size = total.numel(), world.rank, world.size
+    bounds = [length * r // size for r in range(size + 1)]
+    slices = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    own = slices[rank]
+    others = [(rank + offset) % size for offset in range(1, size)]
+    received = {peer: total.new_empty(len(covers[peer]), own.stop - own.start) for peer in others}
+    _communicate(
+        [dist.P2POp(dist.isend, vector[slices[peer]], peer) for peer in others for vector in mine],
+        [dist.P2POp(dist.irecv, row, peer) for peer in others for row in received[peer]],
+    )
+    nodes = [node for cover in covers for node in cover]
+    parts = [
+        part for r in range(size) for part in ([vector[own] for vector in mine] if r == rank else list(received[r]))
+    ]
+    _assign(total[own], _fold(tree, tuple(nodes), parts))
+    _communicate(
+        [dist.P2POp(dist.isend, total[own], peer) for peer in others],
+        [dist.P2POp(dist.irecv, total[slices[peer]], peer) for peer in others],
+    )
+
+
+def _communicate(sends: list[dist.P2POp], receives: list[dist.P2POp]) -> None:
+    operations = [operation for operation in [*receives, *sends] if operation.tensor.numel() > 0]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _fold(tree: ShardTree, nodes: tuple[Node, ...], vectors: list[torch.Tensor]) -> torch.Tensor:
+    total = tree.fold((0, tree.shards), dict(zip(nodes, vectors, strict=True)), _add)
+    assert total is not None, "a global batch has at least one sample"
+    return total
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return right.add_(left)
+
+
+def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    if target.data_ptr() != value.data_ptr():
+        target.copy_(value)

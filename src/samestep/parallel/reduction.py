@@ -1,0 +1,162 @@
+"""How the gradients of shards become one gradient: `exact` in the order of the tree, `fast` as they come.
+
+A rank computes its shards one after another. The gradients of all but its last are kept; those of the last meet
+the kept ones, and then the other ranks', while backward still runs: one communication a step, however many
+shards a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from samestep.config import Reduction as ReductionName
+from samestep.parallel.exchange import plain_sum, tree_sum
+from samestep.parallel.tree import Node, ShardTree, merged
+from samestep.runtime.world import World
+
+Parameter = torch.nn.Parameter
+Tensors = list[torch.Tensor]
+
+
+class Reduction(Protocol):
+    """Sums over shards; `tests/conformance/test_reductions.py` holds every implementation to this."""
+
+    def keep(self, tree: ShardTree, shard: int) -> None:
+        """Put the gradients of a shard aside that is not the last one of this rank."""
+
+    def local(self, tree: ShardTree, last: int) -> None:
+        """Where this rank owns all shards: afterwards `.grad` holds the sum of the last one's and the kept."""
+
+    def bucket(
+        self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum of the gradients of some parameters over all shards and ranks, written to `flat`.
+
+        Args:
+            last: the shard that `gradients` are of, the last one of this rank.
+            gradients: views of `flat`, one a parameter.
+        """
+
+    def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
+        """The same of what was kept alone, as a new flat tensor, for batches that leave a rank without samples."""
+
+    def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
+        """The sum of one float64 vector of `length` a shard over all shards and ranks."""
+
+    def forget(self) -> None:
+        """Drop what was kept, once every bucket of the step has met it."""
+
+
+def build_reduction(name: ReductionName, world: World, parameters: Sequence[Parameter]) -> Reduction:
+    """The implementation behind a recipe's word, for the trained `parameters` of a model."""
+    return ExactReduction(world, parameters) if name == "exact" else FastReduction(world)
+
+
+class ExactReduction:
+    """Partial sums meet in one fixed tree over shards, so the bits do not depend on the number of ranks."""
+
+    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
+        self._world = world
+        self._parameters = list(parameters)
+        self._position = {parameter: i for i, parameter in enumerate(parameters)}
+        self._kept: dict[Node, Tensors] = {}
+
+    def keep(self, tree: ShardTree, shard: int) -> None:
+        self._kept[shard, shard + 1] = [_gradient(parameter) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        # Adding up early bounds what is kept to one set of gradients a level of the tree.
+        kept: dict[Node, Tensors] = {}
+        for node in tree.cover(self._world.rank, self._world.size):
+            kept |= merged(tree, node, self._kept, _add)
+        self._kept = kept
+
+    def local(self, tree: ShardTree, last: int) -> None:
+        for parameter in self._parameters:
+            parameter.grad = _gradient(parameter)
+        self._fold_into(tree, (0, tree.shards), last, self._parameters, [_gradient(p) for p in self._parameters])
+
+    def bucket(
+        self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+    ) -> torch.Tensor:
+        mine = []
+        for node in tree.cover(self._world.rank, self._world.size):
+            if node[0] <= last < node[1]:
+                self._fold_into(tree, node, last, parameters, gradients)
+                mine.append(flat)
+            else:
+                mine.append(_flat(self._select(node, parameters)))
+        return tree_sum(self._world, tree, mine, flat)
+
+    def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
+        nodes = tree.cover(self._world.rank, self._world.size)
+        mine = [_flat(self._select(node, parameters)) for node in nodes]
+        return tree_sum(self._world, tree, mine, mine[0] if mine else _flat([torch.zeros_like(p) for p in parameters]))
+
+    def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
+        leaves: dict[Node, Tensors] = {(shard, shard + 1): [vector] for shard, vector in vectors.items()}
+        folded = [tree.fold(node, leaves, _add) for node in tree.cover(self._world.rank, self._world.size)]
+        mine = [tensors[0] for tensors in folded if tensors is not None]
+        total = mine[0] if mine else torch.zeros(length, dtype=torch.float64, device=self._world.device)
+        return tree_sum(self._world, tree, mine, total)
+
+    def forget(self) -> None:
+        """Drop what was kept, once every bucket of the step has met it."""
+        self._kept = {}
+
+    def _fold_into(
+        self, tree: ShardTree, node: Node, last: int, parameters: Sequence[Parameter], gradients: Tensors
+    ) -> None:
+        values = {n: self._select(n, parameters) for n in self._kept if node[0] <= n[0] and n[1] <= node[1]}
+        total = tree.fold(node, {**values, (last, last + 1): gradients}, _add)
+        assert total is gradients, "the last shard is the right-most, and sums go to the right-hand operand"
+
+    def _select(self, node: Node, parameters: Sequence[Parameter]) -> Tensors:
+        kept = self._kept[node]
+        return [kept[self._position[parameter]] for parameter in parameters]
+
+
+class FastReduction:
+    """Gradients are summed as they come: in `.grad` by autograd, over ranks by the backend."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def keep(self, tree: ShardTree, shard: int) -> None:
+        """Nothing to do: autograd adds the next shard's gradients to `.grad`."""
+
+    def local(self, tree: ShardTree, last: int) -> None:
+        """Nothing to do: autograd has added them all."""
+
+    def bucket(
+        self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+    ) -> torch.Tensor:
+        return plain_sum(self._world, flat)
+
+    def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
+        return plain_sum(self._world, _flat([_gradient(parameter) for parameter in parameters]))
+
+    def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
+        total = torch.zeros(length, dtype=torch.float64, device=self._world.device)
+        for vector in vectors.values():
+            total += vector
+        return plain_sum(self._world, total)
+
+    def forget(self) -> None:
+        """Nothing to do."""
+
+
+def _add(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(right, left)
+    return right
+
+
+def _flat(tensors: Tensors) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _gradient(parameter: Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,1 @@
+"""Processes and what they share: environment, session, world, launcher, random state."""

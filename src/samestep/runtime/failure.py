@@ -1,0 +1,67 @@
+"""What went wrong in a rank, as the launcher hears of it, and which of several failures came first."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+
+from samestep.errors import EXIT_FAILED, InputError, PeerLostError, SamestepError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end.
+
+    Attributes:
+        rank: who.
+        when: seconds of the machine's monotonic clock, comparable between its processes.
+        text: what the user reads: the message, and the traceback where the fault is in code.
+        exit_code: what the launcher exits with if this is the cause.
+        is_consequence: the rank only noticed that another one was gone.
+        by_signal: the signal that ended the process, if one did.
+    """
+
+    rank: int
+    when: float
+    text: str
+    exit_code: int
+    is_consequence: bool = False
+    by_signal: int | None = None
+
+    @classmethod
+    def of_exception(cls, rank: int, error: BaseException) -> Failure:
+        """The failure that `error`, raised in `rank`, stands for."""
+        when = time.monotonic()
+        if isinstance(error, InputError):
+            return cls(rank, when, f"error: {error}", error.exit_code)
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, SamestepError):
+            lost = isinstance(error, PeerLostError)
+            text = f"error: {error}" if not lost else f"error: {error}\n{trace}"
+            return cls(rank, when, text, error.exit_code, is_consequence=lost)
+        return cls(rank, when, f"error: rank {rank} failed: {_title(error)}\n{trace}", EXIT_FAILED)
+
+    @classmethod
+    def of_exit(cls, rank: int, code: int) -> Failure:
+        """The failure of a process that ended without a word; `code` is negative for a signal."""
+        if code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by {name}"
+            hint = "the system kills by SIGKILL when memory runs out: see its log" if name == "SIGKILL" else None
+        else:
+            how, hint = f"ended with exit code {code} before it was done", None
+        text = f"error: rank {rank} {how}" + (f"\n  do:   {hint}" if hint else "")
+        return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=-code if code < 0 else None)
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """The failure that the others follow from: the earliest that is not a mere consequence."""
+    causes = [failure for failure in failures if not failure.is_consequence]
+    return min(causes or failures, key=lambda failure: failure.when)
+
+
+def _title(error: BaseException) -> str:
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__

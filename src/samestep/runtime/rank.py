@@ -1,0 +1,98 @@
+"""The body of a rank's process: what happens around the function that the launcher was given."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from samestep.runtime.failure import Failure
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one rank's process is told.
+
+    Attributes:
+        function: runs in every rank, with `arguments`; its value is sent to the launcher.
+        log: where the output of this rank goes, or None for the launcher's own terminal.
+    """
+
+    rank: int
+    size: int
+    port: int
+    listener: socket.socket | None
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    log: Path | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The function returned `value`."""
+
+    value: Any
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends (Linux, prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_rank(orders: Orders, channel: Connection) -> None:
+    """Run the function as one rank and report how it ended; never returns after a failure."""
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is None or not launcher.is_alive():
+        os._exit(1)  # it had gone before the kernel was asked
+    # Ctrl-C reaches every process of the terminal; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if orders.log is not None:
+        _redirect_output(orders.log)
+    try:
+        value = _call(orders)
+    except SystemExit as error:
+        channel.send(Failure.of_exit(orders.rank, error.code if isinstance(error.code, int) else 1))
+        _leave(1)
+    except BaseException as error:  # boundary: whatever ends the rank is reported to the launcher
+        channel.send(Failure.of_exception(orders.rank, error))
+        _leave(1)
+    channel.send(Finished(value))
+
+
+def _call(orders: Orders) -> Any:
+    from samestep.runtime.session import Seat, take_seat  # torch comes with it: after output is set up
+    from samestep.runtime.stop import StopRequest
+
+    stop = StopRequest()
+    stop.listen()
+    take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, stop))
+    return orders.function(*orders.arguments)
+
+
+def _redirect_output(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _leave(code: int) -> None:
+    # Not sys.exit: tearing down a group whose peers are stuck could block or abort; loaders' worker processes
+    # end with this one through their own death signal.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

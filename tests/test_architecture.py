@@ -1,0 +1,195 @@
+"""The source tree keeps its rules, and each rule is shown to notice when it is broken."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from architecture import (
+    FILE_LINES,
+    FUNCTION_LINES,
+    MODULE_RULES,
+    TREE_RULES,
+    Modules,
+    broken_by,
+    environment_reads,
+    import_cycles,
+    imports_going_up,
+    oversize,
+    read_modules,
+    stubs,
+    swallowed_exceptions,
+    unannotated,
+    unpickling,
+)
+
+Rule = Callable[..., list[str]]
+
+SOURCE = Path(__file__).parents[1] / "src"
+PUBLIC = {
+    "Engine",
+    "Loss",
+    "StepResult",
+    "StepRules",
+    "World",
+    "__version__",
+    "cross_entropy",
+    "launch",
+    "loader",
+    "start",
+}
+
+
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    found = read_modules(SOURCE)
+    assert found, f"no modules below {SOURCE}"
+    return found
+
+
+@pytest.mark.parametrize("rule", [*TREE_RULES, *MODULE_RULES])
+def test_source_keeps(rule: Rule, modules: Modules) -> None:
+    broken = broken_by(rule, modules)
+    assert not broken, "\n".join(["", *broken])
+
+
+def test_public_surface_is_the_documented_one() -> None:
+    import samestep  # here, so that the other tests can run while it is broken
+
+    assert set(samestep.__all__) == PUBLIC
+    assert len(samestep.__all__) == len(PUBLIC)
+    missing = [name for name in PUBLIC if not hasattr(samestep, name)]
+    assert not missing
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_import_samestep_does_not_import_torch() -> None:
+    loaded = loaded_by("import samestep")
+    assert "samestep" in loaded
+    assert "torch" not in loaded
+
+
+def test_loaded_by_sees_what_a_statement_imports() -> None:
+    assert "colorsys" in loaded_by("import colorsys")
+    assert "colorsys" not in loaded_by("pass")
+
+
+# --- the rules notice ------------------------------------------------------------------------------------
+
+
+def written(root: Path, files: dict[str, str]) -> Modules:
+    """The modules of a package with these files (path to source)."""
+    for name, source in files.items():
+        path = root / "samestep" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return read_modules(root)
+
+
+LONG_FUNCTION = "def f() -> None:\n" + "    pass\n" * (FUNCTION_LINES - 1)
+
+BROKEN: list[tuple[Rule, str, str]] = [
+    (imports_going_up, "config.py", "from samestep.runtime import env"),
+    (imports_going_up, "config.py", "import samestep.trainer"),
+    (imports_going_up, "config.py", "from .sharding import slices"),
+    (imports_going_up, "data/loader.py", "from ..parallel.layout import Layout"),
+    (imports_going_up, "data/loader.py", "def f():\n    from samestep.checkpoint import store"),
+    (imports_going_up, "data/loader.py", "if not TYPE_CHECKING:\n    import samestep.engine"),
+    (imports_going_up, "data/loader.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import samestep.engine"),
+    (imports_going_up, "data/loader.py", "importlib.import_module('samestep.engine.core')"),
+    (imports_going_up, "engine/core.py", "from samestep import launch"),
+    (imports_going_up, "attic.py", "x = 1"),
+    (environment_reads, "runtime/rank.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "runtime/rank.py", "import os as system\nx = system.getenv('RANK')"),
+    (environment_reads, "runtime/rank.py", "from os import putenv"),
+    (unpickling, "data/cache.py", "import pickle"),
+    (unpickling, "data/cache.py", "def f():\n    from pickle import loads"),
+    (unpickling, "data/cache.py", "import torch\ntorch.load('x')"),
+    (unpickling, "data/cache.py", "from torch import load as read\nread('x', weights_only=False)"),
+    (unpickling, "data/cache.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
+    (unpickling, "data/cache.py", "import torch.distributed as dist\ndist.all_gather_object([], 1)"),
+    (unpickling, "data/cache.py", "from torch.distributed import broadcast_object_list"),
+    (unpickling, "data/cache.py", "backend().gather_object(1)"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept:\n    pass"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept Exception as e:\n    print(e)"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept (OSError, BaseException):\n    pass"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept Exception:  # boundary:\n    pass"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept:\n    def f():\n        raise"),
+    (
+        swallowed_exceptions,
+        "engine/core.py",
+        "from contextlib import suppress\nwith suppress(Exception): f()",
+    ),
+    (stubs, "engine/core.py", "def f():\n    raise NotImplementedError"),
+    (stubs, "engine/core.py", "def f():\n    raise NotImplementedError('later')"),
+    (oversize, "engine/core.py", "x = 1\n" * FILE_LINES),
+    (oversize, "engine/core.py", LONG_FUNCTION),
+    (unannotated, "engine/core.py", "def f(x) -> int: ..."),
+    (unannotated, "engine/core.py", "def f(x: int): ..."),
+    (unannotated, "engine/core.py", "def f(*args, **kwargs: int) -> int: ..."),
+    (unannotated, "engine/core.py", "if x:\n    async def f(*, key): ..."),
+    (unannotated, "engine/core.py", "class A:\n    def __init__(self, x) -> None: ..."),
+    (unannotated, "engine/core.py", "class A:\n    @staticmethod\n    def f(x) -> int: ..."),
+]
+
+KEPT: list[tuple[Rule, str, str]] = [
+    (imports_going_up, "engine/core.py", "from samestep.data.loader import Loader\nfrom . import other"),
+    (imports_going_up, "config.py", "if TYPE_CHECKING:\n    from samestep.trainer import Trainer"),
+    (imports_going_up, "__init__.py", "from samestep.cli import main"),
+    (environment_reads, "runtime/env.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "runtime/rank.py", "import os\nx = os.cpu_count()"),
+    (unpickling, "data/cache.py", "import torch\ntorch.load('x', weights_only=True)"),
+    (unpickling, "data/cache.py", "import json\njson.load(open('x'))"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept OSError:\n    pass"),
+    (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept Exception:\n    if x:\n        raise"),
+    (
+        swallowed_exceptions,
+        "cli/main.py",
+        "try:\n    pass\nexcept Exception:  # boundary: exit codes\n    pass",
+    ),
+    (oversize, "engine/core.py", "x = 1\n" * (FILE_LINES - 1)),
+    (unannotated, "engine/core.py", "def _f(x): ...\nclass _A:\n    def f(self, x): ..."),
+    (unannotated, "engine/_core.py", "def f(x): ..."),
+    (unannotated, "engine/core.py", "class A:\n    def f(self, x: int) -> int:\n        def g(y): ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), BROKEN)
+def test_rule_notices(rule: Rule, name: str, source: str, tmp_path: Path) -> None:
+    assert broken_by(rule, written(tmp_path, {name: source}))
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), KEPT)
+def test_rule_allows(rule: Rule, name: str, source: str, tmp_path: Path) -> None:
+    assert not broken_by(rule, written(tmp_path, {name: source}))
+
+
+def test_cycle_is_noticed_even_when_one_import_is_late(tmp_path: Path) -> None:
+    files = {
+        "data/__init__.py": "",
+        "data/order.py": "from samestep.data import loader",
+        "data/loader.py": "def f():\n    from .order import shuffle",
+    }
+    assert import_cycles(written(tmp_path, files))
+
+
+def test_package_that_gathers_its_modules_is_no_cycle(tmp_path: Path) -> None:
+    files = {
+        "data/__init__.py": "from .loader import Loader",
+        "data/order.py": "",
+        "data/loader.py": "from samestep.data import order",
+    }
+    assert not import_cycles(written(tmp_path, files))
+
+
+def test_every_rule_has_a_source_that_breaks_it() -> None:
+    assert {rule for rule, _, _ in BROKEN} | {import_cycles} == {*TREE_RULES, *MODULE_RULES}
