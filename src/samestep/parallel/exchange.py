@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
@@ -47,7 +49,7 @@ def _sum_by_slices(
 ) -> None:
     length, rank, size = total.numel(), world.rank, world.size
     bounds = [length * r // size for r in range(size + 1)]
-    slices = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    slices = [slice(start, stop) for start, stop in pairwise(bounds)]
     own = slices[rank]
     others = [(rank + offset) % size for offset in range(1, size)]
     received = {peer: total.new_empty(len(covers[peer]), own.stop - own.start) for peer in others}
