@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from samestep.errors import RecipeError
 
@@ -11,6 +11,10 @@ Reduction = Literal["exact", "fast"]
 BatchNorm = Literal["shard"]
 NonFinite = Literal["stop", "skip"]
 Precision = Literal["fp32", "bf16", "fp16"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+# Read by pydantic, which checks these classes against YAML; a plain mapping, so nothing is imported for it.
+_NOTHING_UNKNOWN = {"extra": "forbid"}
 
 
 def _require(holds: bool, value: str, rule: str, do: str) -> None:
@@ -33,6 +37,8 @@ class StepRules:
         precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
         threads: intra-operation threads of a rank; a different number changes bits.
     """
+
+    __pydantic_config__: ClassVar = _NOTHING_UNKNOWN
 
     seed: int = 0
     reduction: Reduction = "exact"
@@ -57,6 +63,8 @@ class Part:
         name: a short name (see `docs/recipes.md`) or an import path `package.module:attribute`.
         options: keyword arguments of it.
     """
+
+    __pydantic_config__: ClassVar = _NOTHING_UNKNOWN
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +94,8 @@ class SchedulePart:
         warmup_epochs: the factor rises linearly from near 0 to 1 over so many epochs.
         final: the factor at the last step, as a fraction of the first rate (`cosine` only).
     """
+
+    __pydantic_config__: ClassVar = _NOTHING_UNKNOWN
 
     name: Literal["constant", "cosine"] = "constant"
     warmup_epochs: float = 0.0
@@ -118,6 +128,8 @@ class Recipe:
             checkpoint is the best.
     """
 
+    __pydantic_config__: ClassVar = _NOTHING_UNKNOWN
+
     data: Part
     model: ModelPart
     loss: Part = Part(name="cross_entropy")
@@ -138,3 +150,31 @@ class Recipe:
             "batch_size >= shards (batch_size counts the samples of all ranks together)",
             f"set batch_size: {self.shards} or more, or shards: {max(1, self.batch_size)} or fewer",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a machine or a person decides about a run; no result depends on any of it.
+
+    Attributes:
+        device: `auto` takes a GPU a rank where there are any.
+        workers: loader processes a rank; None means as many as there are cores to spare where samples are read from
+            files, else none.
+        checkpoint_every: optimizer steps between checkpoints besides those at the ends of epochs, or None.
+        keep: how many of the newest checkpoints stay, besides the best.
+        quiet: no progress, only the summary.
+    """
+
+    device: DeviceKind = "auto"
+    workers: int | None = None
+    checkpoint_every: int | None = None
+    keep: int = 2
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        every, workers = self.checkpoint_every, self.workers
+        _require(workers is None or workers >= 0, f"workers is {workers}", "workers >= 0", "--workers 0")
+        _require(
+            every is None or every >= 1, f"checkpoint_every is {every}", "at least 1 step", "--checkpoint-every 100"
+        )
+        _require(self.keep >= 1, f"keep is {self.keep}", "at least 1 checkpoint stays", "--keep 1")

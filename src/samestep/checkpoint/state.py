@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.store import verify
+from samestep.checkpoint.store import read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 
@@ -30,13 +30,17 @@ class Progress:
         step: optimizer steps done.
         cursor: position in the data.
         best: the best value of the deciding metric so far, or None.
+        loss_sum: summed loss of the current epoch so far.
+        loss_count: what it is divided by for the epoch's mean.
         recipe: the resolved recipe that led here.
     """
 
-    step: int
-    cursor: Cursor
-    best: float | None
-    recipe: dict[str, Any]
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    best: float | None = None
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    recipe: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,21 +71,14 @@ def pack(training: Training, progress: Progress) -> dict[str, bytes]:
     }
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    """The part of a checkpoint that says where the run stood; the checkpoint is verified first."""
-    verify(checkpoint)
-    return _progress(_read_json(checkpoint))
-
-
 def load(checkpoint: Path, training: Training) -> Progress:
     """Set `training` to what a checkpoint says, after verifying it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer.
     """
-    verify(checkpoint)
-    state = _read_json(checkpoint)
-    load_model(checkpoint, training.model, verified=True)
+    state = read_json(checkpoint, STATE)
+    _load_tensors(checkpoint, state["aliases"], training.model)
     _load_optimizer(training, load_file(checkpoint / OPTIMIZER), state["optimizer"])
     if training.scheduler is not None and state["scheduler"] is not None:
         training.scheduler.load_state_dict(state["scheduler"])
@@ -90,12 +87,14 @@ def load(checkpoint: Path, training: Training) -> Progress:
     return _progress(state)
 
 
-def load_model(checkpoint: Path, model: torch.nn.Module, *, verified: bool = False) -> None:
-    """Set the weights and buffers of `model` alone."""
-    if not verified:
-        verify(checkpoint)
+def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Set the weights and buffers of `model` alone, after verifying the checkpoint."""
+    _load_tensors(checkpoint, read_json(checkpoint, STATE)["aliases"], model)
+
+
+def _load_tensors(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module) -> None:
     tensors = load_file(checkpoint / MODEL)
-    for name, source in _read_json(checkpoint)["aliases"].items():
+    for name, source in aliases.items():
         tensors[name] = tensors[source]
     expected = model.state_dict()
     wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
@@ -161,11 +160,6 @@ def _names(training: Training) -> dict[int, str]:
     by_parameter = {parameter: name for name, parameter in training.model.named_parameters()}
     held = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
     return {i: by_parameter[parameter] for i, parameter in enumerate(held)}
-
-
-def _read_json(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
-    return state
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import CheckpointError
 
@@ -130,7 +131,14 @@ def verify(checkpoint: Path) -> None:
                 raise _damaged(path, "is not what was written: its SHA-256 differs")
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, dict[str, dict[str, str | int]]]:
+def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a checkpoint, after verifying all of it."""
+    verify(checkpoint)
+    said: dict[str, Any] = json.loads((checkpoint / name).read_bytes())
+    return said
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     if not path.is_file():
         raise _damaged(path, "is missing")
@@ -147,7 +155,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, dict[str, str | int]
             rule=f"format {_FORMAT}",
             do="read it with the version that wrote it",
         )
-    return manifest  # type: ignore[no-any-return]
+    return dict(manifest)
 
 
 def _digest(manifest: Mapping[str, object]) -> str:

@@ -28,6 +28,7 @@ class Loader:
     Attributes:
         cursor: where the batch handed out last ends. Assign it to go on from there; it costs the same wherever it
             points.
+        batch_size: samples in a global batch.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Loader:
         if len(dataset) == 0:
             raise DataError("the dataset is empty", rule="at least one sample", do="look at the path and filters")
         self.cursor = Cursor()
-        self._size, self._batch_size, self._shards = len(dataset), batch_size, shards
+        self.batch_size = batch_size
+        self._size, self._shards = len(dataset), shards
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._queue = RequestQueue()
         self._loader: DataLoader[Shard | Unusable] = DataLoader(
@@ -68,7 +70,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Global batches in a whole epoch."""
-        return (self._size + self._batch_size - 1) // self._batch_size
+        return (self._size + self.batch_size - 1) // self.batch_size
 
     @property
     def samples(self) -> int:
@@ -78,8 +80,8 @@ class Loader:
     def __iter__(self) -> Iterator[GlobalBatch]:
         epoch = self.cursor.epoch
         order = global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        starts = range(self.cursor.samples, self._size, self._batch_size)
-        batches = [order[start : start + self._batch_size] for start in starts]
+        starts = range(self.cursor.samples, self._size, self.batch_size)
+        batches = [order[start : start + self.batch_size] for start in starts]
         self._queue.requests = [
             ShardRequest(epoch, number, batch[slice(*shard_bounds(len(batch), self._shards)[number])])
             for batch in batches

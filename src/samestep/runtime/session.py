@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from samestep.config import Reduction
+from samestep.config import DeviceKind, Reduction
 from samestep.errors import InputError, RunError
 from samestep.runtime.env import Environment, prepare_torch_environment, read_environment
 from samestep.runtime.stop import StopRequest
 from samestep.runtime.world import World
 
-DeviceKind = Literal["auto", "cpu", "cuda"]
 _TIMEOUT = timedelta(minutes=10)
 
 

@@ -1,0 +1,1 @@
+"""The `samestep` command: one small file a subcommand."""

@@ -1,0 +1,35 @@
+"""Entry of the `samestep` command: parse, call one function, map errors to exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from samestep.cli import evaluate, resume, train
+from samestep.errors import EXIT_STOPPED, SamestepError
+
+_COMMANDS = (train, resume, evaluate)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code: 0 done, 1 the run failed, 2 the input was wrong, 130 ended on request."""
+    parser = argparse.ArgumentParser(
+        prog="samestep",
+        description="Train PyTorch models on one or many devices with the same result.",
+        epilog="example: samestep train digits --processes auto",
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {version('samestep')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    chosen = parser.parse_args(arguments)
+    try:
+        code: int = chosen.run(chosen)
+    except SamestepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+    return code

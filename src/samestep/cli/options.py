@@ -1,0 +1,106 @@
+"""Options that several commands share, and starting ranks with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from samestep.config import Recipe, RunOptions
+from samestep.errors import InputError
+from samestep.runtime.env import read_environment
+from samestep.runtime.launch import launch
+from samestep.sharding import require_enough_shards
+
+# Imported once for all ranks, beside what the launcher itself names.
+_PRELOAD = ("samestep.recipes.run",)
+_SLOW_IMPORTS = {"digits": ("sklearn.datasets",)}
+
+
+@dataclass(frozen=True)
+class RankFunction:
+    """A function of `samestep.recipes.run` by name: this process would import torch for the function itself."""
+
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(import_module("samestep.recipes.run"), self.name)(*arguments)
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """`--processes`, `--device` and `--workers`: who computes; results do not depend on them."""
+    group = parser.add_argument_group("machine (results do not depend on it)")
+    group.add_argument(
+        "--processes",
+        default="1",
+        metavar="N",
+        help="number of ranks, or auto: one a GPU, or one a core where there is no GPU (default 1)",
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
+    group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """`--set`: overrides of the recipe."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
+    )
+
+
+def add_saving_options(parser: argparse.ArgumentParser) -> None:
+    """`--checkpoint-every` and `--keep`."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also within epochs, every so many steps")
+    group.add_argument("--keep", type=int, default=2, metavar="K", help="how many of the newest stay (default 2)")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """`--json`: what the command found, for a program."""
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """The options of a command as data."""
+    return RunOptions(
+        device=arguments.device,
+        workers=arguments.workers,
+        checkpoint_every=getattr(arguments, "checkpoint_every", None),
+        keep=getattr(arguments, "keep", 2),
+        quiet=arguments.json,
+    )
+
+
+def launch_ranks(
+    function: str, recipe: Recipe, *arguments: Any, processes: str, device: str, log_dir: Path | None
+) -> Any:
+    """Run a function of `samestep.recipes.run` in as many ranks as `--processes` says."""
+    preload: Sequence[str] = (*_PRELOAD, *_SLOW_IMPORTS.get(recipe.data.name, ()))
+    count = _count(processes, recipe.shards, device, preload)
+    return launch(RankFunction(function), recipe, *arguments, processes=count, log_dir=log_dir, preload=preload)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value), file=sys.stdout, flush=True)
+
+
+def _count(processes: str, shards: int, device: str, preload: Sequence[str]) -> int:
+    if processes == "auto":
+        # Asked in a fork of the warm server: this process does not import torch.
+        gpus = launch(RankFunction("count_gpus"), processes=1, preload=preload) if device != "cpu" else 0
+        return min(shards, gpus or read_environment().cores)
+    if not processes.isdigit() or int(processes) < 1:
+        raise InputError(f"--processes {processes}", rule="a positive number, or auto", do="--processes 2")
+    require_enough_shards(shards, int(processes))
+    return int(processes)

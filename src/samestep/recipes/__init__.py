@@ -1,0 +1,1 @@
+"""From a recipe to built objects, and the recipes that ship."""

@@ -1,0 +1,149 @@
+"""From a recipe to the objects that train it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from samestep.config import ModelPart, Part, Recipe, RunOptions, SchedulePart
+from samestep.data.loader import Loader
+from samestep.engine.loss import LossFunction
+from samestep.engine.step import Engine
+from samestep.errors import RecipeError
+from samestep.metrics import CountMetric, build_metrics, require_known_metrics
+from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find, takes
+from samestep.recipes.splits import Splits
+from samestep.recipes.weights import freeze, take_matching
+from samestep.runtime.env import read_environment
+from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
+from samestep.runtime.world import World
+
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a recipe stands for.
+
+    Attributes:
+        notes: what a person should be told: weights that did not match, parameters that are frozen.
+    """
+
+    engine: Engine
+    train: Loader
+    evaluation: Loader
+    metrics: list[CountMetric]
+    classes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
+    """Everything that a run needs, the same on every rank.
+
+    Raises:
+        InputError: something that the recipe names is not there or does not fit.
+    """
+    require_known_metrics(recipe.metrics)
+    splits = _splits(recipe.data)
+    model, notes = _model(recipe, splits)
+    train, evaluation = _loaders(recipe, options, splits, world)
+    optimizer = _optimizer(recipe.optimizer, model)
+    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
+    loss: LossFunction = _loss(recipe.loss)
+    engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device)
+    return Built(engine, train, evaluation, metrics, splits.classes, notes)
+
+
+def schedule_factor(schedule: SchedulePart, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
+    """The factor of the learning rate before step `n` (from 0): linear warm-up, then constant or a half cosine.
+
+    The cosine is that of Loshchilov & Hutter, "SGDR" (2017), without restarts.
+    """
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    total = steps_per_epoch * epochs
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule.name == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def _splits(part: Part) -> Splits:
+    splits = call(find(part.name, DATA, "data"), part.options, where="data.options")
+    if not isinstance(splits, Splits):
+        raise RecipeError(
+            f"data {part.name!r} returned a {type(splits).__name__}",
+            rule="a function named as data returns samestep.recipes.splits.Splits",
+            do="wrap its datasets in Splits(train=..., evaluation=..., classes=...)",
+        )
+    return splits
+
+
+def _model(recipe: Recipe, splits: Splits) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    part: ModelPart = recipe.model
+    builder = find(part.name, MODELS, "model")
+    options = dict(part.options)
+    if part.name.startswith("torchvision:") or takes(builder, "num_classes"):
+        options.setdefault("num_classes", len(splits.classes))
+    # Initial weights are a function of the seed; what draws afterwards must not depend on how many they were.
+    with preserved_generators():
+        seed_generators(derive_seed("model", recipe.step.seed))
+        model: torch.nn.Module = call(builder, options, where="model.options")
+    notes = []
+    if part.pretrained is not None:
+        matched = take_matching(model, Path(part.pretrained))
+        notes.append(f"pretrained: {len(matched.taken)} tensors taken, {len(matched.left_out)} left out")
+        notes += [f"  left out {line}" for line in matched.left_out]
+    if part.freeze:
+        names = freeze(model, part.freeze)
+        notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
+    return model, tuple(notes)
+
+
+def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> tuple[Loader, Loader]:
+    workers = options.workers
+    if workers is None:
+        spare = read_environment().cores // world.size - 1
+        workers = min(_MOST_WORKERS, max(0, spare)) if splits.reads_files else 0
+    make = partial(
+        Loader,
+        batch_size=recipe.batch_size,
+        shards=recipe.shards,
+        world=world,
+        seed=recipe.step.seed,
+        workers=workers,
+        collate=splits.collate,
+    )
+    return make(splits.train, shuffle=True), make(splits.evaluation)
+
+
+def _optimizer(part: Part, model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        optimizer = call(find(part.name, OPTIMIZERS, "optimizer"), part.options, trained, where="optimizer.options")
+    except ValueError as error:
+        raise RecipeError(f"optimizer: {error}", do="correct optimizer.options") from error
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _loss(part: Part) -> LossFunction:
+    function = find(part.name, LOSSES, "loss")
+    if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
+        return call(function, part.options, where="loss.options")  # type: ignore[no-any-return]
+    unknown = [key for key in part.options if not takes(function, key)]
+    if unknown:
+        raise RecipeError(f"loss.options.{unknown[0]} is not an option of {part.name}", do="remove it")
+    return partial(function, **part.options)

@@ -1,0 +1,93 @@
+"""What every rank of a `samestep` command does."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import samestep.checkpoint.state as checkpoints
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import Recipe, RunOptions
+from samestep.recipes.build import Built, build
+from samestep.recipes.parse import recipe_data
+from samestep.record.curves import Curves
+from samestep.record.environment import append_environment
+from samestep.record.events import EventFile, Recorder
+from samestep.record.progress import ProgressLine
+from samestep.runtime.session import start
+from samestep.runtime.world import World
+from samestep.trainer import Trainer
+
+
+def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int) -> dict[str, Any]:
+    """Train `recipe` in the run directory `run`, from `checkpoint` if there is one; the summary as plain data."""
+    rules = recipe.step
+    with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
+        built = build(recipe, options, world)
+        folder = CheckpointFolder(run / "checkpoints", options.keep)
+        recorder = _recorder(world, options, run, first_step)
+        trainer = Trainer(
+            built.engine,
+            built.train,
+            built.evaluation,
+            list(built.metrics),
+            folder=folder,
+            recorder=recorder,
+            recipe=recipe_data(recipe),
+            epochs=recipe.epochs,
+            options=options,
+        )
+        if world.is_main:
+            folder.clean()
+            append_environment(run / "environment.json", _environment(built, world, recipe, first_step))
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        else:
+            for note in built.notes:
+                recorder.tell("note", text=note)
+        try:
+            summary = trainer.fit()
+        finally:
+            recorder.close()
+        return asdict(summary)
+
+
+def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str, float]:
+    """Evaluate the weights of a checkpoint; `loss`, `samples` and the recipe's metrics."""
+    rules = recipe.step
+    with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
+        built = build(recipe, options, world)
+        checkpoints.load_model(checkpoint, built.engine.model)
+        return built.engine.evaluate(built.evaluation, built.metrics)
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees on this machine."""
+    return torch.cuda.device_count()
+
+
+def _recorder(world: World, options: RunOptions, run: Path, first_step: int) -> Recorder:
+    if not world.is_main:
+        return Recorder([])
+    console = Console(stderr=True, quiet=options.quiet)
+    return Recorder([EventFile(run / "events.jsonl"), Curves(run / "tensorboard", first_step), ProgressLine(console)])
+
+
+def _environment(built: Built, world: World, recipe: Recipe, first_step: int) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    return {
+        "from_step": first_step,
+        "processes": world.size,
+        "strategy": built.engine.strategy,
+        "device": gpu or platform.processor() or platform.machine(),
+        "threads": recipe.step.threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "system": platform.system(),
+    }

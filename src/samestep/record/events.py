@@ -1,0 +1,54 @@
+"""The events of a run, and the file that keeps them: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Event = Mapping[str, Any]
+
+
+class Listener(Protocol):
+    """Hears the events of a run."""
+
+    def hear(self, event: Event) -> None:
+        """Take one event: `event["event"]` is its kind, the rest depends on the kind (`docs/runs.md`)."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class EventFile:
+    """Appends events to `events.jsonl`, with the time of day in seconds since 1970.
+
+    A resumed run appends too; where a step is there twice, the later line counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def hear(self, event: Event) -> None:
+        self._file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Recorder:
+    """Tells every listener; with none, in ranks other than 0, telling costs nothing."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Pass on one event."""
+        for listener in self._listeners:
+            listener.hear({"event": kind, **facts})
+
+    def close(self) -> None:
+        """Close every listener."""
+        for listener in self._listeners:
+            listener.close()

@@ -1,0 +1,48 @@
+"""Where the time of a training loop goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Seconds spent waiting for data and on steps.
+
+    Attributes:
+        last_wait: seconds that the loop last waited for data.
+        last_speed: samples a second of the last step, its wait included.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._samples, self._busy = 0, 0.0
+        self.last_wait, self.last_speed = 0.0, 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the watch was made."""
+        return time.perf_counter() - self._began
+
+    @property
+    def speed(self) -> float:
+        """Samples a second over all steps and waits; 0 before the first."""
+        return self._samples / self._busy if self._busy else 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for a batch."""
+        began = time.perf_counter()
+        yield
+        self.last_wait = time.perf_counter() - began
+
+    @contextmanager
+    def training(self, samples: int) -> Iterator[None]:
+        """Time a step over `samples` samples."""
+        began = time.perf_counter()
+        yield
+        seconds = self.last_wait + time.perf_counter() - began
+        self._samples += samples
+        self._busy += seconds
+        self.last_speed = samples / seconds

@@ -1,0 +1,206 @@
+"""Epochs: steps, evaluation, checkpoints, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.state import Progress, Training, load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import RunOptions
+from samestep.cursor import Cursor
+from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
+from samestep.engine.evaluation import Metric
+from samestep.engine.step import Engine, StepResult
+from samestep.errors import InputError
+from samestep.record.events import Recorder
+from samestep.record.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended.
+
+    Attributes:
+        stopped: it was asked to end before its last epoch.
+        step: optimizer steps done, in all.
+        evaluation: the last evaluation: `loss`, `samples` and the metrics; empty if there was none.
+        best: the best value of the deciding metric.
+        seconds: wall time of this part of the run.
+        samples_per_second: training samples over the time spent on training, evaluation aside.
+    """
+
+    stopped: bool
+    step: int
+    evaluation: dict[str, float]
+    best: float | None
+    seconds: float
+    samples_per_second: float
+
+
+class Trainer:
+    """Runs a recipe's epochs with an engine.
+
+    Args:
+        engine: makes the steps.
+        train: the training data; its cursor is the run's.
+        evaluation: the evaluation data.
+        metrics: what evaluation computes; the first decides what is best (higher is better), the loss if none.
+        folder: where checkpoints go.
+        recorder: hears events.
+        recipe: the resolved recipe, kept in every checkpoint.
+        epochs: how many.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        train: Loader,
+        evaluation: Loader,
+        metrics: list[Metric],
+        *,
+        folder: CheckpointFolder,
+        recorder: Recorder,
+        recipe: dict[str, Any],
+        epochs: int,
+        options: RunOptions,
+    ) -> None:
+        self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
+        self._folder, self._recorder, self._epochs, self._options = folder, recorder, epochs, options
+        self._progress = Progress(recipe=recipe)
+        self._stopwatch = Stopwatch()
+        self._last_evaluation: dict[str, float] = {}
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        self._progress = load(checkpoint, self._training)
+        self._engine.steps = self._progress.step
+        self._train.cursor = self._progress.cursor
+        self._recorder.tell("resume", step=self._progress.step, **_position(self._progress.cursor))
+
+    def fit(self) -> Summary:
+        """Train to the last epoch, or until somebody asks the run to end.
+
+        Raises:
+            SamestepError: the run failed; the newest checkpoint is as good as it was.
+        """
+        if self._progress.cursor.epoch >= self._epochs:
+            self._last_evaluation = self._evaluate()
+        stopped = False
+        while self._progress.cursor.epoch < self._epochs and not stopped:
+            stopped = self._epoch()
+        if stopped:
+            self._save()
+            self._recorder.tell("stop", step=self._progress.step, text=f"stopped after step {self._progress.step}")
+        summary = self._summary(stopped=stopped)
+        self._recorder.tell("end", stopped=stopped, step=summary.step, seconds=round(summary.seconds, 3))
+        return summary
+
+    def _epoch(self) -> bool:
+        """One epoch, or what is left of it; whether somebody asked to end."""
+        batches = iter(self._train)
+        every, stop = self._options.checkpoint_every, False
+        while (batch := self._next(batches)) is not None:
+            with self._stopwatch.training(batch.size):
+                result = self._engine.step(batch)
+            self._count(batch, result)
+            stop = result.stop
+            is_inside = batch.end.epoch == batch.begin.epoch
+            if is_inside and stop:
+                return True
+            if is_inside and every and result.step % every == 0:
+                self._save()
+        self._end_epoch()
+        return stop
+
+    def _next(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
+        """The next batch; bad data costs no work done: every rank holds the whole state, so this one saves it."""
+        try:
+            with self._stopwatch.waiting():
+                return next(batches, None)
+        except InputError:
+            if self._progress.step:
+                self._write(is_best=False)
+            raise
+
+    def _count(self, batch: GlobalBatch, result: StepResult) -> None:
+        progress = self._progress
+        counted = 0.0 if result.skipped else result.count
+        self._progress = replace(
+            progress,
+            step=result.step,
+            cursor=batch.end,
+            loss_sum=progress.loss_sum + (result.loss * counted if counted else 0.0),
+            loss_count=progress.loss_count + counted,
+        )
+        self._recorder.tell(
+            "step",
+            step=result.step,
+            epoch=batch.begin.epoch,
+            step_in_epoch=batch.begin.samples // self._train.batch_size + 1,
+            steps_in_epoch=len(self._train),
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            samples_per_second=round(self._stopwatch.last_speed, 1),
+            data_seconds=round(self._stopwatch.last_wait, 6),
+        )
+
+    def _end_epoch(self) -> None:
+        values = self._evaluate()
+        self._last_evaluation = values
+        is_best = self._is_best(values)
+        progress = self._progress
+        self._recorder.tell(
+            "evaluation",
+            step=progress.step,
+            epoch=progress.cursor.epoch,
+            epochs=self._epochs,
+            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else float("nan"),
+            is_best=is_best,
+            samples_per_second=round(self._stopwatch.speed, 1),
+            **values,
+        )
+        best = self._deciding(values) if is_best else progress.best
+        self._progress = replace(progress, best=best, loss_sum=0.0, loss_count=0.0)
+        self._save(is_best=is_best)
+
+    def _evaluate(self) -> dict[str, float]:
+        self._evaluation.cursor = Cursor()
+        return self._engine.evaluate(self._evaluation, self._metrics)
+
+    def _deciding(self, values: dict[str, float]) -> float:
+        return values[self._metrics[0].name] if self._metrics else -values["loss"]
+
+    def _is_best(self, values: dict[str, float]) -> bool:
+        return self._progress.best is None or self._deciding(values) > self._progress.best
+
+    def _save(self, *, is_best: bool = False) -> None:
+        if self._engine.world.is_main:
+            self._write(is_best=is_best)
+
+    def _write(self, *, is_best: bool) -> None:
+        path = self._folder.write(self._progress.step, pack(self._training, self._progress), is_best=is_best)
+        self._recorder.tell("checkpoint", step=self._progress.step, path=path.name, is_best=is_best)
+
+    def _summary(self, *, stopped: bool) -> Summary:
+        watch = self._stopwatch
+        best = self._progress.best
+        return Summary(stopped, self._progress.step, self._last_evaluation, best, watch.elapsed, watch.speed)
+
+    @property
+    def _training(self) -> Training:
+        engine = self._engine
+        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
+
+
+def _position(cursor: Cursor) -> dict[str, int]:
+    return {"epoch": cursor.epoch, "samples": cursor.samples}
