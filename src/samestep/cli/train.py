@@ -104,7 +104,8 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     lines = [f"{name:<12}{value:.2%}" for name, value in values.items()]
     if summary["evaluation"]:
         lines.append(f"{'evaluated':<12}{summary['evaluation']['samples']:,} samples")
-    lines.append(f"{'speed':<12}{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all")
+    if summary["samples_per_second"]:
+        lines.append(f"{'speed':<12}{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all")
     lines.append(f"{'run':<12}{folder}")
     if summary["stopped"]:
         lines.append(f"{'stopped':<12}after step {summary['step']}; go on with: samestep resume {folder}")

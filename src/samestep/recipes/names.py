@@ -19,6 +19,7 @@ LOSSES = {"cross_entropy": "samestep.engine.loss:cross_entropy"}
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
 _TORCHVISION = "torchvision:"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find(name: str, known: Mapping[str, str], what: str) -> Callable[..., Any]:
@@ -72,10 +73,14 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
             rule=f"options here: {', '.join(named) or 'none'}",
             do=f"did you mean {where}.{close[0]}?" if close else "remove it",
         )
-    try:
-        inspect.signature(function).bind(*arguments, **options)
-    except TypeError as error:
-        raise RecipeError(f"{where}: {error}", do=f"--set {where}.NAME=VALUE") from error
+    given = [*list(parameters)[: len(arguments)], *options]
+    missing = [
+        name for name, p in parameters.items() if p.default is p.empty and p.kind in _NAMED and name not in given
+    ]
+    if missing:
+        raise RecipeError(
+            f"{where}.{missing[0]} is not given", rule="it has no default", do=f"--set {where}.{missing[0]}=VALUE"
+        )
     return function(*arguments, **options)
 
 

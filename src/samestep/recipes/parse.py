@@ -42,8 +42,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: there is no such recipe, or something in it is wrong.
     """
-    path = _find(name)
-    return make_recipe(_read_yaml(path), overrides, origin=str(path))
+    return make_recipe(_read_yaml(_find(name)), overrides, origin=name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:

@@ -31,9 +31,9 @@ class ProgressLine:
         if kind == "step":
             self._move(event)
         elif kind == "evaluation":
-            self._console.print(epoch_line(event), highlight=False)
+            self._console.print(epoch_line(event), highlight=False, soft_wrap=True)
         elif kind in ("note", "stop"):
-            self._console.print(event["text"], highlight=False)
+            self._console.print(event["text"], highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -53,6 +53,6 @@ def epoch_line(event: Event) -> str:
     best = "  best" if event["is_best"] else ""
     return (
         f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
-        f"train loss {event['train_loss']:.4f}  evaluation loss {event['loss']:.4f}  {metrics}  "
+        f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}  {metrics}  "
         f"{event['samples_per_second']:,.0f} samples/s{best}"
     )

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -50,12 +51,25 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _die_with_launcher() -> None:
+    """End this process when the launcher does, however it ends.
+
+    The fork server would not: it lives as long as any of its children.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="samestep-launcher-watch", daemon=True).start()
+
+
 def run_rank(orders: Orders, channel: Connection) -> None:
     """Run the function as one rank and report how it ended; never returns after a failure."""
-    die_with_parent()
-    launcher = multiprocessing.parent_process()
-    if launcher is None or not launcher.is_alive():
-        os._exit(1)  # it had gone before the kernel was asked
+    die_with_parent()  # the parent is the fork server
+    _die_with_launcher()
     # Ctrl-C reaches every process of the terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if orders.log is not None:
