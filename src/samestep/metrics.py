@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class CountMetric:
         name: as in the recipe.
     """
 
-    def __init__(self, name: str, metric: Any) -> None:
-        self.name, self._metric = name, metric
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.name, self._make = name, make
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Count one shard: logits `(N, C)` and class numbers `(N)`."""
@@ -51,22 +52,26 @@ class CountMetric:
         self._metric.reset()
         return value
 
+    @cached_property
+    def _metric(self) -> Any:
+        # torchmetrics, and torchvision with it, take seconds to import: not before the first evaluation.
+        make_torchvision_importable()
+        return self._make()
+
 
 def build_metrics(names: tuple[str, ...], classes: int, device: torch.device) -> list[CountMetric]:
-    """The metrics behind a recipe's names."""
-    # torchmetrics imports torchvision where it is installed; importing it takes a second, so only here.
-    make_torchvision_importable()
-    return [CountMetric(name, METRICS[name](classes).to(device)) for name in names]
-
-
-def require_known_metrics(names: tuple[str, ...]) -> None:
-    """Refuse names that are no metric.
+    """The metrics behind a recipe's names.
 
     Raises:
-        RecipeError: the first such name.
+        RecipeError: a name is not known.
     """
     for name in names:
         if name not in METRICS:
             raise RecipeError(
                 f"metric {name!r} is not known", rule=f"one of {', '.join(sorted(METRICS))}", do="correct the name"
             )
+    return [CountMetric(name, partial(_make, name, classes, device)) for name in names]
+
+
+def _make(name: str, classes: int, device: torch.device) -> Any:
+    return METRICS[name](classes).to(device)

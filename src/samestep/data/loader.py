@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,4 +118,6 @@ def _as_it_is(item: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     die_with_parent()
+    # A SIGTERM to the whole group asks for the end of a step, which still needs its data.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

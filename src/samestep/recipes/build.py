@@ -16,7 +16,7 @@ from samestep.data.loader import Loader
 from samestep.engine.loss import LossFunction
 from samestep.engine.step import Engine
 from samestep.errors import RecipeError
-from samestep.metrics import CountMetric, build_metrics, require_known_metrics
+from samestep.metrics import CountMetric, build_metrics
 from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find, takes
 from samestep.recipes.splits import Splits
 from samestep.recipes.weights import freeze, take_matching
@@ -49,15 +49,14 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     Raises:
         InputError: something that the recipe names is not there or does not fit.
     """
-    require_known_metrics(recipe.metrics)
     splits = _splits(recipe.data)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device)
     model, notes = _model(recipe, splits)
     train, evaluation = _loaders(recipe, options, splits, world)
     optimizer = _optimizer(recipe.optimizer, model)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss: LossFunction = _loss(recipe.loss)
     engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step)
-    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device)
     return Built(engine, train, evaluation, metrics, splits.classes, notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,10 +32,16 @@ class EventFile:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def hear(self, event: Event) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        line = {"time": round(time.time(), 3), **{key: _in_json(value) for key, value in event.items()}}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _in_json(value: Any) -> Any:
+    """JSON has no NaN and no infinity; their names stand for them."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Recorder:

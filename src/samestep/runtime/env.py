@@ -28,14 +28,10 @@ class Environment:
     Attributes:
         rendezvous: set when another launcher (torchrun) started this process.
         cores: processors this process may run on.
-        visible_devices: the raw value of CUDA_VISIBLE_DEVICES, for the record.
-        is_ci: a continuous-integration system runs us.
     """
 
     rendezvous: Rendezvous | None
     cores: int
-    visible_devices: str | None
-    is_ci: bool
 
 
 def read_environment() -> Environment:
@@ -50,12 +46,7 @@ def read_environment() -> Environment:
             address=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
         )
-    return Environment(
-        rendezvous=rendezvous,
-        cores=len(os.sched_getaffinity(0)),
-        visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
-        is_ci=env.get("CI", "").lower() in ("1", "true"),
-    )
+    return Environment(rendezvous, cores=len(os.sched_getaffinity(0)))
 
 
 def prepare_torch_environment(*, loopback: bool) -> None:

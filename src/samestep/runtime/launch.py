@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,17 @@ from samestep.runtime.failure import Failure, first_cause
 from samestep.runtime.rank import Finished, Orders, run_rank
 
 # torch._dynamo: every optimizer imports it when it is made, which takes as long as torch itself.
-PRELOAD = ("torch", "torch._dynamo", "torch.nn.parallel", "samestep.engine.step", "samestep.data.loader")
+PRELOAD = (
+    "samestep.runtime.warm",
+    "torch",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "samestep.engine.step",
+    "samestep.data.loader",
+)
+
+# A request to end is repeated: a rank that is just starting does not listen yet.
+_REPEAT_SECONDS = 0.5
 
 # After the first failure, how long the other ranks may take to report theirs before they are killed.
 _SETTLE_SECONDS = 1.0
@@ -118,8 +129,6 @@ class _Crew:
         process.start()
         send.close()
         self.members.append(_Member(orders.rank, process, receive))
-        if self.asked_to_stop:
-            self._forward_stop()
 
     def signals(self) -> AbstractContextManager[None]:
         """Pass SIGINT and SIGTERM on while the block runs; outside the main thread they are somebody else's."""
@@ -140,8 +149,10 @@ class _Crew:
         self.asked_to_stop += 1
         if self.asked_to_stop > 1 and number == signal.SIGINT:
             self.kill()
-        else:
-            self._forward_stop()
+            return
+        self._forward_stop()
+        if number == signal.SIGINT:
+            print("\nending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
     def _forward_stop(self) -> None:
         for member in self.members:
@@ -162,7 +173,9 @@ class _Crew:
                 break
             ends = [member.process.sentinel for member in running]
             talking = [member.channel for member in running if member.outcome is None]
-            wait([*ends, *talking], timeout=None if remaining == float("inf") else remaining)
+            wait([*ends, *talking], timeout=min(remaining, _REPEAT_SECONDS))
+            if self.asked_to_stop:
+                self._forward_stop()
             if self._take_in() and deadline == float("inf"):
                 deadline = time.monotonic() + _SETTLE_SECONDS
         self.end()

@@ -87,7 +87,7 @@ def start(
         backend, store=_store(seat, env, rank, size, timeout), rank=rank, world_size=size, timeout=timeout
     )
     stop = seat.stop if seat else StopRequest()
-    world = World(rank=rank, size=size, device=place, timeout=timeout, stop_requested=stop)
+    world = World(rank=rank, size=size, device=place, stop_requested=stop)
     try:
         yield world
         # Ranks leave in step: one that destroys its group while another still talks can abort at exit.

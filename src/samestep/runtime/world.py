@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ class World:
         rank: this process, from 0.
         size: number of ranks.
         device: where this rank computes.
-        timeout: how long a collective may wait for the other ranks.
     """
 
     def __init__(
@@ -31,10 +28,9 @@ class World:
         rank: int,
         size: int,
         device: torch.device,
-        timeout: timedelta,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.rank, self.size, self.device = rank, size, device
         self._stop_requested = stop_requested
 
     @property
@@ -54,18 +50,6 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.guarded(dist.barrier)
-
-    def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank; JSON, so that nothing received is ever executed."""
-        device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        data = json.dumps(value).encode() if self.is_main else b""
-        length = torch.tensor([len(data)], device=device)
-        self.guarded(lambda: dist.broadcast(length, 0))
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-        if self.is_main:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.guarded(lambda: dist.broadcast(buffer, 0))
-        return json.loads(bytes(buffer.cpu().numpy()))
 
     def guarded(self, communicate: Callable[[], Any]) -> None:
         """Run a collective; a failure of the connection is a lost peer, not a fault of this rank.
