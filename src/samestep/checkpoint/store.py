@@ -63,7 +63,7 @@ class CheckpointFolder:
         if which == "last" and there:
             return there[-1]
         if found.is_dir():
-            return found.resolve()
+            return self.path / found.readlink() if found.is_symlink() else found
         known = ", ".join(str(int(path.name.removeprefix(_PREFIX))) for path in there) or "none"
         raise CheckpointError(
             f"{self.path} has no checkpoint {which!r}",

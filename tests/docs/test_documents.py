@@ -1,0 +1,132 @@
+"""Every command and code block of the documents is run, and what a document shows is what comes out."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from samestep.recipes.parse import make_recipe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HASH = re.compile(r"\b[0-9a-f]{64}\b")
+INDENTED_MAKE = re.compile(r"^    make ([\w-]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as a document types it, and the output it shows."""
+
+    line: str
+    shown: list[str]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(document.read_text(encoding="utf-8")) if found == language]
+
+
+def commands(block: str) -> list[Command]:
+    found: list[Command] = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append(Command(line.removeprefix("$ "), []))
+        else:
+            found[-1].shown.append(line)
+    return found
+
+
+def without_numbers(line: str) -> str:
+    """A line of output without its numbers: another kind of processor is faster, and has other last bits."""
+    line = HASH.sub("HASH", line.removesuffix("  best"))
+    return re.sub(r"\d[\d,.]*", "N", line)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+def run(line: str, place: Path) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=place, env=environment, text=True, capture_output=True, check=False, timeout=110
+    )
+    assert done.returncode == 0, f"$ {line}\n{done.stdout}{done.stderr}"
+    return done.stderr + done.stdout if "train" in line else done.stdout
+
+
+def with_console() -> list[object]:
+    """The documents with commands; the README's train whole recipes."""
+    found = [document for document in DOCUMENTS if blocks(document, "console")]
+    return [pytest.param(d, id=d.name, marks=[pytest.mark.slow] if d.name == "README.md" else []) for d in found]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("document", with_console())
+def test_commands_do_what_is_shown(document: Path, place: Path) -> None:
+    hashes: set[str] = set()
+    for block in blocks(document, "console"):
+        for command in commands(block):
+            printed = run(command.line, place)
+            hashes |= set(HASH.findall(printed))
+            if command.shown:
+                lines = [without_numbers(line) for line in printed.splitlines()]
+                assert lines == [without_numbers(line) for line in command.shown], command.line
+    assert len(hashes) <= 1, "a document trains the same thing in several ways, to the same bits"
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda path: path.name)
+def test_python_blocks_run(document: Path, place: Path) -> None:
+    for number, block in enumerate(blocks(document, "python")):
+        script = place / f"block{number}.py"
+        script.write_text(block, encoding="utf-8")
+        run(f"python {script}", place)
+
+
+def test_yaml_recipes_are_valid() -> None:
+    recipes = [block for document in DOCUMENTS for block in blocks(document, "yaml")]
+    assert recipes
+    for recipe in recipes:
+        make_recipe(yaml.safe_load(recipe), (), origin="a document")
+
+
+def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
+    page = ROOT / "docs" / "recipes.md"
+    (place / "points.py").write_text(blocks(page, "python")[0], encoding="utf-8")
+    (place / "points.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
+    printed = run("samestep train points.yaml --processes 3 --name points", place)
+    assert "evaluated   200 samples" in printed
+
+
+def test_own_loop_page_shows_the_example_as_it_is() -> None:
+    assert blocks(ROOT / "docs" / "own-loop.md", "python") == [
+        (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    ]
+
+
+def test_make_targets_of_the_documents_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {target for document in DOCUMENTS for target in INDENTED_MAKE.findall(document.read_text(encoding="utf-8"))}
+    assert {"demo", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_recipe_keys_are_all_documented() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    raw = yaml.safe_load(blocks(ROOT / "docs" / "recipes.md", "yaml")[0])
+    from samestep.recipes.parse import recipe_data
+
+    data = recipe_data(make_recipe(raw, (), origin="a document"))
+    for key, value in data.items():
+        inner = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+        for name in inner:
+            assert f"`{name}`" in page, name
