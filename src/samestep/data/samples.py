@@ -53,12 +53,19 @@ class ShardDataset(torch.utils.data.Dataset[Shard | Unusable]):
         try:
             with preserved_generators():
                 for index in request.indices:
-                    seed_generators(derive_seed("sample", self._seed, request.epoch, int(index)))
-                    samples.append(self._dataset[int(index)])
+                    samples.append(self._sample(request.epoch, int(index)))
                 seed_generators(derive_seed("collate", self._seed, request.epoch, int(request.indices[0])))
                 return Shard(request.number, len(samples), self._collate(samples))
         except SamestepError as error:
             return Unusable(error)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_generators(derive_seed("sample", self._seed, epoch, index))
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            error.add_note(f"while sample {index} of the dataset was made")
+            raise
 
 
 class RequestQueue(torch.utils.data.Sampler[ShardRequest]):

@@ -7,11 +7,14 @@ the same order. On a CPU one thread does that while backward computes; on a GPU 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
 from samestep.errors import PeerLostError
+
+_Future = torch.futures.Future[torch.Tensor]
 
 
 class Lane:
@@ -27,14 +30,16 @@ class Lane:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         else:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samestep-lane")
+            self._queue: SimpleQueue[tuple[_Future, Callable[[], torch.Tensor]]] = SimpleQueue()
+            # A daemon: a rank that fails must be able to leave while a message to it is still awaited.
+            Thread(target=self._work, name="samestep-lane", daemon=True).start()
 
-    def submit(self, communicate: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+    def submit(self, communicate: Callable[[], torch.Tensor]) -> _Future:
         """Start `communicate` when all that came before it is done; its value comes through the future."""
         if self._device.type == "cuda":
             return self._on_stream(communicate)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._thread.submit(self._fulfil, future, communicate)
+        future: _Future = torch.futures.Future()
+        self._queue.put((future, communicate))
         return future
 
     def raise_failure(self) -> None:
@@ -42,17 +47,18 @@ class Lane:
         if self.failure is not None:
             raise self.failure
 
-    def _fulfil(self, future: torch.futures.Future[torch.Tensor], communicate: Callable[[], torch.Tensor]) -> None:
-        try:
-            future.set_result(communicate())
-        except PeerLostError as error:
-            self.failure = self.failure or error
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
-        except Exception as error:  # boundary: the thread has no caller; who waits for the future gets it
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
+    def _work(self) -> None:
+        while True:
+            future, communicate = self._queue.get()
+            try:
+                future.set_result(communicate())
+            except Exception as error:  # boundary: the thread has no caller; who waits for the future gets it
+                if isinstance(error, PeerLostError):
+                    self.failure = self.failure or error
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
 
-    def _on_stream(self, communicate: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device])
+    def _on_stream(self, communicate: Callable[[], torch.Tensor]) -> _Future:
+        future: _Future = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # A future remembers the stream it was fulfilled on; who waits for it waits for that stream.

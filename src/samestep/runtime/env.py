@@ -12,13 +12,18 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where one rank of a job that somebody else started finds the others."""
+    """Where one rank of a job that somebody else started finds the others.
+
+    Attributes:
+        has_store: the launcher itself hosts the store at that address; else rank 0 does.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     address: str
     port: int
+    has_store: bool
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ def read_environment() -> Environment:
             local_rank=int(env["LOCAL_RANK"]),
             address=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
+            has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     return Environment(rendezvous, cores=len(os.sched_getaffinity(0)))
 

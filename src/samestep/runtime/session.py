@@ -133,11 +133,15 @@ def _store(seat: Seat | None, env: Environment, rank: int, size: int, timeout: t
     if seat is None:
         assert env.rendezvous is not None
         found = env.rendezvous
-        # torchrun's agent hosts the store already, so no rank is its master.
-        return dist.TCPStore(found.address, found.port, None, False, timeout)
+        is_host = rank == 0 and not found.has_store
+        return dist.TCPStore(found.address, found.port, size, is_host, timeout)
     if rank != 0:
         return dist.TCPStore("127.0.0.1", seat.port, size, False, timeout)
-    if seat.listener is None:
-        raise RunError("rank 0 has no listening socket", do="start ranks through samestep.launch")
+    if seat.listener is None or seat.listener.fileno() < 0:
+        raise RunError(
+            "samestep.start() was entered twice in one launched process",
+            rule="one block a launch",
+            do="put both parts into one block, or launch twice",
+        )
     # A store that opens its own port listens on every interface; one that is given a socket does not.
     return dist.TCPStore("127.0.0.1", seat.port, size, True, timeout, master_listen_fd=seat.listener.detach())
