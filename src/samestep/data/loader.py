@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +66,8 @@ class Loader:
             pin_memory=world.device.type == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_begin_worker if workers > 0 else None,
+            # Forks of the rank, not of the fork server: they end with it, and take what cannot be pickled.
+            multiprocessing_context="fork" if workers > 0 else None,
         )
 
     def __len__(self) -> int:
@@ -118,6 +119,4 @@ def _as_it_is(item: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     die_with_parent()
-    # A SIGTERM to the whole group asks for the end of a step, which still needs its data.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -82,6 +82,9 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     except BaseException as error:  # boundary: whatever ends the rank is reported to the launcher
         channel.send(Failure.of_exception(orders.rank, error))
         _leave(1)
+    # Loaders' workers ignore SIGTERM as this process does, so nobody else could end them now.
+    for worker in multiprocessing.active_children():
+        worker.kill()
     channel.send(Finished(value))
 
 
