@@ -39,7 +39,6 @@ class Built:
     train: Loader
     evaluation: Loader
     metrics: list[CountMetric]
-    classes: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -57,7 +56,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss: LossFunction = _loss(recipe.loss)
     engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step)
-    return Built(engine, train, evaluation, metrics, splits.classes, notes)
+    return Built(engine, train, evaluation, metrics, notes)
 
 
 def schedule_factor(schedule: SchedulePart, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:

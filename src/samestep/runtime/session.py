@@ -90,10 +90,14 @@ def start(
     world = World(rank=rank, size=size, device=place, stop_requested=stop)
     try:
         yield world
-        # Ranks leave in step: one that destroys its group while another still talks can abort at exit.
-        world.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
+        if size == 1:
+            dist.destroy_process_group()
+        raise
+    # Ranks leave in step: one that destroys its group while another still talks can abort at exit.
+    world.barrier()
+    dist.destroy_process_group()
 
 
 def _place(seat: Seat | None, env: Environment) -> tuple[int, int, int]:
