@@ -46,11 +46,12 @@ class ShardedBuffers:
 
     def write(self, vector: torch.Tensor) -> None:
         """Set the buffers from such a vector."""
-        offset = 0
-        for buffer in self._current():
-            values = vector[offset : offset + buffer.numel()].view_as(buffer)
-            buffer.copy_(values if buffer.is_floating_point() else values.round())
-            offset += buffer.numel()
+        current = self._current()
+        if current:
+            values = vector.split([buffer.numel() for buffer in current])
+            torch._foreach_copy_(
+                current, [value.view_as(buffer) for value, buffer in zip(values, current, strict=True)]
+            )
 
     def _current(self) -> list[torch.Tensor]:
         # Asked for by name each time: a module may put a new tensor in the place of a buffer.

@@ -77,6 +77,7 @@ class Engine:
         self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
         self.rules = rules or StepRules()
         self.steps = 0
+        self._is_training = False
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._names)
         _require_same(self._parameters, optimizer)
@@ -99,7 +100,7 @@ class Engine:
             PeerLostError: another rank went away.
             InputError: a trained parameter took no part in the loss.
         """
-        train_mode(self.model)
+        self._enter_training()
         tally = self._gradients(batch)
         self._divide(batch, tally)
         norm = get_total_norm(self._gradient_list())
@@ -121,7 +122,14 @@ class Engine:
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """`loss`, `samples` and the metrics over `batches`, each sample counted once."""
+        self._is_training = False
         return evaluate(self.model, batches, metrics, self._forward, self.world)
+
+    def _enter_training(self) -> None:
+        # Once and after each evaluation: walking over all modules takes as long as a small layer.
+        if not (self._is_training and self.model.training):
+            train_mode(self.model)
+            self._is_training = True
 
     def _gradients(self, batch: GlobalBatch) -> Tally:
         """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples."""
