@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from samestep.errors import RecipeError
 
@@ -12,6 +12,13 @@ BatchNorm = Literal["shard"]
 NonFinite = Literal["stop", "skip"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+
+_WORDS = {
+    "reduction": get_args(Reduction),
+    "batch_norm": get_args(BatchNorm),
+    "non_finite": get_args(NonFinite),
+    "precision": get_args(Precision),
+}
 
 # Read by pydantic, which checks these classes against YAML; a plain mapping, so nothing is imported for it.
 _NOTHING_UNKNOWN = {"extra": "forbid"}
@@ -49,7 +56,10 @@ class StepRules:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.seed >= 0, f"seed is {self.seed}", "seed >= 0", "set seed: 0")
+        _require(0 <= self.seed < 2**64, f"seed is {self.seed}", "0 <= seed < 2**64", "set seed: 0")
+        for name, words in _WORDS.items():
+            word = getattr(self, name)
+            _require(word in words, f"{name} is {word!r}", f"one of {', '.join(words)}", f"set {name}: {words[0]}")
         _require(self.threads >= 1, f"threads is {self.threads}", "threads >= 1", "set threads: 1")
         clip = self.clip_norm
         _require(clip is None or clip > 0, f"clip_norm is {clip}", "clip_norm > 0, or null", "set clip_norm: 1.0")

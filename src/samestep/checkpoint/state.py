@@ -111,12 +111,12 @@ def _load_tensors(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors without repetition, and the names that stand for another one's tensor (tied weights)."""
-    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    first: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], str] = {}
     distinct: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         # A tensor without elements has no address of its own.
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:
             aliases[name] = first[key]
         else:
@@ -145,6 +145,7 @@ def _pack_optimizer(
 
 def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> None:
     index = {name: i for i, name in _names(training).items()}
+    _require_same_optimizer(training, said["groups"])
     state: dict[int, dict[str, Any]] = {}
     for key, tensor in slots.items():
         slot, _, name = key.partition("/")
@@ -153,6 +154,23 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said:
         state.setdefault(index[name], {}).update(values)
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in said["groups"]]
     training.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _require_same_optimizer(training: Training, said: list[dict[str, Any]]) -> None:
+    names = _names(training)
+    own = training.optimizer.state_dict()["param_groups"]
+    own = [{**group, "params": [names[i] for i in group["params"]]} for group in own]
+    if [set(group) for group in own] != [set(group) for group in said]:
+        what = "its settings are those of another optimizer, or of other parameter groups"
+    elif [group["params"] for group in own] != [group["params"] for group in said]:
+        what = "it trained other parameters"
+    else:
+        return
+    raise CheckpointError(
+        f"the optimizer's state does not fit: {what}",
+        rule="a run goes on with the optimizer that it began with",
+        do="start a new run from these weights",
+    )
 
 
 def _names(training: Training) -> dict[int, str]:

@@ -35,16 +35,18 @@ class CheckpointFolder:
     def write(self, step: int, files: Mapping[str, bytes], *, is_best: bool = False) -> Path:
         """Write the checkpoint of `step`, point `last` (and `best`) at it, and drop what need not be kept.
 
-        A checkpoint of that step that is there already is left as it is.
+        A whole checkpoint of that step that is there already is left as it is.
         """
         final = self.path / f"{_PREFIX}{step:09d}"
         self.path.mkdir(parents=True, exist_ok=True)
+        if final.exists() and not _is_whole(final):
+            self._remove(final)
         if not final.exists():
             self._write_whole(final, files)
         self._point("last", final)
         if is_best:
             self._point("best", final)
-        self._prune()
+        self._prune(final)
         return final
 
     def steps(self) -> list[Path]:
@@ -61,7 +63,7 @@ class CheckpointFolder:
         found = self.path / name
         there = self.steps()
         if which == "last" and there:
-            return there[-1]
+            return self._by_age()[-1]  # not by the link: a kill may come before it is moved
         if found.is_dir():
             return self.path / found.readlink() if found.is_symlink() else found
         known = ", ".join(str(int(path.name.removeprefix(_PREFIX))) for path in there) or "none"
@@ -71,13 +73,22 @@ class CheckpointFolder:
             do=f"steps: {known}",
         )
 
+    def _by_age(self) -> list[Path]:
+        """Complete checkpoints in the order in which they were written."""
+        return sorted(self.steps(), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
     def clean(self) -> None:
         """Remove what an interrupted write left behind."""
-        for left in self.path.glob(".writing-*"):
-            shutil.rmtree(left)
+        for left in self.path.glob(".*-*"):
+            if left.is_symlink():
+                left.unlink()
+            else:
+                shutil.rmtree(left)
 
     def _write_whole(self, final: Path, files: Mapping[str, bytes]) -> None:
         aside = self.path / f".writing-{final.name}-{os.getpid()}"
+        if aside.exists():  # a write of this process that failed
+            shutil.rmtree(aside)
         aside.mkdir()
         sums = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
         manifest = {"format": _FORMAT, "files": sums}
@@ -102,14 +113,17 @@ class CheckpointFolder:
         aside.symlink_to(target.name)
         aside.replace(self.path / name)
 
-    def _prune(self) -> None:
+    def _prune(self, newest: Path) -> None:
+        """Keep what was written last: who went back to an earlier step left later ones of the old course behind."""
         best = self.path / "best"
-        kept = {best.resolve()} if best.exists() else set()
-        for old in self.steps()[: -self.keep]:
-            if old.resolve() not in kept:
-                # Renamed first: what is being removed must not be taken for a checkpoint.
-                doomed = old.rename(self.path / f".writing-removed-{old.name}")
-                shutil.rmtree(doomed)
+        kept = {newest.name} | ({best.readlink().name} if best.is_symlink() else set())
+        for old in self._by_age()[: -self.keep]:
+            if old.name not in kept:
+                self._remove(old)
+
+    def _remove(self, checkpoint: Path) -> None:
+        # Renamed first: what is being removed must not be taken for a checkpoint.
+        shutil.rmtree(checkpoint.rename(self.path / f".writing-removed-{checkpoint.name}"))
 
 
 def verify(checkpoint: Path) -> None:
@@ -131,6 +145,14 @@ def verify(checkpoint: Path) -> None:
                 raise _damaged(path, "is not what was written: its SHA-256 differs")
 
 
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
 def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     """A JSON file of a checkpoint, after verifying all of it."""
     verify(checkpoint)
@@ -145,7 +167,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         said = manifest.pop("sha256")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
     if said != _digest(manifest):
         raise _damaged(path, "is not what was written: its SHA-256 differs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,8 +116,7 @@ class Engine:
             self._leave_out(batch, tally)
         # The scaler has seen the same gradients on every rank, so what it decides is one decision for all.
         self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._advance_schedule()
         self.steps += 1
         return StepResult(self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop)
 
@@ -184,6 +184,13 @@ class Engine:
         is_scaling = self.scaler.is_enabled() and not tally.bad_shards
         if self.rules.non_finite == "stop" and not is_scaling:
             raise self._non_finite(batch, tally)
+
+    def _advance_schedule(self) -> None:
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                # Said when the first update was left out; the schedule counts such steps on purpose.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self.scheduler.step()
 
     def _non_finite(self, batch: GlobalBatch, tally: Tally) -> Exception:
         step = self.steps + 1

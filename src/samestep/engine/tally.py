@@ -36,12 +36,20 @@ class Tally:
     @property
     def loss(self) -> float:
         """The mean loss; `fsum` rounds once, so order cannot matter."""
-        return math.fsum(self.losses) / self.count if self.count else 0.0
+        return _sum(self.losses) / self.count if self.count else 0.0
 
     @property
     def bad_shards(self) -> list[int]:
         """Shards whose loss is not finite."""
         return [shard for shard, loss in enumerate(self.losses) if not math.isfinite(loss)]
+
+
+def _sum(values: list[float]) -> float:
+    """The sum, rounded once; `fsum` has none where infinities or overflow make it not finite."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 def tally_length(shards: int, buffers: int) -> int:

@@ -52,7 +52,7 @@ class Reduction(Protocol):
 
 def build_reduction(name: ReductionName, world: World, parameters: Sequence[Parameter]) -> Reduction:
     """The implementation behind a recipe's word, for the trained `parameters` of a model."""
-    return ExactReduction(world, parameters) if name == "exact" else FastReduction(world)
+    return ExactReduction(world, parameters) if name == "exact" else FastReduction(world, parameters)
 
 
 class ExactReduction:
@@ -65,9 +65,7 @@ class ExactReduction:
         self._kept: dict[Node, Tensors] = {}
 
     def keep(self, tree: ShardTree, shard: int) -> None:
-        self._kept[shard, shard + 1] = [_gradient(parameter) for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._kept[shard, shard + 1] = _take_gradients(self._parameters)
         # Adding up early bounds what is kept to one set of gradients a level of the tree.
         kept: dict[Node, Tensors] = {}
         for node in tree.cover(self._world.rank, self._world.size):
@@ -75,9 +73,10 @@ class ExactReduction:
         self._kept = kept
 
     def local(self, tree: ShardTree, last: int) -> None:
-        for parameter in self._parameters:
-            parameter.grad = _gradient(parameter)
-        self._fold_into(tree, (0, tree.shards), last, self._parameters, [_gradient(p) for p in self._parameters])
+        gradients = _take_gradients(self._parameters)
+        self._fold_into(tree, (0, tree.shards), last, self._parameters, gradients)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def bucket(
         self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
@@ -120,24 +119,33 @@ class ExactReduction:
 
 
 class FastReduction:
-    """Gradients are summed as they come: in `.grad` by autograd, over ranks by the backend."""
+    """Gradients are summed as they come: shard after shard in a rank, over ranks by the backend."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
         self._world = world
+        self._parameters = list(parameters)
+        self._kept: dict[Parameter, torch.Tensor] = {}
 
     def keep(self, tree: ShardTree, shard: int) -> None:
-        """Nothing to do: autograd adds the next shard's gradients to `.grad`."""
+        gradients = _take_gradients(self._parameters)
+        self._add_kept(self._parameters, gradients)
+        self._kept = dict(zip(self._parameters, gradients, strict=True))
 
     def local(self, tree: ShardTree, last: int) -> None:
-        """Nothing to do: autograd has added them all."""
+        gradients = _take_gradients(self._parameters)
+        self._add_kept(self._parameters, gradients)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def bucket(
         self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
     ) -> torch.Tensor:
+        self._add_kept(parameters, gradients)
         return plain_sum(self._world, flat)
 
     def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
-        return plain_sum(self._world, _flat([_gradient(parameter) for parameter in parameters]))
+        mine = [self._kept[p] if p in self._kept else torch.zeros_like(p) for p in parameters]
+        return plain_sum(self._world, _flat(mine))
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
         total = torch.zeros(length, dtype=torch.float64, device=self._world.device)
@@ -146,7 +154,11 @@ class FastReduction:
         return plain_sum(self._world, total)
 
     def forget(self) -> None:
-        """Nothing to do."""
+        self._kept = {}
+
+    def _add_kept(self, parameters: Sequence[Parameter], gradients: Tensors) -> None:
+        if self._kept:
+            torch._foreach_add_(gradients, [self._kept[parameter] for parameter in parameters])
 
 
 def _add(left: Tensors, right: Tensors) -> Tensors:
@@ -158,5 +170,9 @@ def _flat(tensors: Tensors) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _gradient(parameter: Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _take_gradients(parameters: Sequence[Parameter]) -> Tensors:
+    """The gradients, which the parameters no longer have afterwards."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients

@@ -47,7 +47,7 @@ class Failure:
     def of_exit(cls, rank: int, code: int) -> Failure:
         """The failure of a process that ended without a word; `code` is negative for a signal."""
         if code < 0:
-            name = signal.Signals(-code).name
+            name = _signal_name(-code)
             how = f"was killed by {name}"
             hint = "the system kills by SIGKILL when memory runs out: see its log" if name == "SIGKILL" else None
         else:
@@ -60,6 +60,11 @@ def first_cause(failures: list[Failure]) -> Failure:
     """The failure that the others follow from: the earliest that is not a mere consequence."""
     causes = [failure for failure in failures if not failure.is_consequence]
     return min(causes or failures, key=lambda failure: failure.when)
+
+
+def _signal_name(number: int) -> str:
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(number, f"signal {number}")  # real-time signals have no names
 
 
 def _title(error: BaseException) -> str:
