@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,8 +17,7 @@ from samestep.runtime.launch import launch
 from samestep.sharding import require_enough_shards
 
 # Imported once for all ranks, beside what the launcher itself names.
-_PRELOAD = ("samestep.recipes.run",)
-_SLOW_IMPORTS = {"digits": ("sklearn.datasets",)}
+_PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,8 @@ def launch_ranks(
     function: str, recipe: Recipe, *arguments: Any, processes: str, device: str, log_dir: Path | None
 ) -> Any:
     """Run a function of `samestep.recipes.run` in as many ranks as `--processes` says."""
-    preload: Sequence[str] = (*_PRELOAD, *_SLOW_IMPORTS.get(recipe.data.name, ()))
-    count = _count(processes, recipe.shards, device, preload)
-    return launch(RankFunction(function), recipe, *arguments, processes=count, log_dir=log_dir, preload=preload)
+    count = _count(processes, recipe.shards, device)
+    return launch(RankFunction(function), recipe, *arguments, processes=count, log_dir=log_dir, preload=_PRELOAD)
 
 
 def print_json(value: Any) -> None:
@@ -95,10 +92,10 @@ def print_json(value: Any) -> None:
     print(json.dumps(value), file=sys.stdout, flush=True)
 
 
-def _count(processes: str, shards: int, device: str, preload: Sequence[str]) -> int:
+def _count(processes: str, shards: int, device: str) -> int:
     if processes == "auto":
         # Asked in a fork of the warm server: this process does not import torch.
-        gpus = launch(RankFunction("count_gpus"), processes=1, preload=preload) if device != "cpu" else 0
+        gpus = launch(RankFunction("count_gpus"), processes=1, preload=_PRELOAD) if device != "cpu" else 0
         return min(shards, gpus or read_environment().cores)
     if not processes.isdigit() or int(processes) < 1:
         raise InputError(f"--processes {processes}", rule="a positive number, or auto", do="--processes 2")

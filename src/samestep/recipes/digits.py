@@ -5,11 +5,17 @@ Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 199
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from samestep.data.order import global_order
+from samestep.errors import DataError
 from samestep.recipes.splits import Splits
 
 _EVALUATED = 360  # a fifth
@@ -36,11 +42,9 @@ class DigitImages:
 
 def load_digits(*, shift: int = 1) -> Splits:
     """The scans in a fixed split of 1,437 to train on and 360 to evaluate on."""
-    from sklearn import datasets  # a second or more to import: only who uses it pays
-
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    numbers = torch.tensor(labels, dtype=torch.int64)
+    rows = _scans()
+    images = torch.tensor(rows[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    numbers = torch.tensor(rows[:, 64], dtype=torch.int64)
     order = torch.from_numpy(global_order(len(images), seed=_SPLIT_SEED, epoch=0, shuffle=True))
     evaluated, trained = order[:_EVALUATED], order[_EVALUATED:]
     return Splits(
@@ -90,6 +94,14 @@ class _Block(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         hidden = functional.relu(self.first_norm(self.first(features)))
         return functional.relu(self.second_norm(self.second(hidden)) + self.shortcut(features))
+
+
+def _scans() -> NDArray[numpy.float64]:
+    """scikit-learn's table of 64 pixels (0 to 16) and a digit, without the seconds that importing it takes."""
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise DataError("scikit-learn is not installed", rule="the digits come with it", do="pip install scikit-learn")
+    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def _shifted(image: torch.Tensor, by: int) -> torch.Tensor:

@@ -1,0 +1,32 @@
+"""The digits are scikit-learn's, in a split that stays."""
+
+import torch
+from sklearn import datasets
+
+from samestep.recipes.digits import DigitImages, DigitsNet, load_digits
+
+
+def table(images: DigitImages) -> set[tuple[float, ...]]:
+    return {(*images[i][0].flatten().tolist(), images[i][1]) for i in range(len(images))}
+
+
+def test_both_parts_together_are_what_scikit_learn_loads() -> None:
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    splits = load_digits(shift=0)
+    expected = {(*(row / 16).tolist(), int(label)) for row, label in zip(pixels, labels, strict=True)}
+    assert (len(splits.train), len(splits.evaluation)) == (1437, 360)
+    assert table(splits.train) | table(splits.evaluation) == expected  # type: ignore[arg-type]
+
+
+def test_shift_moves_by_no_more_than_it_says() -> None:
+    plain, moved = load_digits(shift=0).train, load_digits(shift=1).train
+    for index in range(20):
+        image, shifted = plain[index][0], moved[index][0]
+        around = torch.nn.functional.pad(image, (1, 1, 1, 1))
+        assert any(
+            torch.equal(shifted, around[:, top : top + 8, left : left + 8]) for top in range(3) for left in range(3)
+        )
+
+
+def test_the_net_gives_one_row_of_logits_an_image() -> None:
+    assert DigitsNet(num_classes=7, width=4)(torch.zeros(3, 1, 8, 8)).shape == (3, 7)
