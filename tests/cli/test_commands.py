@@ -1,0 +1,339 @@
+"""What commands print and write when all goes well."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import struct
+import termios
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import samestep as package
+from samestep.cli.main import main
+from samestep.recipes.parse import load_recipe, read_recipe
+from system import Done, Running, events, here, samestep, state_of, steps_saved, tree, weights
+from terminal import Screen
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "tests" / "recorded.yaml"
+COMMANDS = ("train", "resume", "eval")
+SMALL = ("epochs=3", "model.options.width=8", "batch_size=256")
+STEPS = 18  # of 1,437 samples, six an epoch
+ENVIRONMENT = {
+    "started",
+    "samestep",
+    "from_step",
+    "processes",
+    "strategy",
+    "device",
+    "threads",
+    "python",
+    "torch",
+    "cuda",
+    "system",
+}
+
+
+def said_help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def example_of(text: str) -> list[str]:
+    found = re.search(r"^example: samestep (.*(?:\n\S.*)*)", text, re.MULTILINE)
+    assert found, text
+    return shlex.split(found[1])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"samestep {version('samestep')}\n"
+    assert package.__version__ == version("samestep")
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said_help(capsys)
+    assert example_of(text)[0] in COMMANDS
+    for command in COMMANDS:
+        assert re.search(rf"^ +{command} +\w", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_explains_every_option(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    text = said_help(capsys, command)
+    assert example_of(text)[0] == command
+    options = re.findall(r"^  (?:-h, )?(--[\w-]+)(?: [A-Z=. \[\]]+| \{[\w,]+\})?(.*(?:\n {8,}.*)*)", text, re.MULTILINE)
+    assert len(options) >= 5
+    for option, explanation in options:
+        assert explanation.strip(), option
+
+
+@pytest.mark.slow
+def test_examples_of_the_help_run_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        example = example_of(said_help(capsys, command))
+        done = samestep(*example, cwd=tmp_path)
+        assert done.code == 0, f"{example}\n{done.err}"
+
+
+# --- one run on three processes, without a terminal ------------------------------------------------------
+
+
+class Trained:
+    """A run, and what the command said."""
+
+    def __init__(self, place: Path, done: Done) -> None:
+        self.place, self.done, self.run = place, done, place / "runs" / "a"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    place = tmp_path_factory.mktemp("trained")
+    done = samestep("train", "digits", "--processes", 3, "--name", "a", "--set", *SMALL, cwd=place)
+    assert done.code == 0, done.err
+    return Trained(place, done)
+
+
+def test_epochs_go_to_standard_error_once_and_the_summary_to_standard_output(trained: Trained) -> None:
+    out, err = trained.done.out, trained.done.err
+    assert [line.split("  ")[0] for line in err.splitlines()] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    told = events(trained.run, "evaluation")
+    for line, event in zip(err.splitlines(), told, strict=True):
+        assert f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}" in line
+        assert f"accuracy {event['accuracy']:.2%}" in line
+        assert line.endswith("  best") == event["is_best"]
+    assert f"{told[-1]['accuracy']:.2%}" in out
+    assert "360 samples" in out
+    assert "samestep eval runs/a" in out
+
+
+def test_without_a_terminal_there_are_no_control_characters_and_no_repetition(trained: Trained) -> None:
+    for text in (trained.done.out, trained.done.err):
+        assert not re.findall(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+        repeated = [line for line, times in Counter(text.splitlines()).items() if times > 1]
+        assert not repeated
+
+
+def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> None:
+    assert {path.name for path in trained.run.iterdir()} == {
+        "recipe.yaml",
+        "environment.json",
+        "events.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "logs",
+    }
+    assert {path.name for path in (trained.run / "logs").iterdir()} == {"rank-1.log", "rank-2.log"}
+    assert {path.name for path in (trained.run / "checkpoints" / "last").iterdir()} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "manifest.json",
+    }
+    assert {path.name for path in trained.place.iterdir()} == {"runs"}
+
+
+def test_resolved_recipe_is_the_recipe_with_the_overrides(trained: Trained) -> None:
+    assert read_recipe(trained.run / "recipe.yaml") == load_recipe("digits", SMALL)
+    assert state_of(trained.run)["recipe"]["epochs"] == 3
+
+
+def test_resolved_recipe_trained_again_gives_the_same_bits(trained: Trained, tmp_path: Path) -> None:
+    assert here("train", trained.run / "recipe.yaml", "--name", "again", cwd=tmp_path) == 0
+    assert weights(tmp_path / "runs" / "again") == weights(trained.run)
+    assert weights(tmp_path / "runs" / "again", "best") == weights(trained.run, "best")
+
+
+def test_environment_says_what_it_ran_on(trained: Trained) -> None:
+    (entry,) = json.loads((trained.run / "environment.json").read_text(encoding="utf-8"))
+    assert entry.keys() == ENVIRONMENT
+    assert (entry["processes"], entry["from_step"], entry["samestep"]) == (3, 0, version("samestep"))
+
+
+def documented_keys() -> dict[str, set[str]]:
+    """Keys of each event, as the table in the documents has them."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*`.*) \|$", (ROOT / "docs" / "runs.md").read_text("utf-8"), re.MULTILINE)
+    return {kind: set(re.findall(r"`(\w+)`", keys)) | {"time", "event"} for kind, keys in rows}
+
+
+def test_events_have_the_documented_keys(trained: Trained) -> None:
+    lines = (trained.run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    told = [json.loads(line, parse_constant=refuse) for line in lines]
+    documented = documented_keys()
+    assert [event["step"] for event in told if event["event"] == "step"] == list(range(1, STEPS + 1))
+    assert {"step", "evaluation", "checkpoint", "end"} == {event["event"] for event in told}
+    for event in told:
+        metrics = {"accuracy"} if event["event"] == "evaluation" else set()
+        assert event.keys() == documented[event["event"]] | metrics
+    times = [event["time"] for event in told]
+    assert times == sorted(times)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own
+def test_curves_hold_the_numbers_of_the_events(trained: Trained) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(trained.run / "tensorboard"), size_guidance={"scalars": 0})
+    curves.Reload()
+    for tag, kind, key in (
+        ("train/loss", "step", "loss"),
+        ("train/lr", "step", "lr"),
+        ("evaluation/loss", "evaluation", "loss"),
+        ("evaluation/accuracy", "evaluation", "accuracy"),
+    ):
+        told = events(trained.run, kind)
+        found = curves.Scalars(tag)
+        assert [point.step for point in found] == [event["step"] for event in told]
+        assert [point.value for point in found] == pytest.approx([event[key] for event in told], rel=1e-6)
+
+
+def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> None:
+    told = events(trained.run, "evaluation")
+    best = max(told, key=lambda event: event["accuracy"])  # the first of equals
+    assert state_of(trained.run, "best")["step"] == best["step"]
+    assert state_of(trained.run)["best"] == best["accuracy"]
+    assert state_of(trained.run)["step"] == STEPS
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> None:
+    arguments = ("--keep", keep, "--checkpoint-every", 5, "--name", "a")
+    # So high a rate that the first epoch is the best.
+    assert here("train", RECIPE, *arguments, "--set", "optimizer.options.lr=3", cwd=tmp_path) == 0
+    run = tmp_path / "runs" / "a"
+    best = min(events(run, "evaluation"), key=lambda event: event["loss"])["step"]
+    assert best < 30
+    assert steps_saved(run) == sorted({best, *[30, 35, 39][-keep:]})
+    assert state_of(run, "best")["step"] == best
+    assert state_of(run)["step"] == 39
+    assert {path.name for path in (run / "checkpoints").glob(".*")} == set()
+
+
+# --- for programs ----------------------------------------------------------------------------------------
+
+
+def refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def one_object(out: str) -> dict[str, Any]:
+    """The one JSON object on standard output."""
+    assert out.count("\n") == 1
+    value: dict[str, Any] = json.loads(out, parse_constant=refuse)
+    return value
+
+
+def test_json_of_train_is_one_object(tmp_path: Path) -> None:
+    done = samestep("train", RECIPE, "--processes", 2, "--name", "a", "--json", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    value = one_object(done.out)
+    assert value.keys() == {"stopped", "step", "evaluation", "best", "seconds", "samples_per_second", "run"}
+    assert (value["stopped"], value["step"], value["run"]) == (False, 39, "runs/a")
+    last = events(tmp_path / "runs" / "a", "evaluation")[-1]
+    assert value["evaluation"] == {"loss": last["loss"], "samples": 30}
+
+
+@pytest.mark.parametrize(("processes", "which"), [(2, "best"), (3, STEPS)])
+def test_json_of_eval_has_the_numbers_of_training(
+    trained: Trained, capsys: pytest.CaptureFixture[str], processes: int, which: object
+) -> None:
+    before = tree(trained.run)
+    arguments = ("eval", "runs/a", "--checkpoint", which, "--processes", processes, "--json")
+    assert here(*arguments, cwd=trained.place) == 0
+    value = one_object(capsys.readouterr().out)
+    told = {event["step"]: event for event in events(trained.run, "evaluation")}[value["step"]]
+    assert {key: value[key] for key in ("loss", "samples", "accuracy")} == {
+        key: told[key] for key in ("loss", "samples", "accuracy")
+    }
+    assert value["checkpoint"].endswith(f"step-{value['step']:09d}")
+    assert tree(trained.run) == before, "evaluating changes nothing"
+
+
+def test_json_of_resume_of_a_run_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+    run = tmp_path / "runs" / "a"
+    before = weights(run)
+    capsys.readouterr()
+    assert here("resume", run, "--processes", 2, "--json", cwd=tmp_path) == 0
+    value = one_object(capsys.readouterr().out)
+    assert (value["stopped"], value["step"], value["run"]) == (False, 13, str(run))
+    assert value["evaluation"] == {"loss": events(run, "evaluation")[-1]["loss"], "samples": 30}
+    assert weights(run) == before
+    assert [event["step"] for event in events(run, "resume")] == [13]
+    entries = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    assert [(entry["processes"], entry["from_step"]) for entry in entries] == [(1, 0), (2, 13)]
+
+
+def test_json_stays_json_when_a_loss_is_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--name", "a", "--json", "--set", "epochs=1", "loss.name=recorded:infinite_in_evaluation")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    assert one_object(capsys.readouterr().out)["step"] == 13
+
+
+def test_evaluation_that_is_undefined_is_not_the_best(tmp_path: Path) -> None:
+    assert here("train", RECIPE, "--name", "a", "--set", "loss.name=recorded:undefined_at_first", cwd=tmp_path) == 0
+    run = tmp_path / "runs" / "a"
+    told = events(run, "evaluation")
+    assert told[0]["loss"] == "nan"
+    best = min(told[1:], key=lambda event: event["loss"])
+    assert state_of(run, "best")["step"] == best["step"]
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not taken for colours, or for pictures by name."""
+    name = "[bold] x[/b] :fire:"
+    assert here("train", RECIPE, "--name", name, "--set", "epochs=1", cwd=tmp_path) == 0
+    assert f"samestep eval runs/{name}" in capsys.readouterr().out
+
+
+# --- in a terminal ---------------------------------------------------------------------------------------
+
+MOVING = re.compile(r"^epoch \d+ .*?(\d+)/13 .*samples/s")
+
+
+def in_terminal(*arguments: object, cwd: Path) -> Screen:
+    """Run a command in a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    screen = Screen()
+    with Running(*arguments, cwd=cwd, terminal=theirs) as running:
+        os.close(theirs)
+        output = b""
+        while piece := read(ours):
+            output += piece
+        assert running.wait(10).code == 0, output.decode()
+    os.close(ours)
+    screen.feed(output.decode())
+    return screen
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # how Linux says that nobody holds the other side any more
+        return b""
+
+
+def test_in_a_terminal_one_line_moves_and_epochs_stay(tmp_path: Path) -> None:
+    screen = in_terminal("train", RECIPE, "--processes", 2, "--name", "a", cwd=tmp_path)
+    moving = [[line for line in frame if MOVING.match(line)] for frame in screen.frames]
+    assert any(moving), "nothing moved"
+    assert max(len(lines) for lines in moving) == 1
+    assert all(len(line) <= 80 for lines in moving for line in lines)
+    final = screen.frames[-1]
+    assert not [line for line in final if MOVING.match(line)]
+    assert [line.split("  ")[0] for line in final[:3]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert final[3].startswith("evaluated")

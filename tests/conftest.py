@@ -1,0 +1,43 @@
+"""What every test gets."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import settings
+
+import samestep
+from leaks import left_behind, picture
+from samestep.runtime.env import prepare_torch_environment
+
+# The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
+settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("samestep")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_environment() -> None:
+    """Set once what the first launch would set anyway."""
+    prepare_torch_environment(loopback=True)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(torch_environment: None) -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a thread, a process, a mode or a process group behind."""
+    before = picture()
+    yield
+    left = left_behind(before)
+    assert not left, f"left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+def alone() -> Iterator[samestep.World]:
+    """This process as a world of one."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        with samestep.start(device="cpu", timeout=timedelta(seconds=60)) as world:
+            yield world
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)

@@ -1,0 +1,173 @@
+"""A run that is killed and resumed on another number of processes ends as if nothing had happened."""
+
+import shutil
+import signal
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recorded import seen_by
+from samestep.sharding import owned_shards
+from system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
+
+RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+SAMPLES, SHARDS, STEPS_AN_EPOCH, STEPS = 102, 4, 13, 39
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one start of the command saw: it began after step `begin`, and what it did after step `end` was lost."""
+
+    begin: int
+    end: int
+    ranks: int
+    files: list[Path]
+
+
+def seen_files(place: Path) -> set[Path]:
+    return set(place.glob("seen-*"))
+
+
+def stopped_in(call: int, place: Path, *arguments: object, number: signal.Signals) -> int:
+    """Run a command, send its launcher a signal while rank 0 is in a training call of its loss; the exit code."""
+    hold = place / "hold"
+    hold.write_text(f"0 {call}", encoding="utf-8")
+    before = seen_files(place)
+    with Running(*arguments, cwd=place) as running:
+        running.until(lambda: calls_of_rank_0(seen_files(place) - before) == call, f"call {call} of rank 0")
+        running.kill(number)
+        if number == signal.SIGKILL:
+            code = running.wait(10).code
+            hold.unlink()
+        else:
+            hold.unlink()
+            code = running.wait(20).code
+    return code
+
+
+def calls_of_rank_0(files: set[Path]) -> int:
+    return sum(len(shards) for rank, shards in map(seen_by, files) if rank == 0)
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run on 2, 3 and 1 processes, as it stood when it was killed and when it was done."""
+
+    place: Path
+    killed: Path
+    parts: list[Part]
+    whole: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    place = tmp_path_factory.mktemp("story")
+    run = place / "runs" / "a"
+    assert here("train", RECIPE, "--name", "whole", "--processes", 4, cwd=place) == 0
+    before = seen_files(place)
+
+    # Step 6: rank 0 of 2 has two of the four shards of each step.
+    code = stopped_in(11, place, "train", RECIPE, "--name", "a", "--processes", 2, number=signal.SIGTERM)
+    assert code == 130
+    stopped = state_of(run)["step"]
+    first = Part(0, stopped, 2, sorted(seen_files(place) - before))
+    before = seen_files(place)
+
+    arguments = ("resume", run, "--processes", 3, "--checkpoint-every", 5)
+    # Step 19: rank 0 of 3 has one shard of each step.
+    code = stopped_in(19 - stopped, place, *arguments, number=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    second = Part(stopped, steps_saved(run)[-1], 3, sorted(seen_files(place) - before))
+    killed = shutil.copytree(run, place / "killed" / "a", symlinks=True)
+    before = seen_files(place)
+
+    assert here("resume", run, cwd=place) == 0
+    third = Part(second.end, STEPS, 1, sorted(seen_files(place) - before))
+    return Story(place, killed, [first, second, third], weights(place / "runs" / "whole"))
+
+
+def test_asked_to_end_it_stops_in_the_epoch_with_a_checkpoint_at_the_step(story: Story) -> None:
+    first = story.parts[0]
+    assert 6 <= first.end < STEPS_AN_EPOCH
+    told = events(story.place / "runs" / "a", "stop")
+    assert [event["step"] for event in told] == [first.end]
+
+
+def test_killed_in_a_step_the_newest_checkpoint_is_the_last_one_written_whole(story: Story) -> None:
+    assert steps_saved(story.killed) == [13, 15]
+    assert state_of(story.killed)["cursor"] == {"epoch": 1, "samples": 2 * 8}
+    assert not list(story.killed.glob("checkpoints/.*"))
+
+
+def test_weights_are_those_of_a_run_that_nobody_ended(story: Story) -> None:
+    assert weights(story.place / "runs" / "a") == story.whole
+    assert state_of(story.place / "runs" / "a") == state_of(story.place / "runs" / "whole")
+
+
+def test_losses_are_those_of_a_run_that_nobody_ended(story: Story) -> None:
+    for kind, keys in (("step", ("loss", "lr", "grad_norm")), ("evaluation", ("train_loss", "loss", "samples"))):
+        told = [
+            {event["step"]: [event[key] for key in keys] for event in events(story.place / "runs" / name, kind)}
+            for name in ("a", "whole")
+        ]
+        assert told[0] == told[1]
+
+
+def test_no_sample_is_seen_twice_or_missed(story: Story) -> None:
+    epochs: dict[int, list[int]] = defaultdict(list)
+    lost = 0
+    for part in story.parts:
+        assert len(part.files) == part.ranks
+        for file in part.files:
+            rank, shards = seen_by(file)
+            share = len(owned_shards(SHARDS, part.ranks, rank))
+            for call, indices in enumerate(shards):
+                step = part.begin + 1 + call // share
+                if step > part.end:
+                    lost += len(indices)
+                else:
+                    epochs[(step - 1) // STEPS_AN_EPOCH] += indices
+    assert lost > 0, "the kill lost no step, so this shows nothing"
+    assert {epoch: sorted(indices) for epoch, indices in epochs.items()} == {
+        epoch: list(range(SAMPLES)) for epoch in range(3)
+    }
+
+
+@pytest.fixture
+def damaged(story: Story, tmp_path: Path) -> Path:
+    """The killed run with one bit of its newest checkpoint turned over."""
+    run = shutil.copytree(story.killed, tmp_path / "runs" / "a", symlinks=True)
+    flip_bit(run / "checkpoints" / "step-000000015" / "model.safetensors", 4000)
+    return run
+
+
+def test_damaged_checkpoint_is_refused_and_an_older_one_leads_to_the_same_weights(story: Story, damaged: Path) -> None:
+    before = tree(damaged)
+    refused = samestep("resume", damaged, cwd=damaged.parent)
+    assert refused.code == 2
+    assert "step-000000015/model.safetensors" in refused.err
+    assert tree(damaged) == before
+
+    assert here("resume", damaged, "--checkpoint", 13, "--processes", 2, cwd=damaged.parent) == 0
+    assert weights(damaged) == story.whole
+
+
+@pytest.mark.slow
+def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_there(story: Story, damaged: Path) -> None:
+    place = damaged.parents[1]
+    code = stopped_in(1, place, "resume", damaged, "--checkpoint", 13, number=signal.SIGTERM)
+    assert code == 130
+    assert here("resume", damaged, cwd=place) == 0
+    assert weights(damaged) == story.whole
+
+
+@pytest.mark.slow
+def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
+    place = damaged.parents[1]
+    arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
+    code = stopped_in(4 * SHARDS + 1, place, *arguments, number=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert here("resume", damaged, cwd=place) == 0
+    assert weights(damaged) == story.whole

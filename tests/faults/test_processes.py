@@ -1,0 +1,210 @@
+"""However a run ends, all of its processes end, and what is told of it is its first cause, once."""
+
+import os
+import re
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from system import Running, events, state_of, until, weights
+
+RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+NO_PROCESS = "every process of the run has ended"
+LISTENING = "0A"
+
+
+def hold(place: Path, *, rank: int, call: int) -> Path:
+    """Make a rank of the next command wait in a training call of its loss while the returned file is there."""
+    path = place / "hold"
+    path.write_text(f"{rank} {call}", encoding="utf-8")
+    return path
+
+
+def ranks(place: Path) -> dict[int, int]:
+    """Process ids by rank, of those that have begun to train."""
+    return {int(rank): int(process) for _, rank, process in (path.name.split("-") for path in place.glob("seen-*"))}
+
+
+def calls(place: Path, rank: int) -> int:
+    """How often a rank has called its training loss."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in place.glob(f"seen-{rank}-*"))
+
+
+def in_call(running: Running, place: Path, number: int, *, ranks: int) -> None:
+    """Wait until rank 0 is in a call, and every other rank has begun."""
+    running.until(
+        lambda: calls(place, 0) == number and all(calls(place, rank) for rank in range(ranks)), f"call {number}"
+    )
+
+
+def train(place: Path, *arguments: object, name: str = "a") -> Running:
+    return Running("train", RECIPE, "--name", name, *arguments, cwd=place)
+
+
+def none_left(running: Running, timeout: float = 5) -> None:
+    until(lambda: not running.processes(), NO_PROCESS, timeout)
+
+
+def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    hold(tmp_path, rank=0, call=7)
+    with train(tmp_path, "--processes", 4, "--workers", 1) as running:
+        in_call(running, tmp_path, 7, ranks=4)
+        running.kill_process(ranks(tmp_path)[2], signal.SIGKILL)
+        done = running.wait(10)
+        assert done.code == 1
+        assert done.out == ""
+        first = done.err.splitlines()[0]
+        assert first == "error: rank 2 was killed by SIGKILL"
+        assert len(re.findall(r"SIGKILL$", done.err, re.MULTILINE)) == 1
+        assert "Traceback" not in done.err
+        none_left(running)
+
+
+def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Path) -> None:
+    fault = ("--set", "loss.name=recorded:failing", "loss.options={rank: 1, call: 3}")
+    with train(tmp_path, "--processes", 3, "--workers", 1, *fault) as running:
+        running.until(lambda: calls(tmp_path, 1) == 3, "the call that fails")
+        done = running.wait(10)
+        assert done.code == 1
+        assert done.out == ""
+        lines = done.err.splitlines()
+        assert lines[0] == "error: rank 1 failed: ArithmeticError: the sum does not add up"
+        assert lines[1] == "Traceback (most recent call last):"
+        assert "recorded.py" in done.err
+        assert lines[-1] == "ArithmeticError: the sum does not add up"
+        assert done.err.count("Traceback") == done.err.count("raise ArithmeticError") == 1
+        none_left(running)
+
+
+@pytest.mark.parametrize("call", [pytest.param(0, marks=pytest.mark.slow), 7])
+def test_launcher_that_is_killed_leaves_no_process(tmp_path: Path, call: int) -> None:
+    """In the middle of training, and (call 0) while its ranks are being started."""
+    hold(tmp_path, rank=0, call=call)
+    with train(tmp_path, "--processes", 2, "--workers", 1) as running:
+        if call:
+            in_call(running, tmp_path, call, ranks=2)
+            # Launcher, fork server, its resource tracker, two ranks and a worker of each.
+            assert len(running.processes()) >= 7
+        else:
+            running.until(lambda: len(running.processes()) >= 4, "a rank")
+        running.kill(signal.SIGKILL)
+        none_left(running)
+
+
+def test_ctrl_c_ends_at_a_step_with_a_checkpoint(tmp_path: Path) -> None:
+    file = hold(tmp_path, rank=0, call=7)
+    with train(tmp_path, "--processes", 2, "--workers", 1) as running:
+        in_call(running, tmp_path, 7, ranks=2)
+        running.kill_group(signal.SIGINT)
+        time.sleep(0.2)
+        running.must_run()
+        file.unlink()
+        done = running.wait(10)
+        assert done.code == 130
+        assert "Traceback" not in done.err
+        assert done.err.count("ending after this step") == 1
+        run = tmp_path / "runs" / "a"
+        step = state_of(run)["step"]
+        assert 4 <= step < 13
+        assert [event["step"] for event in events(run, "step")] == list(range(1, step + 1))
+        assert f"samestep resume {run.relative_to(tmp_path)}" in done.out
+        none_left(running)
+
+
+def test_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    hold(tmp_path, rank=0, call=7)
+    with train(tmp_path, "--processes", 2) as running:
+        in_call(running, tmp_path, 7, ranks=2)
+        running.kill_group(signal.SIGINT)
+        time.sleep(0.2)
+        running.must_run()
+        running.kill_group(signal.SIGINT)
+        done = running.wait(5)
+        assert done.code == 130
+        assert "Traceback" not in done.err
+        assert not (tmp_path / "runs" / "a" / "checkpoints").exists()
+        none_left(running)
+
+
+# Launcher and resource tracker; then the fork server, which imports; then the first rank.
+STAGES = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("processes", STAGES)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_request_to_end_during_start_up_ends_and_leaves_nothing(
+    tmp_path: Path, processes: int, number: signal.Signals
+) -> None:
+    file = hold(tmp_path, rank=0, call=1)
+    with train(tmp_path, "--processes", 3) as running:
+        running.until(lambda: len(running.processes()) >= processes, f"{processes} processes")
+        running.kill_group(number)
+        time.sleep(0.2)
+        file.unlink()
+        done = running.wait(20)
+        assert done.code == 130
+        assert "Traceback" not in done.err
+        none_left(running)
+    run = tmp_path / "runs" / "a"
+    assert (run / "checkpoints" / "last").exists() or not run.exists(), "neither can it be resumed nor started again"
+
+
+def handles(process: int) -> list[str]:
+    """What the open files of a process are."""
+    found = []
+    for handle in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed while we looked
+            found.append(str(handle.readlink()))
+    return found
+
+
+def shared_memory(processes: list[int]) -> set[Path]:
+    """The files of shared memory that these processes have mapped, those that have no name any more included."""
+    mapped = "".join(Path(f"/proc/{process}/maps").read_text() for process in processes)
+    return {Path(name) for name in re.findall(r"/dev/shm/\S+", mapped)}
+
+
+def listening(processes: list[int]) -> dict[str, list[str]]:
+    """Addresses, as the kernel writes them, on which these processes listen, by kind of socket."""
+    inodes = {found for process in processes for found in re.findall(r"socket:\[(\d+)\]", " ".join(handles(process)))}
+    addresses: dict[str, list[str]] = {}
+    for kind in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/{processes[0]}/net/{kind}").read_text().splitlines()[1:]]
+        addresses[kind] = [row[1].split(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes]
+    return addresses
+
+
+def test_two_runs_at_once_keep_to_themselves(tmp_path: Path) -> None:
+    """They listen on the loopback interface only, do not clash, and leave no shared memory."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    files, shared = [], set()
+    for place in places:
+        place.mkdir()
+        files.append(hold(place, rank=0, call=3))
+    arguments = ("--processes", 3, "--workers", 1, "--set", "epochs=1")
+    with train(places[0], *arguments) as one, train(places[1], *arguments) as two:
+        for place, running in zip(places, (one, two), strict=True):
+            in_call(running, place, 3, ranks=3)
+            addresses = listening(running.processes())
+            assert addresses["tcp"], "nobody listens, so this shows nothing"
+            assert set(addresses["tcp"]) <= {"0100007F"}
+            assert set(addresses["tcp6"]) <= {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+            shared |= shared_memory(running.processes())
+        for file in files:
+            file.unlink()
+        for running in (one, two):
+            done = running.wait(30)
+            assert done.code == 0, done.err
+            none_left(running)
+    assert weights(places[0] / "runs" / "a") == weights(places[1] / "runs" / "a")
+    assert shared, "no memory was shared, so this shows nothing"
+    assert not [file for file in shared if file.exists()]
+
+
+def test_listening_sees_a_socket_that_is_open_to_all() -> None:
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert {"00000000", "0100007F"} <= set(listening([os.getpid()])["tcp"])

@@ -1,0 +1,91 @@
+"""The recipe for digits gives the same bits on any number of processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from system import environment, events, weights
+
+SMALL = ("epochs=2", "model.options.width=8", "batch_size=128", "metrics=[]")
+
+
+def train(place: Path, *runs: tuple[int, str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Train with these numbers of processes, names and overrides; what each of the runs came to.
+
+    One process runs the commands in turn, so that libraries are imported once.
+    """
+    commands = [
+        [
+            "train",
+            "digits",
+            "--processes",
+            str(processes),
+            "--name",
+            name,
+            *(["--set", *overrides] if overrides else []),
+        ]
+        for processes, name, overrides in runs
+    ]
+    code = "import json, sys; from samestep.cli.main import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)],
+        cwd=place,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [outcome(place / "runs" / name) for _, name, _ in runs]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Everything of a run that may not depend on the number of processes."""
+    told_by_steps = ("step", "epoch", "step_in_epoch", "loss", "lr", "grad_norm", "skipped")
+    ignored = ("time", "samples_per_second")
+    return {
+        "weights": weights(run),
+        "best": weights(run, "best"),
+        "steps": [{key: event[key] for key in told_by_steps} for event in events(run, "step")],
+        "evaluations": [
+            {key: value for key, value in event.items() if key not in ignored} for event in events(run, "evaluation")
+        ],
+    }
+
+
+def test_four_numbers_of_processes_give_the_same_bits(tmp_path: Path) -> None:
+    one, *others = train(tmp_path, *((processes, f"on-{processes}", SMALL) for processes in (1, 2, 3, 4)))
+    assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360, 360]
+    assert {"train_loss", "loss"} <= one["evaluations"][0].keys()
+    assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and a rest
+    for other in others:
+        assert other == one
+
+
+@pytest.mark.slow
+def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path) -> None:
+    one, *others = train(tmp_path, *((processes, f"on-{processes}", ("epochs=4",)) for processes in (1, 2, 3, 4)))
+    assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360] * 4
+    assert one["evaluations"][-1]["accuracy"] > 0.9
+    for other in others:
+        assert other == one
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
+    """Else the comparisons above could hold for runs that do not train."""
+    first, second = train(tmp_path, (1, "first", SMALL), (2, "second", (*SMALL, "step.seed=1")))
+    assert first["weights"] != second["weights"]
+    assert first["steps"][0]["loss"] != second["steps"][0]["loss"]
+
+
+@pytest.mark.slow
+def test_recipe_as_it_ships_learns_digits_on_two_processes(tmp_path: Path) -> None:
+    (run,) = train(tmp_path, (2, "shipped", ()))
+    assert len(run["evaluations"]) == 15
+    assert run["evaluations"][-1]["accuracy"] >= 0.98

@@ -1,0 +1,230 @@
+"""What ranks run for `parity/test_step_parity.py`: whole trainings, small enough to be repeated on any world."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+import samestep
+from models import Tokens, seeded
+from ranks_loader import gathered
+from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import Precision, Reduction, StepRules
+from samestep.data.loader import Loader
+from samestep.engine.step import Engine
+
+World = samestep.World
+SHARDS, BATCH, SIZE, EPOCHS = 8, 16, 37, 2  # the last batch of an epoch has 5 samples: too few for 8 ranks
+STEPS = 6
+
+
+class Images:
+    """Small pictures of noise with a class each, flipped, shifted and made noisy by all three generators."""
+
+    def __init__(self, dtype: torch.dtype, *, augment: bool) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self._pixels = torch.randn(SIZE, 3, 8, 8, generator=generator, dtype=torch.float64)
+        self._classes = torch.randint(0, 4, (SIZE,), generator=generator)
+        self._dtype, self._augment = dtype, augment
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = self._pixels[index]
+        if self._augment:
+            pixels = pixels.flip(2) if random.random() < 0.5 else pixels
+            pixels = pixels.roll(int(numpy.random.randint(-2, 3)), 1)
+            pixels = pixels + 0.1 * torch.randn(pixels.shape, dtype=torch.float64)
+        return pixels.to(self._dtype), self._classes[index]
+
+
+class Sentences:
+    """Token sequences of very different lengths; the answer to each token is the one after it."""
+
+    def __init__(self, *, augment: bool) -> None:
+        generator = torch.Generator().manual_seed(6)
+        lengths = torch.randint(2, 20, (SIZE,), generator=generator).tolist()
+        self._sentences = [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
+        self._augment = augment
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        sentence = self._sentences[index]
+        if self._augment:
+            hidden = torch.rand(sentence.shape) < 0.2
+            sentence = sentence.masked_fill(hidden, 0)
+        return sentence
+
+
+def padded(sentences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sentences of one length, and targets of which the padding is ignored."""
+    inputs = pad_sequence([sentence[:-1] for sentence in sentences], batch_first=True)
+    return inputs, pad_sequence([sentence[1:] for sentence in sentences], batch_first=True, padding_value=-100)
+
+
+class Convolutions(nn.Sequential):
+    """With batch norm and dropout. No bias before a batch norm: its gradient is rounding and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Dropout2d(0.2),
+            nn.Conv2d(6, 8, 3, stride=2, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(72, 4),
+        )
+
+
+class Hits:
+    """How many targets that count were guessed."""
+
+    name = "hits"
+
+    def __init__(self) -> None:
+        self._hits = torch.zeros(2, dtype=torch.float64)
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._hits += torch.tensor([(outputs.argmax(1) == targets).sum(), (targets != -100).sum()])
+
+    def compute(self, world: World) -> float:
+        world.all_reduce(self._hits)
+        return float(self._hits[0] / self._hits[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    data: str
+    optimizer: str
+    reduction: Reduction = "exact"
+    dtype: torch.dtype = torch.float32
+    precision: Precision = "fp32"
+
+
+CASES = {
+    "images": Case("images", "sgd"),
+    "images adamw": Case("images", "adamw"),
+    "images bf16": Case("images", "sgd", precision="bf16"),
+    "images fp16": Case("images", "sgd", precision="fp16"),
+    "sentences": Case("sentences", "sgd"),
+    "sentences adamw": Case("sentences", "adamw"),
+}
+DOUBLE = {
+    "images": Case("images", "sgd", dtype=torch.float64),
+    "images adamw": Case("images", "adamw", dtype=torch.float64),
+    "sentences": Case("sentences", "sgd", dtype=torch.float64),
+    "sentences adamw": Case("sentences", "adamw", dtype=torch.float64),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=1e-2),
+}
+
+
+class Run:
+    """A training that can be taken up anywhere."""
+
+    def __init__(self, case: Case, world: World, workers: int) -> None:
+        self._case, self._world, self._workers = case, world, workers
+        model = seeded(1, *self._model(), dtype=case.dtype)
+        optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        rules = StepRules(seed=4, reduction=case.reduction, clip_norm=2.0, precision=case.precision)
+        self.engine = Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=scheduler, rules=rules)
+        self.loader = self._loader(augment=True)
+        self.losses: list[float] = []
+
+    @property
+    def training(self) -> Training:
+        engine = self.engine
+        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
+
+    def train(self, steps: int) -> None:
+        """Go on until so many steps are done."""
+        while self.engine.steps < steps:
+            for batch in self.loader:
+                self.losses.append(self.engine.step(batch).loss)
+                if self.engine.steps == steps:
+                    break
+
+    def evaluate(self) -> dict[str, float]:
+        return self.engine.evaluate(self._loader(augment=False), [Hits()])
+
+    def progress(self) -> Progress:
+        return Progress(step=self.engine.steps, cursor=self.loader.cursor)
+
+    def resume(self, progress: Progress) -> None:
+        self.engine.steps, self.loader.cursor = progress.step, progress.cursor
+
+    def _model(self) -> tuple[Any, ...]:
+        return (Convolutions,) if self._case.data == "images" else (Tokens, 11, 6, 0.2)
+
+    def _loader(self, *, augment: bool) -> Loader:
+        images = self._case.data == "images"
+        dataset: Any = Images(self._case.dtype, augment=augment) if images else Sentences(augment=augment)
+        collate = {} if images else {"collate": padded}
+        return Loader(
+            dataset,
+            batch_size=BATCH,
+            shards=SHARDS,
+            world=self._world,
+            seed=4,
+            shuffle=augment,
+            workers=self._workers,
+            **collate,
+        )
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """The bits that a training led to, and what it told."""
+    files = pack(run.training, run.progress())
+    weights = torch.cat([tensor.double().flatten() for tensor in run.engine.model.state_dict().values()])
+    return {
+        "bits": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+        "losses": run.losses,
+        "evaluation": run.evaluate(),
+        "weights": weights.tolist(),
+        "slots": len(files[OPTIMIZER]) > len(files[MODEL]) // 2,
+    }
+
+
+def train(cases: dict[str, Case], workers: int) -> dict[str, list[dict[str, Any]]]:
+    """Whole trainings; what every rank came to, by case."""
+    found = {}
+    with samestep.start(device="cpu") as world:
+        for name, case in cases.items():
+            run = Run(case, world, workers)
+            run.train(STEPS)
+            found[name] = outcome(run)
+        everyone = gathered(found)
+    return {name: [by_rank[name] for by_rank in everyone] for name in cases}
+
+
+def train_in_part(case: Case, folder: Path, steps: int) -> None:
+    """A training from the newest checkpoint, if there is one, to another."""
+    with samestep.start(device="cpu") as world:
+        run, checkpoints = Run(case, world, 0), CheckpointFolder(folder)
+        if checkpoints.steps():
+            run.resume(load(checkpoints.find("last"), run.training))
+        run.train(steps)
+        world.barrier()
+        if world.is_main:
+            checkpoints.write(steps, pack(run.training, run.progress()))

@@ -1,0 +1,179 @@
+"""Schedules, weights and metrics of a recipe."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from samestep.config import SchedulePart
+from samestep.errors import DataError, RecipeError
+from samestep.metrics import build_metrics
+from samestep.recipes.build import schedule_factor
+from samestep.recipes.digits import load_digits
+from samestep.recipes.weights import freeze, take_matching
+from samestep.runtime.world import World
+
+# --- schedules -------------------------------------------------------------------------------------------
+
+
+def test_constant_is_constant() -> None:
+    factor = schedule_factor(SchedulePart(), steps_per_epoch=10, epochs=3)
+    assert {factor(step) for step in range(31)} == {1.0}
+
+
+def test_warm_up_rises_in_equal_parts_to_one() -> None:
+    factor = schedule_factor(SchedulePart(warmup_epochs=0.5), steps_per_epoch=10, epochs=3)
+    assert [factor(step) for step in range(7)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_cosine_has_its_peak_after_the_warm_up_and_its_end_at_the_last_step() -> None:
+    schedule = SchedulePart(name="cosine", warmup_epochs=1, final=0.1)
+    factor = schedule_factor(schedule, steps_per_epoch=10, epochs=3)
+    assert factor(0) == pytest.approx(0.1)
+    assert factor(9) == factor(10) == 1.0
+    middle = (10 + 29) / 2
+    assert factor(19) + factor(20) == pytest.approx(2 * (0.1 + 0.9 / 2)), f"symmetric about {middle}"
+    assert factor(29) == pytest.approx(0.1)
+    assert factor(30) == pytest.approx(0.1), "asked once more after the last step"
+    assert factor(15) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 5 / 19)))
+
+
+@given(steps=st.integers(1, 50), epochs=st.integers(1, 20), warmup=st.floats(0, 30), final=st.floats(0, 1))
+def test_cosine_stays_between_its_ends_and_falls_after_the_warm_up(
+    steps: int, epochs: int, warmup: float, final: float
+) -> None:
+    factor = schedule_factor(SchedulePart(name="cosine", warmup_epochs=warmup, final=final), steps, epochs)
+    values = [factor(step) for step in range(steps * epochs)]
+    assert all(0 < value <= 1 or (value == 0 and final == 0) or value == pytest.approx(final) for value in values)
+    after = values[round(warmup * steps) :]
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+
+
+def net(classes: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(classes)
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, classes))
+
+
+def saved(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a.pt"])
+def test_weights_are_taken_where_name_and_shape_match(tmp_path: Path, name: str) -> None:
+    given, model = net(5), net(3)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    file = saved(tmp_path / name, {**given.state_dict(), "extra": torch.zeros(1)})
+    matched = take_matching(model, file)
+    assert matched.left_out == (
+        "3.weight: (3, 8) here, (5, 8) in the file",
+        "3.bias: (3,) here, (5,) in the file",
+        "extra: only in the file",
+    )
+    for key, tensor in model.state_dict().items():
+        is_taken = not key.startswith("3.")
+        assert (key in matched.taken) == is_taken
+        assert torch.equal(tensor, given.state_dict()[key] if is_taken else before[key])
+
+
+def test_weights_that_are_missing_in_the_file_are_listed(tmp_path: Path) -> None:
+    state = net(3).state_dict()
+    del state["1.running_mean"]
+    matched = take_matching(net(3), saved(tmp_path / "a.pth", dict(state)))
+    assert matched.left_out == ("1.running_mean: (2,) here, not in the file",)
+
+
+def test_file_of_weights_runs_no_code(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (tmp_path / "sprung",)  # type: ignore[return-value]
+
+    torch.save({"0.weight": Trap()}, tmp_path / "trap.pth")
+    with pytest.raises(DataError, match="cannot be read as weights"):
+        take_matching(net(3), tmp_path / "trap.pth")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_freeze_takes_the_gradient_from_what_matches() -> None:
+    model = net(3)
+    assert freeze(model, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "3.bias"]
+    assert [name for name, tensor in model.named_parameters() if tensor.requires_grad] == ["1.weight", "3.weight"]
+
+
+@pytest.mark.parametrize(("patterns", "said"), [(["2.*"], "'2.*' matches no"), (["0.*", "*"], "every parameter")])
+def test_freeze_refuses_what_makes_no_sense_and_changes_nothing(patterns: list[str], said: str) -> None:
+    model = net(3)
+    with pytest.raises(RecipeError, match=said.replace("*", r"\*")):
+        freeze(model, patterns)
+    assert all(tensor.requires_grad for tensor in model.parameters())
+
+
+# --- data and metrics ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scikit_learn() -> None:
+    """Import it before a test begins: it sets environment variables of its own."""
+    load_digits()
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    first, second = load_digits(shift=0), load_digits(shift=0)
+    assert (len(first.train), len(first.evaluation), first.classes) == (1437, 360, tuple("0123456789"))
+    everything = [split[index] for split in (first.train, first.evaluation) for index in range(len(split))]
+    assert len(everything) == 1797
+    for index in (0, 100, 359):
+        assert torch.equal(first.evaluation[index][0], second.evaluation[index][0])
+    labels = [first.evaluation[index][1] for index in range(360)]
+    assert min(labels.count(digit) for digit in range(10)) >= 20
+
+
+def test_digits_are_moved_by_no_more_than_asked_for() -> None:
+    plain, moved = load_digits(shift=0).train, load_digits(shift=1).train
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        seen = {tuple(moved[0][0].flatten().tolist()) for _ in range(100)}
+    allowed = set()
+    padded = nn.functional.pad(plain[0][0], (1, 1, 1, 1))
+    for top in range(3):
+        for left in range(3):
+            allowed.add(tuple(padded[:, top : top + 8, left : left + 8].flatten().tolist()))
+    assert seen == allowed
+
+
+def test_metrics_count_each_sample_once_whatever_the_shards(alone: World) -> None:
+    outputs = torch.tensor([[3.0, 1, 2, 0, 0, 0, -1], [0, 1, 2, 3, 4, 5, 6], [5, 9, 4, 3, 2, 1, 0]])
+    targets = torch.tensor([0, 1, 6])
+    accuracy, top5 = build_metrics(("accuracy", "top5"), 7, alone.device)
+    for metric in (accuracy, top5):
+        for part in (slice(0, 1), slice(1, 3)):
+            metric.update(outputs[part], targets[part])
+    assert (accuracy.name, accuracy.compute(alone)) == ("accuracy", pytest.approx(1 / 3))
+    assert (top5.name, top5.compute(alone)) == ("top5", pytest.approx(1 / 3))
+    accuracy.update(outputs[:1], targets[:1])
+    assert accuracy.compute(alone) == 1.0, "counts start anew"
+
+
+def test_top5_of_fewer_than_five_classes_is_all_of_them(alone: World) -> None:
+    (top5,) = build_metrics(("top5",), 3, alone.device)
+    top5.update(torch.eye(3), torch.tensor([1, 2, 0]))
+    assert top5.compute(alone) == 1.0
+
+
+def test_unknown_metric_is_refused_before_anything_is_imported() -> None:
+    with pytest.raises(RecipeError, match="metric 'f1' is not known") as error:
+        build_metrics(("accuracy", "f1"), 3, torch.device("cpu"))
+    assert error.value.rule == "one of accuracy, top5"

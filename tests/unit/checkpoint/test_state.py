@@ -1,0 +1,315 @@
+"""Going on from a checkpoint is going on: the same bits as without the break."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import nn
+from torch.optim import lr_scheduler
+
+from samestep.checkpoint import state
+from samestep.checkpoint.state import MODEL, OPTIMIZER, STATE, Progress, Training, load_model, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.cursor import Cursor
+from samestep.errors import CheckpointError
+
+PROGRESS = Progress(
+    step=7,
+    cursor=Cursor(2, 48),
+    best=0.1 + 0.2,
+    loss_sum=1 / 3,
+    loss_count=48.0,
+    recipe={"model": {"name": "net"}, "step": {"seed": 2**64 - 1}},
+)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler | None]] = {
+    "none": lambda o: None,
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+    "factor": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+    "warm-up": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 20)], [3]
+    ),
+}
+
+
+class Net(nn.Module):
+    """Tied weights, a batch norm, a frozen layer and buffers of several types."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(5, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.out = nn.Linear(4, 5)
+        self.out.weight = self.embed.weight
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("short", torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.frozen(self.norm(self.embed(tokens))))
+
+
+def training(seed: int, optimizer: str = "momentum", scheduler: str = "cosine", scale: bool = False) -> Training:
+    model = Net(seed)
+    chosen = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    return Training(model, chosen, SCHEDULERS[scheduler](chosen), torch.amp.GradScaler("cpu", enabled=scale))
+
+
+def advance(run: Training, steps: int) -> None:
+    tokens = torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    for _ in range(steps):
+        run.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run.model(tokens), tokens)
+        run.scaler.scale(loss).backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        if run.scheduler is not None:
+            run.scheduler.step()
+
+
+def saved(folder: Path, run: Training, step: int = 7) -> Path:
+    return CheckpointFolder(folder).write(step, pack(run, PROGRESS))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", ["none", "cosine"])
+def test_optimizers_go_on(tmp_path: Path, optimizer: str, scheduler: str) -> None:
+    goes_on_as_without_a_break(tmp_path, optimizer, scheduler, scale=False)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_go_on(tmp_path: Path, scheduler: str) -> None:
+    goes_on_as_without_a_break(tmp_path, "momentum", scheduler, scale=False)
+
+
+def test_a_scaler_goes_on(tmp_path: Path) -> None:
+    goes_on_as_without_a_break(tmp_path, "adamw", "cosine", scale=True)
+
+
+def goes_on_as_without_a_break(folder: Path, optimizer: str, scheduler: str, *, scale: bool) -> None:
+    whole, broken = (training(0, optimizer, scheduler, scale) for _ in range(2))
+    advance(whole, 9)
+    advance(broken, 4)
+    path = saved(folder, broken)
+    other = training(1, optimizer, scheduler, scale)
+    assert state.load(path, other) == PROGRESS
+    assert pack(other, PROGRESS) == pack(broken, PROGRESS)
+    advance(other, 5)
+    assert pack(other, PROGRESS) == pack(whole, PROGRESS)
+
+
+def test_a_checkpoint_before_the_first_step_is_one_like_any_other(tmp_path: Path) -> None:
+    first, other = training(0, "adamw"), training(1, "adamw")
+    state.load(saved(tmp_path, first, 0), other)
+    advance(first, 3)
+    advance(other, 3)
+    assert pack(other, PROGRESS) == pack(first, PROGRESS)
+
+
+def test_packing_twice_gives_equal_bytes() -> None:
+    run = training(0, "adamw", scale=True)
+    advance(run, 3)
+    assert pack(run, PROGRESS) == pack(run, PROGRESS)
+
+
+def test_packing_changes_nothing() -> None:
+    packed, left_alone = training(0, "amsgrad"), training(0, "amsgrad")
+    for run in (packed, left_alone):
+        advance(run, 2)
+    pack(packed, PROGRESS)
+    for run in (packed, left_alone):
+        advance(run, 2)
+    assert pack(packed, PROGRESS) == pack(left_alone, PROGRESS)
+
+
+def test_a_pack_does_not_change_with_the_model() -> None:
+    run = training(0)
+    before = pack(run, PROGRESS)
+    copy = dict(before)
+    advance(run, 1)
+    assert before == copy != pack(run, PROGRESS)
+
+
+def test_names_are_the_models_own_and_tied_weights_are_there_once() -> None:
+    run = training(0)
+    advance(run, 1)
+    files = pack(run, PROGRESS)
+    assert set(load(files[MODEL])) == set(run.model.state_dict()) - {"out.weight"}
+    assert json.loads(files[STATE])["aliases"] == {"out.weight": "embed.weight"}
+    trained = {"embed.weight", "norm.weight", "norm.bias", "out.bias"}
+    assert set(load(files[OPTIMIZER])) == {f"momentum_buffer/{name}" for name in trained}
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    run, other = training(0), training(1)
+    state.load(saved(tmp_path, run), other)
+    assert other.model.out.weight is other.model.embed.weight
+    assert torch.equal(other.model.out.weight, run.model.embed.weight)
+
+
+def test_weights_of_tied_layers_go_into_layers_that_are_not(tmp_path: Path) -> None:
+    run, other = training(0), Net(1)
+    other.out.weight = nn.Parameter(torch.zeros(5, 4))
+    load_model(saved(tmp_path, run), other)
+    assert torch.equal(other.out.weight, run.model.embed.weight)
+    assert other.out.weight is not other.embed.weight
+
+
+def test_layers_tied_to_a_part_of_another_keep_their_values(tmp_path: Path) -> None:
+    class Views(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            whole = torch.arange(start, start + 12).view(4, 3)
+            self.register_buffer("whole", whole)
+            self.register_buffer("rows", whole[:2])
+            self.register_buffer("across", whole.t())
+            self.register_buffer("bits", whole.view(torch.int32))
+
+    model = Views(1.0)
+    run = Training(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None, torch.amp.GradScaler("cpu"))
+    run.optimizer.param_groups[0]["params"] = []
+    other = Views(5.0)
+    for name in ("rows", "across", "bits"):
+        setattr(other, name, getattr(other, name).clone())
+    load_model(saved(tmp_path, run), other)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(getattr(other, name), tensor), name
+
+
+def test_every_bit_of_a_tensor_is_kept(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-0.0, math.nan, 1e-42]]))
+    run = Training(model, torch.optim.SGD(model.parameters()), None, torch.amp.GradScaler("cpu", enabled=False))
+    load_model(saved(tmp_path, run), other)
+    assert torch.equal(other.weight.view(torch.int32), model.weight.view(torch.int32))
+
+
+def test_groups_keep_their_settings(tmp_path: Path) -> None:
+    def grouped(seed: int, lr: float) -> Training:
+        model = Net(seed)
+        groups = [
+            {"params": [model.embed.weight], "lr": lr, "betas": (0.5, 0.7)},
+            {"params": [*model.norm.parameters(), model.out.bias], "weight_decay": lr},
+        ]
+        return Training(model, torch.optim.AdamW(groups, lr=2 * lr), None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = grouped(0, 0.25), grouped(1, 0.5)
+    advance(run, 2)
+    state.load(saved(tmp_path, run), other)
+    for mine, its in zip(run.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+        assert (mine["lr"], tuple(mine["betas"]), mine["weight_decay"]) == (
+            its["lr"],
+            tuple(its["betas"]),
+            its["weight_decay"],
+        )
+    advance(run, 2)
+    advance(other, 2)
+    assert pack(run, PROGRESS)[MODEL] == pack(other, PROGRESS)[MODEL]
+
+
+def test_parameters_that_the_optimizer_names_itself_go_on(tmp_path: Path) -> None:
+    def named(seed: int) -> Training:
+        model = Net(seed)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return Training(model, torch.optim.AdamW(trained), None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = named(0), named(1)
+    advance(run, 2)
+    state.load(saved(tmp_path, run), other)
+    assert pack(other, PROGRESS) == pack(run, PROGRESS)
+
+
+@pytest.mark.parametrize("best", [None, -math.inf, math.inf, 1e-300])
+def test_progress_comes_back_as_it_was(tmp_path: Path, best: float | None) -> None:
+    said = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
+    path = CheckpointFolder(tmp_path).write(3, pack(training(0), said))
+    assert state.load(path, training(1)) == said
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.out = nn.Linear(4, 6)
+        self.more = nn.Linear(2, 2)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    path, other = saved(tmp_path, training(0)), Wider()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError) as refused:
+        load_model(path, other)
+    assert "4 tensors missing or of another shape (out.weight, out.bias, more.weight), 0 unknown (-)" in str(
+        refused.value
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    model = Wider()
+    optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+    path = saved(tmp_path, Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False)))
+    with pytest.raises(CheckpointError, match=r"2 unknown \(more.bias, more.weight\)"):
+        load_model(path, Net(0))
+
+
+@pytest.mark.parametrize(("written", "read"), [("momentum", "adamw"), ("adamw", "momentum"), ("sgd", "adamw")])
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, written: str, read: str) -> None:
+    run, other = training(0, written), training(1, read)
+    advance(run, 2)
+    with pytest.raises(CheckpointError):
+        state.load(saved(tmp_path, run), other)
+
+
+def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path) -> None:
+    run, model = training(0), Net(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grouped = torch.optim.SGD([{"params": trained[:1]}, {"params": trained[1:]}], lr=0.1, momentum=0.9)
+    other = Training(model, grouped, None, torch.amp.GradScaler("cpu", enabled=False))
+    advance(run, 2)
+    with pytest.raises(CheckpointError):
+        state.load(saved(tmp_path, run), other)
+
+
+def test_a_checkpoint_in_which_other_layers_were_trained_is_refused(tmp_path: Path) -> None:
+    run, model = training(0), Net(1)
+    model.norm.requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"]([p for p in model.parameters() if p.requires_grad])
+    other = Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
+    advance(run, 2)
+    with pytest.raises(CheckpointError):
+        state.load(saved(tmp_path, run), other)
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    run, other = training(0), training(1)
+    advance(run, 2)
+    path = saved(tmp_path, run)
+    data = bytearray((path / OPTIMIZER).read_bytes())
+    data[-1] ^= 1
+    (path / OPTIMIZER).write_bytes(data)
+    before = pack(other, PROGRESS)
+    with pytest.raises(CheckpointError):
+        state.load(path, other)
+    assert pack(other, PROGRESS) == before
