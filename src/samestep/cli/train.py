@@ -41,15 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = options.run_options(arguments)
     name = arguments.name or f"{Path(arguments.recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder: Path = arguments.runs / name
+    is_first = not folder.parent.exists()
     _create(folder, recipe)
     try:
         return run_ranks(arguments, recipe, chosen, folder)
-    except InputError:
-        _remove_if_empty(folder)
-        raise
     except SamestepError as error:
         if error.exit_code == InputError.exit_code:
-            _remove_if_empty(folder)
+            _remove_if_empty(folder, with_parent=is_first)
         raise
 
 
@@ -92,10 +90,12 @@ def _create(folder: Path, recipe: Recipe) -> None:
     write_recipe(recipe, folder / "recipe.yaml")
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """Take a run away again that bad input ended before its first step, so that its name is free."""
+def _remove_if_empty(folder: Path, *, with_parent: bool) -> None:
+    """Take a run away again that bad input ended before its first checkpoint, so that its name is free."""
     if not (folder / "checkpoints").exists():
         shutil.rmtree(folder)
+        if with_parent and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -10,14 +10,18 @@ import torch.distributed as dist
 from samestep.parallel.tree import Node, ShardTree
 from samestep.runtime.world import World
 
+# Up to here the number of messages matters more than their length (tried on loopback with 4 ranks).
+_SMALL_BYTES = 2**20
+
 
 def tree_sum(world: World, tree: ShardTree, mine: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
     """The sum over all shards in the order of `tree`, on every rank.
 
-    Each rank becomes responsible for one slice of the vector: it receives that slice of every subtree sum,
-    adds them in tree order, and sends the result to all. That moves as many bytes as a ring all-reduce when
-    each rank has one subtree. With two ranks of one subtree each the backend's all-reduce is the tree already,
-    since a sum of two operands commutes.
+    Where the ranks' subtrees pair up, as they do for a power of two, pairs exchange and add: whole vectors while they
+    are small, halves of halves otherwise (recursive doubling, and halving and doubling: Thakur et al., "Optimization
+    of collective communication operations in MPICH", 2005). Two ranks may as well use the backend's all-reduce,
+    since a sum of two operands commutes. Else each rank becomes responsible for one slice of the vector: it receives
+    that slice of every subtree sum, adds them in tree order, and sends the result to all.
 
     Args:
         mine: this rank's subtree sums in the order of `tree.cover`, flat, of equal length.
@@ -29,9 +33,14 @@ def tree_sum(world: World, tree: ShardTree, mine: list[torch.Tensor], total: tor
     covers = [tree.cover(rank, world.size) for rank in range(world.size)]
     if world.size == 1:
         _assign(total, _fold(tree, covers[0], mine))
-    elif world.size == 2 and len(covers[0]) == len(covers[1]) == 1:
+    elif tree.pairs_up(world.size):
         _assign(total, mine[0])
-        world.all_reduce(total)
+        if total.numel() * total.element_size() <= _SMALL_BYTES:
+            world.guarded(lambda: _sum_by_doubling(world, total))
+        elif world.size == 2:
+            world.all_reduce(total)
+        else:
+            world.guarded(lambda: _sum_by_halving(world, total))
     else:
         world.guarded(lambda: _sum_by_slices(world, tree, covers, mine, total))
     return total
@@ -42,6 +51,37 @@ def plain_sum(world: World, total: torch.Tensor) -> torch.Tensor:
     if world.size > 1:
         world.all_reduce(total)
     return total
+
+
+def _sum_by_doubling(world: World, total: torch.Tensor) -> None:
+    got = torch.empty_like(total)
+    distance = 1
+    while distance < world.size:
+        _swap(total, got, world.rank ^ distance)
+        total.add_(got)
+        distance *= 2
+
+
+def _sum_by_halving(world: World, total: torch.Tensor) -> None:
+    kept = total
+    history: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    distance = 1
+    while distance < world.size:
+        middle = kept.numel() // 2
+        low, high = kept[:middle], kept[middle:]
+        mine, theirs = (high, low) if world.rank & distance else (low, high)
+        got = torch.empty_like(mine)
+        _swap(theirs, got, world.rank ^ distance)
+        mine.add_(got)
+        history.append((distance, mine, theirs))
+        kept = mine
+        distance *= 2
+    for distance, mine, theirs in reversed(history):
+        _swap(mine, theirs, world.rank ^ distance)
+
+
+def _swap(give: torch.Tensor, take: torch.Tensor, peer: int) -> None:
+    _communicate([dist.P2POp(dist.isend, give, peer)], [dist.P2POp(dist.irecv, take, peer)])
 
 
 def _sum_by_slices(

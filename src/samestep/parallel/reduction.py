@@ -96,11 +96,7 @@ class ExactReduction:
         return tree_sum(self._world, tree, mine, mine[0] if mine else _flat([torch.zeros_like(p) for p in parameters]))
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
-        leaves: dict[Node, Tensors] = {(shard, shard + 1): [vector] for shard, vector in vectors.items()}
-        folded = [tree.fold(node, leaves, _add) for node in tree.cover(self._world.rank, self._world.size)]
-        mine = [tensors[0] for tensors in folded if tensors is not None]
-        total = mine[0] if mine else torch.zeros(length, dtype=torch.float64, device=self._world.device)
-        return tree_sum(self._world, tree, mine, total)
+        return _tree_vector(self._world, tree, vectors, length)
 
     def forget(self) -> None:
         """Drop what was kept, once every bucket of the step has met it."""
@@ -148,10 +144,7 @@ class FastReduction:
         return plain_sum(self._world, _flat(mine))
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
-        total = torch.zeros(length, dtype=torch.float64, device=self._world.device)
-        for vector in vectors.values():
-            total += vector
-        return plain_sum(self._world, total)
+        return _tree_vector(self._world, tree, vectors, length)
 
     def forget(self) -> None:
         self._kept = {}
@@ -159,6 +152,15 @@ class FastReduction:
     def _add_kept(self, parameters: Sequence[Parameter], gradients: Tensors) -> None:
         if self._kept:
             torch._foreach_add_(gradients, [self._kept[parameter] for parameter in parameters])
+
+
+def _tree_vector(world: World, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
+    """In tree order under either reduction: a vector this short is sooner summed so than by an all-reduce."""
+    leaves: dict[Node, Tensors] = {(shard, shard + 1): [vector] for shard, vector in vectors.items()}
+    folded = [tree.fold(node, leaves, _add) for node in tree.cover(world.rank, world.size)]
+    mine = [tensors[0] for tensors in folded if tensors is not None]
+    total = mine[0] if mine else torch.zeros(length, dtype=torch.float64, device=world.device)
+    return tree_sum(world, tree, mine, total)
 
 
 def _add(left: Tensors, right: Tensors) -> Tensors:

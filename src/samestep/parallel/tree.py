@@ -42,6 +42,10 @@ class ShardTree:
         """The largest subtrees that rank `rank` of `size` owns whole, in order; those without samples left out."""
         return _cover(self, rank, size)
 
+    def pairs_up(self, size: int) -> bool:
+        """Whether each of `size` ranks owns one subtree, and these join two by two, level by level."""
+        return _pairs_up(self, size)
+
     def is_shared_by_all(self, size: int) -> bool:
         """Whether each of `size` ranks has samples in this batch (a last batch may be too small for that)."""
         return all(self.cover(rank, size) for rank in range(size))
@@ -79,6 +83,22 @@ def halves(node: Node) -> tuple[Node, Node]:
     lo, hi = node
     mid = lo + (hi - lo) // 2
     return (lo, mid), (mid, hi)
+
+
+@lru_cache(maxsize=4096)
+def _pairs_up(tree: ShardTree, size: int) -> bool:
+    covers = [tree.cover(rank, size) for rank in range(size)]
+    if any(len(cover) != 1 for cover in covers):
+        return False
+    nodes = [cover[0] for cover in covers]
+    while len(nodes) > 1:
+        if len(nodes) % 2:
+            return False
+        pairs = list(zip(nodes[::2], nodes[1::2], strict=True))
+        nodes = [(left[0], right[1]) for left, right in pairs]
+        if any(halves(node) != pair for node, pair in zip(nodes, pairs, strict=True)):
+            return False
+    return nodes == [(0, tree.shards)]
 
 
 @lru_cache(maxsize=4096)

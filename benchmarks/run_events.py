@@ -1,0 +1,21 @@
+"""When the first step of a run was done, from the events that it writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+
+def first_step_event(folder: Path, processes: int) -> float | None:
+    """When the first event of a step appeared in some `events.jsonl` below `folder`; None if there is none yet.
+
+    An event says when it happened (`time`, seconds since 1970); one that does not happened when it was found.
+    """
+    now = time.time()
+    for file in folder.glob("runs/*/events.jsonl"):
+        for line in file.read_text().splitlines(keepends=True):
+            event = json.loads(line) if line.endswith("\n") else {}
+            if event.get("event") == "step":
+                return float(event.get("time", now))
+    return None

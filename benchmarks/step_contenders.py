@@ -1,0 +1,216 @@
+"""Who takes part in `step_time.py`: one optimizer step of ours, of a hand-written DDP loop, of Accelerate, of Fabric.
+
+All of them live in the same processes and share the process group that `samestep.start()` made. Each has a model of
+its own with the same initial weights, and two sources of batches: `ready`, fixed tensors in memory, and `loader`, what
+its users would write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Literal
+
+import numpy
+import torch
+from step_models import build_dataset, build_model, build_optimizer
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import samestep
+from samestep.config import Reduction
+from samestep.cursor import Cursor
+from samestep.data.batch import GlobalBatch, Shard
+from samestep.runtime.vision import make_torchvision_importable
+from samestep.sharding import owned_shards, shard_bounds
+
+Feed = Literal["ready", "loader"]
+READY = 8  # global batches that the ready feed goes round
+
+HAND_WRITTEN, AGAIN = "hand-written DDP", "hand-written DDP, again"
+ACCELERATE, FABRIC = "Accelerate", "Lightning Fabric"
+REDUCTIONS: tuple[Reduction, ...] = ("exact", "fast")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders have in common.
+
+    Attributes:
+        batch_size: samples of a global batch, over all processes.
+    """
+
+    model: str
+    batch_size: int
+
+    def local_size(self, world: samestep.World) -> int:
+        return self.batch_size // world.size
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to make optimizer steps.
+
+    Attributes:
+        deterministic: it asks torch for deterministic kernels while it has its turn.
+        shards: shards a rank; 1 for those that know no shards.
+        model: with the parameters that `step` moves.
+        step: one optimizer step from one batch of its feeds; the loss, over this rank's samples or over all.
+        feeds: endless.
+    """
+
+    name: str
+    deterministic: bool
+    shards: int
+    model: nn.Module
+    step: Callable[[Any], torch.Tensor | float]
+    feeds: dict[Feed, Iterator[Any]]
+
+    def take_steps(self, feed: Feed, count: int) -> None:
+        batches = self.feeds[feed]
+        for _ in range(count):
+            self.step(next(batches))
+
+
+def build_contender(name: str, setting: Setting, world: samestep.World) -> Contender:
+    """The contender called `name`: one of the four above, or `samestep exact` or `fast` with its shards a rank."""
+    builders = {HAND_WRITTEN: _hand_written, AGAIN: _hand_written, ACCELERATE: _accelerate, FABRIC: _fabric}
+    if name in builders:
+        return builders[name](name, setting, world)
+    reduction, shards = _ours_of(name)
+    return _ours(name, reduction, shards, setting, world)
+
+
+def ours(reduction: Reduction, shards: int = 1) -> str:
+    """The name of our contender."""
+    return f"samestep {reduction}" + (f", {shards} shards a rank" if shards > 1 else "")
+
+
+def _ours_of(name: str) -> tuple[Reduction, int]:
+    reduction, _, rest = name.removeprefix("samestep ").partition(", ")
+    return ("exact" if reduction == "exact" else "fast"), int(rest.split()[0]) if rest else 1
+
+
+def _ours(name: str, reduction: Reduction, shards: int, setting: Setting, world: samestep.World) -> Contender:
+    model = build_model(setting.model)
+    rules = samestep.StepRules(reduction=reduction)
+    engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, rules=rules)
+    loader = samestep.loader(
+        build_dataset(), batch_size=setting.batch_size, shards=shards * world.size, shuffle=True, world=world
+    )
+    ready = [_global_batch(indices, shards * world.size, world) for indices in _ready_indices(setting)]
+    feeds: dict[Feed, Iterator[Any]] = {"ready": cycle(ready), "loader": _endless(loader)}
+    return Contender(name, reduction == "exact", shards, model, lambda batch: engine.step(batch).loss, feeds)
+
+
+def _hand_written(name: str, setting: Setting, world: samestep.World) -> Contender:
+    model = build_model(setting.model)
+    ddp = DistributedDataParallel(model)
+    optimizer = build_optimizer(ddp)
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = cross_entropy(ddp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    sampler: DistributedSampler[Any] = DistributedSampler(build_dataset(), shuffle=True)
+    loader = DataLoader(sampler.dataset, batch_size=setting.local_size(world), sampler=sampler)
+    return Contender(name, False, 1, model, step, _peer_feeds(setting, world, _endless(loader, sampler.set_epoch)))
+
+
+def _accelerate(name: str, setting: Setting, world: samestep.World) -> Contender:
+    from accelerate import Accelerator
+
+    _tell_environment(world)
+    accelerator = Accelerator(cpu=True)
+    model = build_model(setting.model)
+    loader = DataLoader(build_dataset(), batch_size=setting.local_size(world), shuffle=True)
+    wrapped, optimizer, prepared = accelerator.prepare(model, build_optimizer(model), loader)
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = cross_entropy(wrapped(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return Contender(name, False, 1, model, step, _peer_feeds(setting, world, _endless(prepared)))
+
+
+def _fabric(name: str, setting: Setting, world: samestep.World) -> Contender:
+    make_torchvision_importable()  # Lightning imports torchvision where it is installed
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    _tell_environment(world)
+    strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=world.size, strategy=strategy)
+    fabric.launch()
+    model = build_model(setting.model)
+    wrapped, optimizer = fabric.setup(model, build_optimizer(model))
+    loader = DataLoader(build_dataset(), batch_size=setting.local_size(world), shuffle=True)
+    prepared = fabric.setup_dataloaders(loader)
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = cross_entropy(wrapped(inputs), targets)
+        fabric.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return Contender(name, False, 1, model, step, _peer_feeds(setting, world, _endless(prepared)))
+
+
+def _tell_environment(world: samestep.World) -> None:
+    """What torchrun would have set: the peers read it, find the process group there, and join it."""
+    os.environ |= {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _peer_feeds(setting: Setting, world: samestep.World, loaded: Iterator[Any]) -> dict[Feed, Iterator[Any]]:
+    dataset = build_dataset()
+    start, stop = shard_bounds(setting.batch_size, world.size)[world.rank]
+    ready = [dataset[indices[start] : indices[stop - 1] + 1] for indices in _ready_indices(setting)]
+    return {"ready": cycle(ready), "loader": loaded}
+
+
+def _ready_indices(setting: Setting) -> list[numpy.ndarray]:
+    size = setting.batch_size
+    return [numpy.arange(number * size, (number + 1) * size) for number in range(READY)]
+
+
+def _global_batch(indices: numpy.ndarray, shards: int, world: samestep.World) -> GlobalBatch:
+    dataset = build_dataset()
+    bounds = shard_bounds(len(indices), shards)
+    parts = [
+        Shard(number, stop - start, dataset[indices[start] : indices[stop - 1] + 1])
+        for number in owned_shards(shards, world.size, world.rank)
+        for start, stop in [bounds[number]]
+    ]
+    return GlobalBatch(Cursor(), Cursor(), indices, shards, tuple(parts))
+
+
+def _endless(loader: Iterable[Any], begin_epoch: Callable[[int], None] | None = None) -> Iterator[Any]:
+    epoch = 0
+    while True:
+        if begin_epoch is not None:
+            begin_epoch(epoch)
+        yield from loader
+        epoch += 1
