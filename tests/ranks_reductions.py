@@ -1,5 +1,6 @@
 """What ranks run for `conformance/test_reductions.py`: every reduction over the same gradients."""
 
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ SHAPES = [(3, 4), (5,), (1,), (2, 2, 2), ()]
 BUCKETS = [[4, 3], [2, 1, 0]]
 TREES = [ShardTree(*case) for case in [(8, 8), (8, 64), (8, 13), (8, 3), (8, 1), (5, 5), (7, 20), (4, 4), (3, 2)]]
 LENGTH = 7
+LONG = 150_001  # more than a megabyte, which travels in another way than what is short
 
 
 def gradients_of(shard: int, dtype: torch.dtype) -> Tensors:
@@ -32,9 +34,10 @@ def normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def vector_of(shard: int) -> torch.Tensor:
+def vector_of(shard: int, length: int = LENGTH) -> torch.Tensor:
+    """A shard's vector: again such that the order of summation shows."""
     generator = torch.Generator().manual_seed(1000 + shard)
-    return torch.randn(LENGTH, generator=generator, dtype=torch.float64) * 10.0 ** torch.arange(-3, 4)
+    return normal((length,), generator) * 10 ** (4 * normal((length,), generator))
 
 
 def filled(tree: ShardTree) -> list[int]:
@@ -119,8 +122,8 @@ def as_bytes(tensors: Tensors) -> bytes:
 
 
 def sums() -> list[dict[str, dict[tuple[str, str, ShardTree, str], bytes]]]:
-    """By rank: sums of gradients and of vectors, by reduction, type, batch and the way they were come by."""
-    found: dict[str, dict[tuple[str, str, ShardTree, str], bytes]] = {"gradients": {}, "vectors": {}}
+    """By rank: sums of gradients and of vectors (of long ones a hash), by reduction, type, batch and way."""
+    found: dict[str, dict[tuple[str, str, ShardTree, str], bytes]] = {"gradients": {}, "vectors": {}, "long": {}}
     with samestep.start(device="cpu") as world:
         trees = [tree for tree in TREES if tree.shards >= world.size]
         for name in NAMES:
@@ -135,4 +138,8 @@ def sums() -> list[dict[str, dict[tuple[str, str, ShardTree, str], bytes]]]:
                 given = {shard: vector_of(shard) for shard in mine(tree, world)}
                 total = reduction.vector(tree, given, LENGTH)
                 found["vectors"][name, "float64", tree, "vector"] = as_bytes([total])
+            for tree in trees[:3]:
+                given = {shard: vector_of(shard, LONG) for shard in mine(tree, world)}
+                total = reduction.vector(tree, given, LONG)
+                found["long"][name, "float64", tree, "vector"] = hashlib.sha256(as_bytes([total])).digest()
         return gathered(found)

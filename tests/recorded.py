@@ -40,6 +40,20 @@ def load(*, samples: int = 102) -> Splits:
     )
 
 
+class Broken(Indexed):
+    """One of its samples cannot be made."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 40:
+            raise KeyError("no such colour")
+        return super().__getitem__(index)
+
+
+def load_broken() -> Splits:
+    """As `load`, with a sample that cannot be made."""
+    return Splits(train=Broken(102), evaluation=Indexed(30), classes=load().classes)
+
+
 class Net(nn.Sequential):
     """Convolution, batch norm, dropout: what the number of processes could change if it had a way to."""
 
@@ -87,6 +101,13 @@ def infinite_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss
     """As `loss`, but infinite where nothing is trained."""
     value = loss(outputs, indices)
     return value if outputs.requires_grad else Loss(value.sum * float("inf"), value.count)
+
+
+def not_finite_for(outputs: torch.Tensor, indices: torch.Tensor, *, sample: int) -> Loss:
+    """As `loss`, but infinite for the shard that has a certain sample."""
+    value = loss(outputs, indices)
+    is_hit = bool((indices == sample).any()) and outputs.requires_grad
+    return Loss(value.sum * float("inf"), value.count) if is_hit else value
 
 
 def undefined_at_first(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:

@@ -56,13 +56,17 @@ class StepRules:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**64, f"seed is {self.seed}", "0 <= seed < 2**64", "set seed: 0")
+        _require(0 <= self.seed < 2**64, f"step.seed is {self.seed}", "0 <= seed < 2**64", "set step.seed: 0")
         for name, words in _WORDS.items():
             word = getattr(self, name)
-            _require(word in words, f"{name} is {word!r}", f"one of {', '.join(words)}", f"set {name}: {words[0]}")
-        _require(self.threads >= 1, f"threads is {self.threads}", "threads >= 1", "set threads: 1")
+            _require(
+                word in words, f"step.{name} is {word!r}", f"one of {', '.join(words)}", f"set step.{name}: {words[0]}"
+            )
+        _require(self.threads >= 1, f"step.threads is {self.threads}", "threads >= 1", "set step.threads: 1")
         clip = self.clip_norm
-        _require(clip is None or clip > 0, f"clip_norm is {clip}", "clip_norm > 0, or null", "set clip_norm: 1.0")
+        _require(
+            clip is None or clip > 0, f"step.clip_norm is {clip}", "clip_norm > 0, or null", "set step.clip_norm: 1.0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ class Trainer:
         Raises:
             SamestepError: the run failed; the newest checkpoint is as good as it was.
         """
-        if self._progress.cursor.epoch >= self._epochs:
+        if self._progress.loss_count and not self._progress.cursor.samples:
+            self._end_epoch()  # the run ended between the last step of an epoch and its evaluation
+        elif self._progress.cursor.epoch >= self._epochs:
             self._last_evaluation = self._evaluate()
         stopped = False
         while self._progress.cursor.epoch < self._epochs and not stopped:
@@ -121,10 +124,14 @@ class Trainer:
         return stop
 
     def _next(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
-        """The next batch; bad data costs no work done: every rank holds the whole state, so this one saves it."""
+        with self._saving_when_data_is_bad(), self._stopwatch.waiting():
+            return next(batches, None)
+
+    @contextmanager
+    def _saving_when_data_is_bad(self) -> Iterator[None]:
+        """Bad data costs no work done: every rank holds the whole state, so the one that met it saves it."""
         try:
-            with self._stopwatch.waiting():
-                return next(batches, None)
+            yield
         except InputError:
             if self._progress.step:
                 self._write(is_best=False)
@@ -175,7 +182,8 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         self._evaluation.cursor = Cursor()
-        return self._engine.evaluate(self._evaluation, self._metrics)
+        with self._saving_when_data_is_bad():
+            return self._engine.evaluate(self._evaluation, self._metrics)
 
     def _deciding(self, values: dict[str, float]) -> float:
         return values[self._metrics[0].name] if self._metrics else -values["loss"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import samestep as package
 from samestep.cli.main import main
@@ -290,6 +291,23 @@ def test_evaluation_that_is_undefined_is_not_the_best(tmp_path: Path) -> None:
     assert told[0]["loss"] == "nan"
     best = min(told[1:], key=lambda event: event["loss"])
     assert state_of(run, "best")["step"] == best["step"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.slow)])
+def test_as_many_processes_as_there_are_cores(tmp_path: Path, device: str) -> None:
+    arguments = ("--processes", "auto", "--device", device, "--name", "a", "--set", "epochs=1")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    (entry,) = json.loads((tmp_path / "runs" / "a" / "environment.json").read_text(encoding="utf-8"))
+    is_cpu = device == "cpu" or not torch.cuda.is_available()
+    expected = len(os.sched_getaffinity(0)) if is_cpu else torch.cuda.device_count()
+    assert entry["processes"] == min(4, expected)
+
+
+def test_runs_without_a_name_do_not_take_each_others(tmp_path: Path) -> None:
+    """However soon they follow on one another."""
+    for _ in range(3):
+        assert here("train", RECIPE, "--set", "epochs=1", "batch_size=102", cwd=tmp_path) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Every reduction gives the sum over shards to every rank; `exact` gives the same bits for any number of ranks."""
 
+import hashlib
 from typing import Any
 
 import numpy
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import ranks_reductions
-from ranks_reductions import DTYPES, NAMES, TREES, as_bytes, filled, gradients_of, vector_of
+from ranks_reductions import DTYPES, LONG, NAMES, TREES, as_bytes, filled, gradients_of, vector_of
 from samestep import launch
 from samestep.parallel.tree import ShardTree
 
@@ -82,6 +83,14 @@ def test_exact_adds_in_the_order_of_the_tree(sums: dict[int, Any], dtype: str) -
 def test_exact_adds_vectors_in_the_order_of_the_tree(sums: dict[int, Any]) -> None:
     for tree, total in cases(sums, "vectors", "exact", "float64"):
         assert total == in_tree_order(tree, {shard: [vector_of(shard)] for shard in filled(tree)}), tree
+
+
+def test_exact_adds_long_vectors_in_the_order_of_the_tree(sums: dict[int, Any]) -> None:
+    expected = {
+        tree: in_tree_order(tree, {shard: [vector_of(shard, LONG)] for shard in filled(tree)}) for tree in TREES[:3]
+    }
+    found = cases(sums, "long", "exact", "float64")
+    assert found == {(tree, hashlib.sha256(total).digest()) for tree, total in expected.items()}
 
 
 def test_all_ranks_of_a_world_have_the_same_bits(sums: dict[int, Any]) -> None:

@@ -80,6 +80,19 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
         none_left(running)
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers: int) -> None:
+    fault = ("--set", "data.name=recorded:load_broken", "data.options={}")
+    with train(tmp_path, "--processes", 3, "--workers", workers, *fault) as running:
+        done = running.wait(60)
+        assert done.code == 1
+        assert done.out == ""
+        assert re.match(r"error: rank \d failed: KeyError: ", done.err)
+        assert done.err.count('raise KeyError("no such colour")') == 1
+        assert "while sample 40 of the dataset was made" in done.err
+        none_left(running)
+
+
 @pytest.mark.parametrize("call", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_launcher_that_is_killed_leaves_no_process(tmp_path: Path, call: int) -> None:
     """In the middle of training, and (call 0) while its ranks are being started."""
@@ -95,18 +108,22 @@ def test_launcher_that_is_killed_leaves_no_process(tmp_path: Path, call: int) ->
         none_left(running)
 
 
-def test_ctrl_c_ends_at_a_step_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_request_to_end_to_all_processes_ends_at_a_step_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As a terminal sends Ctrl-C, and a batch system SIGTERM."""
     file = hold(tmp_path, rank=0, call=7)
     with train(tmp_path, "--processes", 2, "--workers", 1) as running:
         in_call(running, tmp_path, 7, ranks=2)
-        running.kill_group(signal.SIGINT)
+        running.kill_group(number)
         time.sleep(0.2)
         running.must_run()
         file.unlink()
         done = running.wait(10)
         assert done.code == 130
         assert "Traceback" not in done.err
-        assert done.err.count("ending after this step") == 1
+        assert done.err.count("ending after this step") == (number == signal.SIGINT)
         run = tmp_path / "runs" / "a"
         step = state_of(run)["step"]
         assert 4 <= step < 13

@@ -1,47 +1,21 @@
 """The recipe for digits gives the same bits on any number of processes."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from system import environment, events, weights
+from system import events, here, weights
 
 SMALL = ("epochs=2", "model.options.width=8", "batch_size=128", "metrics=[]")
 
 
-def train(place: Path, *runs: tuple[int, str, tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Train with these numbers of processes, names and overrides; what each of the runs came to.
-
-    One process runs the commands in turn, so that libraries are imported once.
-    """
-    commands = [
-        [
-            "train",
-            "digits",
-            "--processes",
-            str(processes),
-            "--name",
-            name,
-            *(["--set", *overrides] if overrides else []),
-        ]
-        for processes, name, overrides in runs
-    ]
-    code = "import json, sys; from samestep.cli.main import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=115,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [outcome(place / "runs" / name) for _, name, _ in runs]
+def train(place: Path, processes: int, *overrides: str, name: str | None = None) -> dict[str, Any]:
+    """Train on so many processes; what the run came to."""
+    chosen = name or f"on-{processes}"
+    settings = [f"--set={override}" for override in overrides]
+    assert here("train", "digits", "--processes", processes, "--name", chosen, *settings, cwd=place) == 0
+    return outcome(place / "runs" / chosen)
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -59,7 +33,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def test_four_numbers_of_processes_give_the_same_bits(tmp_path: Path) -> None:
-    one, *others = train(tmp_path, *((processes, f"on-{processes}", SMALL) for processes in (1, 2, 3, 4)))
+    one, *others = (train(tmp_path, processes, *SMALL) for processes in (1, 2, 3, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360, 360]
     assert {"train_loss", "loss"} <= one["evaluations"][0].keys()
     assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and a rest
@@ -69,7 +43,7 @@ def test_four_numbers_of_processes_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path) -> None:
-    one, *others = train(tmp_path, *((processes, f"on-{processes}", ("epochs=4",)) for processes in (1, 2, 3, 4)))
+    one, *others = (train(tmp_path, processes, "epochs=4") for processes in (1, 2, 3, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360] * 4
     assert one["evaluations"][-1]["accuracy"] > 0.9
     for other in others:
@@ -79,13 +53,14 @@ def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path
 @pytest.mark.slow
 def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
     """Else the comparisons above could hold for runs that do not train."""
-    first, second = train(tmp_path, (1, "first", SMALL), (2, "second", (*SMALL, "step.seed=1")))
+    first = train(tmp_path, 1, *SMALL, name="first")
+    second = train(tmp_path, 1, *SMALL, "step.seed=1", name="second")
     assert first["weights"] != second["weights"]
     assert first["steps"][0]["loss"] != second["steps"][0]["loss"]
 
 
 @pytest.mark.slow
 def test_recipe_as_it_ships_learns_digits_on_two_processes(tmp_path: Path) -> None:
-    (run,) = train(tmp_path, (2, "shipped", ()))
+    run = train(tmp_path, 2)
     assert len(run["evaluations"]) == 15
     assert run["evaluations"][-1]["accuracy"] >= 0.98

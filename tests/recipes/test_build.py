@@ -124,12 +124,6 @@ def test_freeze_refuses_what_makes_no_sense_and_changes_nothing(patterns: list[s
 # --- data and metrics ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scikit_learn() -> None:
-    """Import it before a test begins: it sets environment variables of its own."""
-    load_digits()
-
-
 def test_digits_are_split_once_and_for_all() -> None:
     first, second = load_digits(shift=0), load_digits(shift=0)
     assert (len(first.train), len(first.evaluation), first.classes) == (1437, 360, tuple("0123456789"))

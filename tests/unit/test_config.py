@@ -22,10 +22,15 @@ def recipe(**changes: Any) -> Recipe:
 
 
 REFUSED = [
-    (lambda: StepRules(seed=-1), "seed is -1", "0 <= seed < 2**64", "set seed: 0"),
-    (lambda: StepRules(threads=0), "threads is 0", "threads >= 1", "set threads: 1"),
-    (lambda: StepRules(clip_norm=0.0), "clip_norm is 0.0", "clip_norm > 0, or null", "set clip_norm: 1.0"),
-    (lambda: StepRules(clip_norm=math.nan), "clip_norm is nan", "clip_norm > 0, or null", "set clip_norm: 1.0"),
+    (lambda: StepRules(seed=-1), "step.seed is -1", "0 <= seed < 2**64", "set step.seed: 0"),
+    (lambda: StepRules(threads=0), "step.threads is 0", "threads >= 1", "set step.threads: 1"),
+    (lambda: StepRules(clip_norm=0.0), "step.clip_norm is 0.0", "clip_norm > 0, or null", "set step.clip_norm: 1.0"),
+    (
+        lambda: StepRules(clip_norm=math.nan),
+        "step.clip_norm is nan",
+        "clip_norm > 0, or null",
+        "set step.clip_norm: 1.0",
+    ),
     (
         lambda: SchedulePart(warmup_epochs=-0.5),
         "schedule.warmup_epochs is -0.5",

@@ -59,12 +59,12 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there is none of that name.
         """
-        name = f"{_PREFIX}{int(which):09d}" if which.isdigit() else which
-        found = self.path / name
+        is_step = which.isascii() and which.isdigit()
+        found = self.path / (f"{_PREFIX}{int(which):09d}" if is_step else which)
         there = self.steps()
         if which == "last" and there:
             return self._by_age()[-1]  # not by the link: a kill may come before it is moved
-        if found.is_dir():
+        if (is_step or which == "best") and found.is_dir():
             return self.path / found.readlink() if found.is_symlink() else found
         known = ", ".join(str(int(path.name.removeprefix(_PREFIX))) for path in there) or "none"
         raise CheckpointError(

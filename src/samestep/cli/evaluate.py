@@ -42,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in values.items():
         shown = {"loss": f"{value:.4f}", "samples": f"{value:,.0f}"}.get(name, f"{value:.2%}")
         lines.append(f"{name:<12}{shown}")
-    Console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    Console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return EXIT_DONE

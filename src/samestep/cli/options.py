@@ -97,7 +97,7 @@ def _count(processes: str, shards: int, device: str) -> int:
         # Asked in a fork of the warm server: this process does not import torch.
         gpus = launch(RankFunction("count_gpus"), processes=1, preload=_PRELOAD) if device != "cpu" else 0
         return min(shards, gpus or read_environment().cores)
-    if not processes.isdigit() or int(processes) < 1:
+    if not (processes.isascii() and processes.isdigit()) or int(processes) < 1:
         raise InputError(f"--processes {processes}", rule="a positive number, or auto", do="--processes 2")
     require_enough_shards(shards, int(processes))
     return int(processes)

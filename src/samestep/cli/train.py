@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return run_ranks(arguments, recipe, chosen, folder)
     except SamestepError as error:
-        if error.exit_code == InputError.exit_code:
+        if error.exit_code in (InputError.exit_code, EXIT_STOPPED):
             _remove_if_empty(folder, with_parent=is_first)
         raise
 
@@ -87,6 +87,10 @@ def _create(folder: Path, recipe: Recipe) -> None:
             rule="a new run has a new name; nothing is written over",
             do=f"--name another, or samestep resume {folder}",
         ) from error
+    except OSError as error:
+        raise InputError(
+            f"the run {folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--runs DIR"
+        ) from error
     write_recipe(recipe, folder / "recipe.yaml")
 
 
@@ -112,4 +116,4 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     else:
         lines.append(f"{'curves':<12}tensorboard --logdir {folder / 'tensorboard'}")
         lines.append(f"{'evaluate':<12}samestep eval {folder}")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,4 +120,8 @@ def _as_it_is(item: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     die_with_parent()
+    # torch lets a worker die of SIGTERM; where the rank means to reach the end of its step, it still needs data.
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler):
+        signal.signal(signal.SIGTERM, handler)
     torch.set_num_threads(1)

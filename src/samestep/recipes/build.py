@@ -132,7 +132,9 @@ def _optimizer(part: Part, model: torch.nn.Module) -> torch.optim.Optimizer:
     try:
         optimizer = call(find(part.name, OPTIMIZERS, "optimizer"), part.options, trained, where="optimizer.options")
     except ValueError as error:
-        raise RecipeError(f"optimizer: {error}", do="correct optimizer.options") from error
+        raise RecipeError(
+            f"optimizer: {error}", rule=f"what {part.name} takes", do="correct optimizer.options"
+        ) from error
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
@@ -143,5 +145,7 @@ def _loss(part: Part) -> LossFunction:
         return call(function, part.options, where="loss.options")  # type: ignore[no-any-return]
     unknown = [key for key in part.options if not takes(function, key)]
     if unknown:
-        raise RecipeError(f"loss.options.{unknown[0]} is not an option of {part.name}", do="remove it")
+        raise RecipeError(
+            f"loss.options.{unknown[0]} is not an option", rule=f"parameters of {part.name}", do="remove it"
+        )
     return partial(function, **part.options)

@@ -102,29 +102,35 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
 
 
 def _split(root: Path, samples: list[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
-    """Keep the files of each class apart whose names hash lowest, at least one of each side."""
+    """Keep the files apart whose names hash to less than `fraction`, and at least one of each class on each side."""
     train: list[Sample] = []
     evaluation: list[Sample] = []
     for number in sorted({label for _, label in samples}):
-        own = [sample for sample in samples if sample[1] == number]
-        own.sort(key=lambda sample: hashlib.sha256(sample[0].relative_to(root).as_posix().encode()).digest())
+        own = sorted((sample for sample in samples if sample[1] == number), key=lambda sample: _place(root, sample))
         if len(own) < 2:
             raise DataError(
                 f"class {own[0][0].parent.name!r} has one image",
                 rule="one to train on and one to evaluate on",
                 do="add images, or give data.options.evaluation_path",
             )
-        apart = min(len(own) - 1, max(1, round(fraction * len(own))))
+        apart = sum(_place(root, sample) < fraction for sample in own)
+        apart = min(len(own) - 1, max(1, apart))
         evaluation += own[:apart]
         train += own[apart:]
     return sorted(train), sorted(evaluation)
+
+
+def _place(root: Path, sample: Sample) -> float:
+    """A number in 0..1 that only the file's name decides, so that files added later move no other."""
+    digest = hashlib.sha256(sample[0].relative_to(root).as_posix().encode()).digest()
+    return int.from_bytes(digest[:6]) / 2**48
 
 
 def _read(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as an image: {error}",
             rule="every file of a class folder is a whole image",

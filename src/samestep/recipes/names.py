@@ -48,9 +48,13 @@ def find(name: str, known: Mapping[str, str], what: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # the module is there; what it imports is not
-        raise RecipeError(f"{what} {name!r}: no module {module}", do="look at the import path") from error
+        raise RecipeError(
+            f"{what} {name!r}: no module {module}", rule="package.module:attribute", do="look at the import path"
+        ) from error
     except AttributeError as error:
-        raise RecipeError(f"{what} {name!r}: {error}", do="look at the name after the colon") from error
+        raise RecipeError(
+            f"{what} {name!r}: {error}", rule="package.module:attribute", do="look at the name after the colon"
+        ) from error
     if not callable(found):
         raise RecipeError(f"{what} {name!r} is a {type(found).__name__}", rule="it can be called", do="name a function")
     return found  # type: ignore[no-any-return]
@@ -64,19 +68,17 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    unknown = [key for key in options if key not in parameters and not takes_any]
+    given, named = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
+    unknown = [key for key in options if key in given or (key not in named and not takes_any)]
     if unknown:
-        named = list(parameters)[len(arguments) :]
         close = get_close_matches(unknown[0], named, n=1)
         raise RecipeError(
             f"{where}.{unknown[0]} is not an option",
             rule=f"options here: {', '.join(named) or 'none'}",
             do=f"did you mean {where}.{close[0]}?" if close else "remove it",
         )
-    given = [*list(parameters)[: len(arguments)], *options]
-    missing = [
-        name for name, p in parameters.items() if p.default is p.empty and p.kind in _NAMED and name not in given
-    ]
+    needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    missing = [name for name in needed if parameters[name].kind in _NAMED and name not in options]
     if missing:
         raise RecipeError(
             f"{where}.{missing[0]} is not given", rule="it has no default", do=f"--set {where}.{missing[0]}=VALUE"

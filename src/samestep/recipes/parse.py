@@ -73,11 +73,14 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return make_recipe(_read_yaml(path), overrides, origin=str(path))
 
 
+_ABSENT = object()
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """What differs between two recipes' plain data, one line a leaf."""
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
-        before, after = old.get(key), new.get(key)
+        before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
@@ -109,8 +112,10 @@ def _find(name: str) -> Path:
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}", do="mend the line that is named") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"{path} cannot be read: {error}", rule="YAML, in UTF-8", do="mend the place that is named"
+        ) from error
     if not isinstance(raw, Mapping):
         raise RecipeError(f"{path} holds a {type(raw).__name__}", rule="a recipe is a mapping", do="key: value lines")
     return raw
@@ -132,7 +137,7 @@ def _override(data: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_Yaml)
     except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r}: {error}", do="quote the value") from error
+        raise RecipeError(f"--set {override!r}: {error}", rule="values are YAML", do="quote the value") from error
     *parents, leaf = key.split(".")
     place = data
     for parent in parents:
@@ -159,7 +164,7 @@ def _explain(error: ErrorDetails, origin: str) -> RecipeError:
             rule=f"keys here: {', '.join(known)}",
             do=f"did you mean {nearest}?" if nearest else "remove it",
         )
-    if error["type"] == "missing_argument":
+    if error["type"] in ("missing", "missing_argument"):
         return RecipeError(
             f"{origin}: {key} is not given", rule="it has no default", do=f"add {where[-1]}: to the recipe, or --set"
         )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -30,16 +31,12 @@ from samestep.runtime.rank import Finished, Orders, run_rank
 
 # torch._dynamo: every optimizer imports it when it is made, which takes as long as torch itself.
 PRELOAD = (
-    "samestep.runtime.warm",
     "torch",
     "torch._dynamo",
     "torch.nn.parallel",
     "samestep.engine.step",
     "samestep.data.loader",
 )
-
-# A request to end is repeated: a rank that is just starting does not listen yet.
-_REPEAT_SECONDS = 0.5
 
 # After the first failure, how long the other ranks may take to report theirs before they are killed.
 _SETTLE_SECONDS = 1.0
@@ -94,6 +91,7 @@ def launch(
     crew = _Crew()
     with _listener() as listener, crew.signals():
         try:
+            _start_server()
             for rank in range(processes):
                 log = log_dir / f"rank-{rank}.log" if log_dir is not None and rank > 0 else None
                 port = listener.getsockname()[1]
@@ -102,6 +100,19 @@ def launch(
             return crew.wait_for_all()
         finally:
             crew.end()
+
+
+def _start_server() -> None:
+    """Start the fork server if it does not run yet, with signals blocked that go to a whole group.
+
+    Terminals send SIGINT so, batch systems SIGTERM. The server must not end of them, for the ranks would with it; and
+    a rank that is just starting, a fork of the server, takes SIGTERM when it can listen.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -129,6 +140,8 @@ class _Crew:
         process.start()
         send.close()
         self.members.append(_Member(orders.rank, process, receive))
+        if self.asked_to_stop:
+            self._forward_stop()
 
     def signals(self) -> AbstractContextManager[None]:
         """Pass SIGINT and SIGTERM on while the block runs; outside the main thread they are somebody else's."""
@@ -173,9 +186,7 @@ class _Crew:
                 break
             ends = [member.process.sentinel for member in running]
             talking = [member.channel for member in running if member.outcome is None]
-            wait([*ends, *talking], timeout=min(remaining, _REPEAT_SECONDS))
-            if self.asked_to_stop:
-                self._forward_stop()
+            wait([*ends, *talking], timeout=None if remaining == float("inf") else remaining)
             if self._take_in() and deadline == float("inf"):
                 deadline = time.monotonic() + _SETTLE_SECONDS
         self.end()

@@ -150,10 +150,22 @@ def test_leaving_an_epoch_and_coming_back_goes_on() -> None:
 
 
 def test_augmentation_differs_by_epoch_and_by_seed() -> None:
-    first, second = (draws_of_all({"ranks": 1, "cursor": Cursor(epoch)}) for epoch in range(2))
-    other = draws_of_all({"ranks": 1, "cursor": Cursor(), "seed": SEED + 1})
-    assert first.keys() == second.keys() == other.keys()
-    assert all(first[index] != second[index] != other[index] != first[index] for index in first)
+    drawn = [
+        draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed})
+        for epoch, seed in [(0, SEED), (1, SEED), (0, SEED + 1)]
+    ]
+    for index in range(20):
+        for generator in range(3):
+            assert len({seen[index][generator] for seen in drawn}) == 3
+
+
+def test_collating_draws_differ_by_shard_epoch_and_seed() -> None:
+    drawn = {
+        values[3]
+        for epoch, seed in [(0, SEED), (1, SEED), (0, SEED + 1)]
+        for values in draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed}).values()
+    }
+    assert len(drawn) == 3 * 12  # three batches of four shards each time
 
 
 def test_samples_are_augmented_each_in_its_own_way() -> None:

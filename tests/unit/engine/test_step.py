@@ -202,7 +202,7 @@ def test_batch_norm_statistics_are_the_mean_over_shards(alone: World) -> None:
     assert_close([norm.running_mean, norm.running_var], [0.1 * mean, 0.9 + 0.1 * variance])
 
 
-@pytest.mark.parametrize(("size", "shards"), [(12, 4), (3, 1), (14, 7)])
+@pytest.mark.parametrize(("size", "shards"), [(12, 4), (3, 1), (14, 7), (5, 8)])
 def test_batches_tracked_goes_up_by_one_a_step(alone: World, size: int, shards: int) -> None:
     engine = engine_of(alone, seeded(0, Normed))
     for step in range(1, 4):

@@ -136,6 +136,40 @@ def added_up_early(tree: ShardTree, rank: int, size: int, look: Callable[[dict[N
 
 
 @given(worlds())
+def test_pairs_of_ranks_take_the_same_sum_where_they_pair_up(world: tuple[ShardTree, int]) -> None:
+    tree, size = world
+    if not tree.pairs_up(size):
+        return
+    sums = []
+    for rank in range(size):
+        (node,) = tree.cover(rank, size)
+        sums.append(tree.fold(node, leaves(tree, owned_shards(tree.shards, size, rank)), add))
+    distance = 1
+    while distance < size:
+        sums = [add(sums[rank], sums[rank ^ distance]) for rank in range(size)]
+        distance *= 2
+    assert set(map(repr, sums)) == {repr(alone(tree))}
+
+
+@pytest.mark.parametrize(
+    ("tree", "size", "pairs"),
+    [
+        (ShardTree(8, 64), 1, True),
+        (ShardTree(8, 64), 2, True),
+        (ShardTree(8, 64), 4, True),
+        (ShardTree(8, 64), 8, True),
+        (ShardTree(8, 64), 3, False),
+        (ShardTree(8, 64), 6, False),
+        (ShardTree(8, 1), 2, False),
+        (ShardTree(7, 64), 2, True),
+        (ShardTree(6, 64), 4, False),
+    ],
+)
+def test_ranks_pair_up_where_each_has_one_subtree_of_its_own(tree: ShardTree, size: int, pairs: bool) -> None:
+    assert tree.pairs_up(size) == pairs
+
+
+@given(worlds())
 def test_all_share_a_batch_where_each_rank_has_samples(world: tuple[ShardTree, int]) -> None:
     tree, size = world
     loads = [leaves(tree, owned_shards(tree.shards, size, rank)) for rank in range(size)]
