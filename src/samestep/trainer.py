@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -189,7 +190,8 @@ class Trainer:
         return values[self._metrics[0].name] if self._metrics else -values["loss"]
 
     def _is_best(self, values: dict[str, float]) -> bool:
-        return self._progress.best is None or self._deciding(values) > self._progress.best
+        value = self._deciding(values)
+        return not math.isnan(value) and (self._progress.best is None or value > self._progress.best)
 
     def _save(self, *, is_best: bool = False) -> None:
         if self._engine.world.is_main:

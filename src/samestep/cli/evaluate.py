@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from samestep.cli import options
 from samestep.cli.resume import open_run
 from samestep.errors import EXIT_DONE
@@ -42,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in values.items():
         shown = {"loss": f"{value:.4f}", "samples": f"{value:,.0f}"}.get(name, f"{value:.2%}")
         lines.append(f"{name:<12}{shown}")
-    Console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    print("\n".join(lines))
     return EXIT_DONE

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
+from samestep.record.events import one_line
 from samestep.runtime.env import read_environment
 from samestep.runtime.launch import launch
 from samestep.sharding import require_enough_shards
@@ -87,9 +87,9 @@ def launch_ranks(
     return launch(RankFunction(function), recipe, *arguments, processes=count, log_dir=log_dir, preload=_PRELOAD)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on standard output."""
-    print(json.dumps(value), file=sys.stdout, flush=True)
+    print(one_line(value), flush=True)
 
 
 def _count(processes: str, shards: int, device: str) -> int:

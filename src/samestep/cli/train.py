@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from samestep.cli import options
 from samestep.config import Recipe, RunOptions
@@ -39,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all epochs are done, 130 when somebody asked to end."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     chosen = options.run_options(arguments)
-    name = arguments.name or f"{Path(arguments.recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder: Path = arguments.runs / name
+    folder: Path = arguments.runs / (arguments.name or _free_name(arguments.runs, Path(arguments.recipe).stem))
     is_first = not folder.parent.exists()
     _create(folder, recipe)
     try:
@@ -78,6 +76,12 @@ def run_ranks(
     return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
 
 
+def _free_name(runs: Path, recipe: str) -> str:
+    """Recipe, date and time, and a number where several runs begin in one second."""
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(free for n in count(1) if not (runs / (free := name if n == 1 else f"{name}-{n}")).exists())
+
+
 def _create(folder: Path, recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True)
@@ -103,7 +107,6 @@ def _remove_if_empty(folder: Path, *, with_parent: bool) -> None:
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
-    console = Console()
     values = {name: value for name, value in summary["evaluation"].items() if name not in ("loss", "samples")}
     lines = [f"{name:<12}{value:.2%}" for name, value in values.items()]
     if summary["evaluation"]:
@@ -116,4 +119,4 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     else:
         lines.append(f"{'curves':<12}tensorboard --logdir {folder / 'tensorboard'}")
         lines.append(f"{'evaluate':<12}samestep eval {folder}")
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    print("\n".join(lines))

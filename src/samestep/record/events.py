@@ -32,15 +32,20 @@ class EventFile:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def hear(self, event: Event) -> None:
-        line = {"time": round(time.time(), 3), **{key: _in_json(value) for key, value in event.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(one_line({"time": round(time.time(), 3), **event}) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
+def one_line(value: Mapping[str, Any]) -> str:
+    """`value` as one line of JSON, which has no NaN and no infinity: their names stand for them."""
+    return json.dumps(_in_json(value), allow_nan=False)
+
+
 def _in_json(value: Any) -> Any:
-    """JSON has no NaN and no infinity; their names stand for them."""
+    if isinstance(value, Mapping):
+        return {key: _in_json(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

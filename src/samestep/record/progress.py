@@ -31,9 +31,9 @@ class ProgressLine:
         if kind == "step":
             self._move(event)
         elif kind == "evaluation":
-            self._console.print(epoch_line(event), highlight=False, markup=False, soft_wrap=True)
+            self._console.print(epoch_line(event), highlight=False, markup=False, emoji=False, soft_wrap=True)
         elif kind in ("note", "stop"):
-            self._console.print(event["text"], highlight=False, markup=False, soft_wrap=True)
+            self._console.print(event["text"], highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()

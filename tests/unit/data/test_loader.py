@@ -253,6 +253,13 @@ def test_a_loader_that_is_kept_does_not_keep_its_rank() -> None:
 
 
 @pytest.mark.timeout(40)
+def test_a_rank_whose_loader_is_kept_ends_without_a_word(tmp_path: Path) -> None:
+    for _ in range(8):
+        launch(ranks_loader.end_with_workers_alive, processes=2, log_dir=tmp_path)
+    assert (tmp_path / "rank-1.log").read_text() == ""
+
+
+@pytest.mark.timeout(40)
 def test_a_script_ends_though_its_loader_is_kept() -> None:
     code = f"import sys\nsys.path[:] = {sys.path!r}\nimport ranks_loader\nprint(ranks_loader.end_with_workers_alive())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

@@ -162,7 +162,9 @@ def test_pairs_of_ranks_take_the_same_sum_where_they_pair_up(world: tuple[ShardT
         (ShardTree(8, 64), 6, False),
         (ShardTree(8, 1), 2, False),
         (ShardTree(7, 64), 2, True),
-        (ShardTree(6, 64), 4, False),
+        (ShardTree(6, 64), 4, True),
+        (ShardTree(8, 3), 2, True),
+        (ShardTree(8, 3), 4, False),
     ],
 )
 def test_ranks_pair_up_where_each_has_one_subtree_of_its_own(tree: ShardTree, size: int, pairs: bool) -> None:
