@@ -1,7 +1,7 @@
 """Seconds from the command to the end of the first optimizer step, at several numbers of processes.
 
-The same small net on the same data, started by `samestep.launch`, by torchrun (a hand-written DDP loop) and by
-`accelerate launch` (Accelerate's loop). The contenders take turns; ratios are taken pair by pair within a turn.
+The same small net on the same data, started by `samestep train`, by `samestep.launch`, by torchrun (a hand-written
+DDP loop) and by `accelerate launch` (Accelerate's loop). The contenders take turns; ratios are taken pair by pair within a turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from run_events import first_step_event
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "startup_scripts"
-OURS, OURS_LATE, COMMAND = "samestep", "samestep, late torch", "samestep command"
+OURS, OURS_LATE, COMMAND = "samestep.launch", "samestep.launch, late torch", "samestep train"
 PEERS = ("torchrun", "accelerate")
 POLL_SECONDS = 0.002
 
@@ -72,10 +72,9 @@ def accelerate_command(processes: int, mark: Path) -> list[str]:
     return [tool("accelerate"), "launch", *kind, *count, *fixed, script("with_accelerate"), str(mark)]
 
 
-def template_command(template: str, processes: int, mark: Path) -> list[str]:
-    first, *rest = shlex.split(template.format(processes=processes))
-    beside = Path(tool(first))
-    return [str(beside) if beside.exists() else first, *rest]
+def train_command(processes: int, mark: Path) -> list[str]:
+    recipe = str(SCRIPTS / "workload.yaml")
+    return [tool("samestep"), "train", recipe, "--processes", str(processes), "--set", f"shards={processes}"]
 
 
 def mark_time(folder: Path, processes: int) -> float | None:
@@ -89,16 +88,14 @@ def mark_time(folder: Path, processes: int) -> float | None:
     return float(fields[0])
 
 
-def contenders(command: str | None) -> list[Contender]:
-    found = [
+def contenders() -> list[Contender]:
+    return [
+        Contender(COMMAND, train_command, first_step_event),
         Contender(OURS, partial(samestep_command, "with_samestep"), mark_time),
         Contender(OURS_LATE, partial(samestep_command, "with_samestep_late"), mark_time),
         Contender("torchrun", torchrun_command, mark_time),
         Contender("accelerate", accelerate_command, mark_time),
     ]
-    if command is not None:
-        found.insert(2, Contender(COMMAND, partial(template_command, command), first_step_event))
-    return found
 
 
 def time_to_first_step(contender: Contender, processes: int, timeout: float) -> float:
@@ -106,7 +103,7 @@ def time_to_first_step(contender: Contender, processes: int, timeout: float) -> 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = contender.command(processes, folder / "mark")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(SCRIPTS)}
         with (folder / "output").open("wb") as output:
             began = time.time()
             process = subprocess.Popen(
@@ -212,16 +209,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python benchmarks/startup.py --processes 1 2 4 --repeats 5 "
-        "--command 'samestep train digits --processes {processes}'",
+        epilog="example: python benchmarks/startup.py --processes 1 2 4 --repeats 5",
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--repeats", type=int, default=5, help="turns that count (default: 5)")
-    parser.add_argument(
-        "--command",
-        metavar="TEMPLATE",
-        help="also time this command, {processes} filled in; its first step is the first in the events it writes",
-    )
     parser.add_argument("--timeout", type=float, default=120, help="seconds to wait for a first step (default: 120)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "startup.json")
     return parser.parse_args()
@@ -230,13 +221,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     machine = describe_machine()
-    found = contenders(options.command)
+    found = contenders()
     names = [contender.name for contender in found]
     results = []
     for processes in options.processes:
         turns = list(take_turns(found, processes, options.repeats, options.timeout))
         results.append(summarise(processes, names, turns))
-    settings = {"repeats": options.repeats, "command": options.command}
+    settings = {"repeats": options.repeats}
     save(
         options.output,
         {"machine": machine, "settings": settings, "results": results},
