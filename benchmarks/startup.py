@@ -1,8 +1,7 @@
 """Seconds from the command to the end of the first optimizer step, at several numbers of processes.
 
 The same small net on the same data, started by `samestep train`, by `samestep.launch`, by torchrun (a hand-written
-DDP loop) and by `accelerate launch` (Accelerate's loop). The contenders take turns; ratios are taken pair by pair within
-a turn.
+DDP loop) and by `accelerate launch` (its own loop). Contenders take turns; ratios are taken pair by pair within a turn.
 """
 
 from __future__ import annotations

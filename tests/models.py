@@ -91,3 +91,18 @@ class Fragile(Normed):
         if bool((inputs > 1000).any()):
             raise ArithmeticError("too large")
         return outputs
+
+
+class Watching(Perceptron):
+    """Counts its forwards, and keeps the sum of what it last saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+            self.last = inputs.sum(0)
+        return super().forward(inputs)

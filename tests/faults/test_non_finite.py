@@ -4,22 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from system import events, here, samestep, weights
+from system import events, here, weights
 
 RECIPE = Path(__file__).parents[1] / "recorded.yaml"
 FAULT = ("loss.name=recorded:not_finite_for", "loss.options={sample: 17}", "epochs=1")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_stop_names_step_shard_and_samples_once_and_no_traceback(tmp_path: Path, processes: int) -> None:
-    done = samestep("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    first = done.err.splitlines()[0]
+@pytest.mark.parametrize("processes", [1, 3])
+def test_stop_names_step_shard_and_samples_once_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int
+) -> None:
+    assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    first = said.err.splitlines()[0]
     assert first.startswith("error: step ")
     assert "shard" in first
     assert " 17" in first
-    assert done.err.count("error: ") == done.err.count("  rule: ") == done.err.count("  do:   ") == 1
-    assert "Traceback" not in done.err
+    assert said.err.count("error: ") == said.err.count("  rule: ") == said.err.count("  do:   ") == 1
+    assert "Traceback" not in said.err
     steps = [event["step"] for event in events(tmp_path / "runs" / "a", "step")]
     assert f"error: step {len(steps) + 1}:" in first
 

@@ -80,7 +80,8 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
         none_left(running)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers: int) -> None:
     fault = ("--set", "data.name=recorded:load_broken", "data.options={}")
     with train(tmp_path, "--processes", 3, "--workers", workers, *fault) as running:

@@ -70,18 +70,28 @@ def train(pictures: Path, place: Path, name: str, *arguments: object, overrides:
 SMALLER = ("model.name=torchvision:resnet18",)
 
 
-def test_processes_and_workers_do_not_change_the_bits(pictures: Path, tmp_path: Path) -> None:
-    one = train(pictures, tmp_path, "one", "--processes", 1, "--workers", 0, overrides=SMALLER)
-    told = events(one, "evaluation")
-    assert [event["samples"] for event in told] == 2 * [len(split(pictures)[1])]
+@pytest.fixture(scope="module")
+def one(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one process that reads its images itself."""
+    return train(pictures, tmp_path_factory.mktemp("one"), "one", "--workers", 0, overrides=SMALLER)
+
+
+def test_images_are_counted_once_in_each_evaluation(pictures: Path, one: Path) -> None:
+    assert [event["samples"] for event in events(one, "evaluation")] == 2 * [len(split(pictures)[1])]
     assert state_of(one)["step"] == STEPS
-    for processes, workers in ((1, 2), (3, 0)):
-        name = f"{processes}-{workers}"
-        other = train(pictures, tmp_path, name, "--processes", processes, "--workers", workers, overrides=SMALLER)
-        assert weights(other) == weights(one)
-        assert [(event["train_loss"], event["loss"]) for event in events(other, "evaluation")] == [
-            (event["train_loss"], event["loss"]) for event in told
-        ]
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers"),
+    [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow)],
+)
+def test_processes_and_workers_do_not_change_the_bits(
+    pictures: Path, one: Path, tmp_path: Path, processes: int, workers: int
+) -> None:
+    other = train(pictures, tmp_path, "other", "--processes", processes, "--workers", workers, overrides=SMALLER)
+    assert weights(other) == weights(one)
+    told = [[(event["train_loss"], event["loss"]) for event in events(run, "evaluation")] for run in (one, other)]
+    assert told[0] == told[1]
 
 
 @pytest.mark.slow
