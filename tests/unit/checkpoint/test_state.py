@@ -238,6 +238,33 @@ def test_parameters_that_the_optimizer_names_itself_go_on(tmp_path: Path) -> Non
     assert pack(other, PROGRESS) == pack(run, PROGRESS)
 
 
+class Patient(torch.optim.SGD):
+    """Moves a parameter every other time only, and counts in plain numbers."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", 0) + 1
+            state["rate"] = state.get("rate", 0.1) / 3
+            state["moved"] = state["calls"] % 2 == 0
+            if state["moved"]:
+                parameter.data -= state["rate"] * parameter.grad
+
+
+def test_plain_numbers_in_an_optimizer_go_on(tmp_path: Path) -> None:
+    def patient(seed: int) -> Training:
+        model = Net(seed)
+        optimizer = Patient([p for p in model.parameters() if p.requires_grad])
+        return Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = patient(0), patient(1)
+    advance(run, 3)
+    state.load(saved(tmp_path, run), other)
+    advance(run, 3)
+    advance(other, 3)
+    assert pack(other, PROGRESS) == pack(run, PROGRESS)
+
+
 @pytest.mark.parametrize("best", [None, -math.inf, math.inf, 1e-300])
 def test_progress_comes_back_as_it_was(tmp_path: Path, best: float | None) -> None:
     said = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
