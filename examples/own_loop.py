@@ -1,4 +1,4 @@
-"""A training loop of your own: `python own_loop.py`, `python own_loop.py 4`, or torchrun; the same weights each time."""
+"""A training loop of your own, on one process, on several, or under torchrun: the same weights each time."""
 
 import hashlib
 import sys

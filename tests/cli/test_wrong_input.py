@@ -321,16 +321,19 @@ def test_images_none_of_which_can_be_read(refused: Refused, pictures: Path, kind
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_image_that_cannot_be_read_costs_no_step_that_was_done(pictures: Path, tmp_path: Path, workers: int) -> None:
+def test_image_that_cannot_be_read_costs_no_step_that_was_done(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
     """The steps before it are in a checkpoint, and with the image mended the run goes on as if nothing had been."""
     late = in_a_later_step(pictures)
     kept = late.read_bytes()
     spoil(late, "truncated")
     arguments = ("--processes", 2, "--workers", workers, "--name", "a")
-    done = samestep("train", "images", *arguments, "--set", *TINY, cwd=tmp_path)
-    assert (done.code, done.out) == (EXIT_INPUT, "")
-    assert done.err.splitlines()[0].startswith(f"error: {late.relative_to(tmp_path)} cannot be read")
-    check(done.err)
+    assert here("train", "images", *arguments, "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[0].startswith(f"error: {late.relative_to(tmp_path)} cannot be read")
+    check(said.err)
     assert state_of(tmp_path / "runs" / "a")["cursor"] == {"epoch": 0, "samples": 2 * 4}
 
     late.write_bytes(kept)
