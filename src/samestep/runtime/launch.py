@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -108,6 +108,8 @@ def _start_server() -> None:
     Terminals send SIGINT so, batch systems SIGTERM. The server must not end of them, for the ranks would with it; and
     a rank that is just starting, a fork of the server, takes SIGTERM when it can listen.
     """
+    # Starting the server starts Python's resource tracker first, which unblocks both signals again when it is done.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()

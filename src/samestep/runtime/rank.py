@@ -94,7 +94,7 @@ def _call(orders: Orders) -> Any:
 
     stop = StopRequest()
     stop.listen()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked since the fork server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked since the fork server
     take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, stop))
     return orders.function(*orders.arguments)
 
