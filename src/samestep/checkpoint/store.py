@@ -63,7 +63,7 @@ class CheckpointFolder:
         found = self.path / (f"{_PREFIX}{int(which):09d}" if is_step else which)
         there = self.steps()
         if which == "last" and there:
-            return self._by_age()[-1]  # not by the link: a kill may come before it is moved
+            return self.path / found.readlink() if found.is_dir() else there[-1]
         if (is_step or which == "best") and found.is_dir():
             return self.path / found.readlink() if found.is_symlink() else found
         known = ", ".join(str(int(path.name.removeprefix(_PREFIX))) for path in there) or "none"
@@ -72,10 +72,6 @@ class CheckpointFolder:
             rule="last, best, or a step that was saved",
             do=f"steps: {known}",
         )
-
-    def _by_age(self) -> list[Path]:
-        """Complete checkpoints in the order in which they were written."""
-        return sorted(self.steps(), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
     def clean(self) -> None:
         """Remove what an interrupted write left behind."""
@@ -117,7 +113,7 @@ class CheckpointFolder:
         """Keep what was written last: who went back to an earlier step left later ones of the old course behind."""
         best = self.path / "best"
         kept = {newest.name} | ({best.readlink().name} if best.is_symlink() else set())
-        for old in self._by_age()[: -self.keep]:
+        for old in self.steps()[: -self.keep]:
             if old.name not in kept:
                 self._remove(old)
 

@@ -58,17 +58,28 @@ class ShardedBuffers:
         return [getattr(module, name) for module, name in self._places]
 
 
-def train_mode(model: torch.nn.Module) -> None:
-    """Set `model` to training, except norm layers all of whose parameters are frozen.
+Modes = list[tuple[torch.nn.Module, bool]]
+
+
+def training_modes(model: torch.nn.Module) -> Modes:
+    """Each module with whether it trains: all do except norm layers all of whose parameters are frozen.
 
     Those belong to a pretrained part that must not move, and their running statistics are part of it.
     """
-    model.train()
-    for module in model.modules():
-        if isinstance(module, _NormBase):
-            parameters = list(module.parameters())
-            if parameters and not any(parameter.requires_grad for parameter in parameters):
-                module.eval()
+    return [(module, not _is_frozen_norm(module)) for module in model.modules()]
+
+
+def set_modes(modes: Modes) -> None:
+    """Set every module to its mode; a look at each is all it takes where nothing changed."""
+    for module, trains in modes:  # parents first: setting one sets all below it
+        if module.training is not trains:
+            module.train(trains)
+
+
+def _is_frozen_norm(module: torch.nn.Module) -> bool:
+    parameters = list(module.parameters())
+    frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    return frozen and isinstance(module, _NormBase)
 
 
 def _is_averaged(buffer: torch.Tensor) -> bool:

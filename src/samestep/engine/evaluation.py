@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 
 from samestep.data.batch import GlobalBatch
 from samestep.engine.forward import Forward
+from samestep.engine.tally import rounded_sum
 from samestep.errors import RunError
 from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.world import World
@@ -53,7 +53,7 @@ def evaluate(
     for slot, total, count, size in sums:
         gathered[:, slot] = torch.tensor([total, count, size], dtype=torch.float64)
     world.all_reduce(gathered)  # every slot has one summand that is not zero, so no order matters
-    losses, counts, sizes = (math.fsum(row) for row in gathered.tolist())
+    losses, counts, sizes = (rounded_sum(row) for row in gathered.tolist())
     if counts == 0:
         raise RunError("the loss counted nothing in evaluation", do="look at ignored targets")
     values = {"loss": losses / counts, "samples": int(sizes)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine import finite
-from samestep.engine.buffers import ShardedBuffers, train_mode
+from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
 from samestep.engine.loss import LossFunction
@@ -78,7 +79,7 @@ class Engine:
         self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
         self.rules = rules or StepRules()
         self.steps = 0
-        self._is_training = False
+        self._modes = training_modes(model)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._names)
         _require_same(self._parameters, optimizer)
@@ -101,7 +102,7 @@ class Engine:
             PeerLostError: another rank went away.
             InputError: a trained parameter took no part in the loss.
         """
-        self._enter_training()
+        set_modes(self._modes)
         tally = self._gradients(batch)
         self._divide(batch, tally)
         norm = get_total_norm(self._gradient_list())
@@ -122,14 +123,7 @@ class Engine:
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """`loss`, `samples` and the metrics over `batches`, each sample counted once."""
-        self._is_training = False
         return evaluate(self.model, batches, metrics, self._forward, self.world)
-
-    def _enter_training(self) -> None:
-        # Once and after each evaluation: walking over all modules takes as long as a small layer.
-        if not (self._is_training and self.model.training):
-            train_mode(self.model)
-            self._is_training = True
 
     def _gradients(self, batch: GlobalBatch) -> Tally:
         """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples."""
@@ -139,7 +133,7 @@ class Engine:
         total = None
         self.optimizer.zero_grad(set_to_none=True)
         self._buffers.begin()
-        with preserved_generators(self.world.device):
+        with preserved_generators(self.world.device), self._undone_on_failure():
             for part in batch.parts:
                 last = part is batch.parts[-1]
                 with self._strategy.shard(tree, part.number, last=last):
@@ -150,6 +144,16 @@ class Engine:
         total = total or self._strategy.sum_vectors(tree, vectors, length)
         self._strategy.finish(tree)
         return read_tally(batch.shards, total.wait())
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Whoever catches what a model raises, and goes on, goes on from before the step."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.restore()
+            self._strategy.abandon()
+            raise
 
     def _shard_loss(self, batch: GlobalBatch, part: Shard, vectors: dict[int, torch.Tensor]) -> torch.Tensor:
         if part is not batch.parts[0]:
@@ -183,6 +187,7 @@ class Engine:
         # Under fp16 a gradient that overflows is the scaler's daily business, not a fault.
         is_scaling = self.scaler.is_enabled() and not tally.bad_shards
         if self.rules.non_finite == "stop" and not is_scaling:
+            self.scaler.update()
             raise self._non_finite(batch, tally)
 
     def _advance_schedule(self) -> None:

@@ -36,7 +36,7 @@ class Tally:
     @property
     def loss(self) -> float:
         """The mean loss; `fsum` rounds once, so order cannot matter."""
-        return _sum(self.losses) / self.count if self.count else 0.0
+        return rounded_sum(self.losses) / self.count if self.count else 0.0
 
     @property
     def bad_shards(self) -> list[int]:
@@ -44,7 +44,7 @@ class Tally:
         return [shard for shard, loss in enumerate(self.losses) if not math.isfinite(loss)]
 
 
-def _sum(values: list[float]) -> float:
+def rounded_sum(values: list[float]) -> float:
     """The sum, rounded once; `fsum` has none where infinities or overflow make it not finite."""
     try:
         return math.fsum(values)

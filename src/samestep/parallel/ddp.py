@@ -60,6 +60,9 @@ class DdpStrategy:
     def sum_vectors(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> _Future:
         return self._lane.submit(lambda: self._reduction.vector(tree, vectors, length))
 
+    def abandon(self) -> None:
+        self._reduction.forget()
+
     def finish(self, tree: ShardTree) -> None:
         if not tree.is_shared_by_all(self._world.size):
             with self._named_failures():

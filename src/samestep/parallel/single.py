@@ -35,5 +35,8 @@ class SingleStrategy:
         future.set_result(self._reduction.vector(tree, vectors, length))
         return future
 
+    def abandon(self) -> None:
+        self._reduction.forget()
+
     def finish(self, tree: ShardTree) -> None:
         self._reduction.forget()

@@ -42,6 +42,9 @@ class Strategy(Protocol):
         has none.
         """
 
+    def abandon(self) -> None:
+        """Forget what this step has summed so far: it failed, and whoever goes on begins another."""
+
     def finish(self, tree: ShardTree) -> None:
         """Afterwards `.grad` of each trained parameter is the sum over all shards, on every rank.
 

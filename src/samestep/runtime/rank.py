@@ -82,6 +82,8 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     except BaseException as error:  # boundary: whatever ends the rank is reported to the launcher
         channel.send(Failure.of_exception(orders.rank, error))
         _leave(1)
+    # torch takes a worker that was killed for one that failed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Loaders' workers ignore SIGTERM as this process does, so nobody else could end them now.
     for worker in multiprocessing.active_children():
         worker.kill()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.engine.buffers import ShardedBuffers, train_mode
+from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 
 
 class Counter(nn.Module):
@@ -85,7 +85,7 @@ def test_a_model_without_buffers_has_an_empty_vector() -> None:
 
 def test_every_module_is_set_to_training() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)).eval()
-    train_mode(model)
+    set_modes(training_modes(model))
     assert all(module.training for module in model.modules())
 
 
@@ -93,7 +93,7 @@ def test_every_module_is_set_to_training() -> None:
 def test_a_frozen_norm_keeps_its_statistics(norm: type[nn.Module]) -> None:
     frozen = norm(2, affine=True).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Dropout())
-    train_mode(model)
+    set_modes(training_modes(model))
     assert not frozen.training
     assert model[1].training
 
@@ -101,5 +101,5 @@ def test_a_frozen_norm_keeps_its_statistics(norm: type[nn.Module]) -> None:
 def test_a_norm_that_is_frozen_in_part_is_trained() -> None:
     norm = nn.BatchNorm1d(2)
     norm.weight.requires_grad_(False)
-    train_mode(norm)
+    set_modes(training_modes(norm))
     assert norm.training
