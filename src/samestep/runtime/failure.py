@@ -57,9 +57,14 @@ class Failure:
 
 
 def first_cause(failures: list[Failure]) -> Failure:
-    """The failure that the others follow from: the earliest that is not a mere consequence."""
+    """The failure that the others follow from: the earliest that is not a mere consequence.
+
+    Another rank's end can make a rank raise or abort, but does not kill it. So a rank that was killed comes first,
+    though others may tell of it before the launcher sees it.
+    """
     causes = [failure for failure in failures if not failure.is_consequence]
-    return min(causes or failures, key=lambda failure: failure.when)
+    killed = [failure for failure in causes if failure.by_signal not in (None, signal.SIGABRT)]
+    return min(killed or causes or failures, key=lambda failure: failure.when)
 
 
 def _signal_name(number: int) -> str:

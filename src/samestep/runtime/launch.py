@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -204,7 +204,9 @@ class _Crew:
         self.kill()
         for member in self.members:
             member.process.join()
-        self._take_in()
+            if member.outcome is None:
+                killed = Failure.of_exit(member.rank, member.process.exitcode or 0)
+                member.outcome = _said(member.channel) or replace(killed, is_consequence=True)
 
     def _raise(self, cause: Failure) -> None:
         if self.asked_to_stop and cause.by_signal in (signal.SIGTERM, signal.SIGKILL):
