@@ -17,7 +17,8 @@ FLOORS = [
     ["parallel", "data", "checkpoint", "metrics", "record"],
     ["engine"],
     ["trainer"],
-    ["recipes", "tools"],
+    ["recipes"],
+    ["tools"],
     ["cli"],
     ["", "__main__"],
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.config import StepRules
-from samestep.data.batch import GlobalBatch, Shard
+from samestep.data.batch import GlobalBatch
 from samestep.engine import finite
 from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
+from samestep.engine.gradients import ShardGradients
 from samestep.engine.loss import LossFunction
-from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
+from samestep.engine.observer import observers
+from samestep.engine.tally import Tally
 from samestep.errors import InputError
 from samestep.parallel.strategy import build_strategy
-from samestep.parallel.tree import ShardTree
 from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.world import World
 
@@ -77,7 +77,10 @@ class Engine:
         rules: StepRules | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
+        self._observers = observers()
         self.rules = rules or StepRules()
+        for observer in self._observers:
+            self.rules = observer.prepare(model, self.rules)
         self.steps = 0
         self._modes = training_modes(model)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -88,6 +91,11 @@ class Engine:
         self._forward = Forward(loss, self.rules, world.device)
         self._strategy = build_strategy(model, self._parameters, self.rules.reduction, world)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
+        self._gradients = ShardGradients(
+            self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
+        )
+        for observer in self._observers:
+            observer.made(self)
 
     @property
     def strategy(self) -> str:
@@ -102,9 +110,14 @@ class Engine:
             PeerLostError: another rank went away.
             InputError: a trained parameter took no part in the loss.
         """
+        for observer in self._observers:
+            observer.begin_step(self, batch)
         set_modes(self._modes)
-        tally = self._gradients(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        tally = self._gradients.compute(batch, self.steps)
         self._divide(batch, tally)
+        for observer in self._observers:
+            observer.end_gradients(self)
         norm = get_total_norm(self._gradient_list())
         lr = float(self.optimizer.param_groups[0]["lr"])
         finite_step = not tally.bad_shards and math.isfinite(norm)
@@ -119,62 +132,17 @@ class Engine:
         self.scaler.update()
         self._advance_schedule()
         self.steps += 1
-        return StepResult(self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop)
+        result = StepResult(self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop)
+        for observer in self._observers:
+            observer.end_step(self, result)
+        return result
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """`loss`, `samples` and the metrics over `batches`, each sample counted once."""
-        return evaluate(self.model, batches, metrics, self._forward, self.world)
-
-    def _gradients(self, batch: GlobalBatch) -> Tally:
-        """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples."""
-        tree = ShardTree(batch.shards, batch.size)
-        vectors: dict[int, torch.Tensor] = {}
-        length = tally_length(batch.shards, self._buffers.length)
-        total = None
-        self.optimizer.zero_grad(set_to_none=True)
-        self._buffers.begin()
-        with preserved_generators(self.world.device), self._undone_on_failure():
-            for part in batch.parts:
-                last = part is batch.parts[-1]
-                with self._strategy.shard(tree, part.number, last=last):
-                    loss = self._shard_loss(batch, part, vectors)
-                    if last:
-                        total = self._strategy.sum_vectors(tree, vectors, length)
-                    self._backward(loss, batch.size)
-        total = total or self._strategy.sum_vectors(tree, vectors, length)
-        self._strategy.finish(tree)
-        return read_tally(batch.shards, total.wait())
-
-    @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
-        """Whoever catches what a model raises, and goes on, goes on from before the step."""
-        try:
-            yield
-        except BaseException:
-            self._buffers.restore()
-            self._strategy.abandon()
-            raise
-
-    def _shard_loss(self, batch: GlobalBatch, part: Shard, vectors: dict[int, torch.Tensor]) -> torch.Tensor:
-        if part is not batch.parts[0]:
-            self._buffers.restore()
-        _, loss = self._forward(self._strategy.module, part, "shard", self.steps)
-        stop = self.world.stop_requested
-        vectors[part.number] = write_tally(batch.shards, part.number, loss.sum, loss.count, stop, self._buffers.read())
-        return loss.sum
-
-    def _backward(self, loss: torch.Tensor, samples: int) -> None:
-        # Dividing here costs nothing and keeps gradients at the scale of a mean, which fp16 needs; `_divide`
-        # corrects by the count, which is known when all shards are done. Both are the same on every rank.
-        scaled = self.scaler.scale(loss)
-        torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
-        unused = [name for parameter, name in self._names.items() if parameter.grad is None]
-        if unused:
-            raise InputError(
-                f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",
-                rule="every parameter that requires a gradient gets one from every shard",
-                do="freeze them (requires_grad_(False), or model.freeze in a recipe), or use them",
-            )
+        values = evaluate(self.model, batches, metrics, self._forward, self.world)
+        for observer in self._observers:
+            observer.end_evaluation(self, values)
+        return values
 
     def _divide(self, batch: GlobalBatch, tally: Tally) -> None:
         if tally.count != batch.size and tally.count > 0:

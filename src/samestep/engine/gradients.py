@@ -1,0 +1,100 @@
+"""Forward and backward of the shards that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from samestep.data.batch import GlobalBatch, Shard
+from samestep.engine.buffers import ShardedBuffers
+from samestep.engine.forward import Forward
+from samestep.engine.observer import Observer
+from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
+from samestep.errors import InputError
+from samestep.parallel.strategy import Strategy
+from samestep.parallel.tree import ShardTree
+from samestep.runtime.random_state import preserved_generators
+from samestep.runtime.world import World
+
+
+class ShardGradients:
+    """Computes shards one after another; their gradients meet as the strategy has it.
+
+    Args:
+        names: the trained parameters, with the model's names for them.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        strategy: Strategy,
+        buffers: ShardedBuffers,
+        scaler: torch.amp.GradScaler,
+        names: Mapping[torch.nn.Parameter, str],
+        world: World,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._forward, self._strategy, self._buffers, self._scaler = forward, strategy, buffers, scaler
+        self._names, self._world, self._observers = names, world, observers
+
+    def compute(self, batch: GlobalBatch, position: int) -> Tally:
+        """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples.
+
+        Args:
+            position: steps done before this one; random states count them.
+        """
+        tree = ShardTree(batch.shards, batch.size)
+        vectors: dict[int, torch.Tensor] = {}
+        length = tally_length(batch.shards, self._buffers.length)
+        total = None
+        self._buffers.begin()
+        with preserved_generators(self._world.device), self._undone_on_failure():
+            for part in batch.parts:
+                last = part is batch.parts[-1]
+                with self._strategy.shard(tree, part.number, last=last):
+                    loss = self._shard_loss(batch, part, position, vectors)
+                    if last:
+                        total = self._strategy.sum_vectors(tree, vectors, length)
+                    self._backward(loss, batch.size)
+        total = total or self._strategy.sum_vectors(tree, vectors, length)
+        self._strategy.finish(tree)
+        return read_tally(batch.shards, total.wait())
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Whoever catches what a model raises, and goes on, goes on from before the step."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.restore()
+            self._strategy.abandon()
+            raise
+
+    def _shard_loss(
+        self, batch: GlobalBatch, part: Shard, position: int, vectors: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        if part is not batch.parts[0]:
+            self._buffers.restore()
+        for observer in self._observers:
+            observer.begin_shard(part)
+        outputs, loss = self._forward(self._strategy.module, part, "shard", position)
+        for observer in self._observers:
+            observer.end_shard(part, outputs, loss)
+        stop = self._world.stop_requested
+        vectors[part.number] = write_tally(batch.shards, part.number, loss.sum, loss.count, stop, self._buffers.read())
+        return loss.sum
+
+    def _backward(self, loss: torch.Tensor, samples: int) -> None:
+        # Dividing here costs nothing and keeps gradients at the scale of a mean, which fp16 needs; the engine
+        # corrects by the count, which is known when all shards are done. Both are the same on every rank.
+        scaled = self._scaler.scale(loss)
+        torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
+        unused = [name for parameter, name in self._names.items() if parameter.grad is None]
+        if unused:
+            raise InputError(
+                f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",
+                rule="every parameter that requires a gradient gets one from every shard",
+                do="freeze them (requires_grad_(False), or model.freeze in a recipe), or use them",
+            )
