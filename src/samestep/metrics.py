@@ -13,19 +13,17 @@ from samestep.runtime.vision import make_torchvision_importable
 from samestep.runtime.world import World
 
 
-def _accuracy(classes: int) -> Any:
+def _accuracy(classes: int, ignored: int, top_k: int = 1) -> Any:
     from torchmetrics.classification import MulticlassAccuracy
 
-    return MulticlassAccuracy(classes, average="micro", sync_on_compute=False)
+    return MulticlassAccuracy(
+        classes, average="micro", top_k=min(top_k, classes), ignore_index=ignored, sync_on_compute=False
+    )
 
 
-def _top5(classes: int) -> Any:
-    from torchmetrics.classification import MulticlassAccuracy
+_top5 = partial(_accuracy, top_k=5)
 
-    return MulticlassAccuracy(classes, average="micro", top_k=min(5, classes), sync_on_compute=False)
-
-
-METRICS: dict[str, Callable[[int], Any]] = {"accuracy": _accuracy, "top5": _top5}
+METRICS: dict[str, Callable[[int, int], Any]] = {"accuracy": _accuracy, "top5": _top5}
 
 
 class CountMetric:
@@ -39,7 +37,7 @@ class CountMetric:
         self.name, self._make = name, make
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count one shard: logits `(N, C)` and class numbers `(N)`."""
+        """Count one shard: logits `(N, C)` and class numbers `(N)`, or `(N, C, ...)` and `(N, ...)`."""
         self._metric.update(outputs, targets)
 
     def compute(self, world: World) -> float:
@@ -59,8 +57,13 @@ class CountMetric:
         return self._make()
 
 
-def build_metrics(names: tuple[str, ...], classes: int, device: torch.device) -> list[CountMetric]:
+def build_metrics(
+    names: tuple[str, ...], classes: int, device: torch.device, *, ignore_index: int = -100
+) -> list[CountMetric]:
     """The metrics behind a recipe's names.
+
+    Args:
+        ignore_index: targets of this value (padding) do not count.
 
     Raises:
         RecipeError: a name is not known.
@@ -70,8 +73,8 @@ def build_metrics(names: tuple[str, ...], classes: int, device: torch.device) ->
             raise RecipeError(
                 f"metric {name!r} is not known", rule=f"one of {', '.join(sorted(METRICS))}", do="correct the name"
             )
-    return [CountMetric(name, partial(_make, name, classes, device)) for name in names]
+    return [CountMetric(name, partial(_make, name, classes, ignore_index, device)) for name in names]
 
 
-def _make(name: str, classes: int, device: torch.device) -> Any:
-    return METRICS[name](classes).to(device)
+def _make(name: str, classes: int, ignored: int, device: torch.device) -> Any:
+    return METRICS[name](classes, ignored).to(device)

@@ -167,6 +167,36 @@ def test_top5_of_fewer_than_five_classes_is_all_of_them(alone: World) -> None:
     assert top5.compute(alone) == 1.0
 
 
+@pytest.mark.parametrize("ignored", [-100, 2, 99])
+@pytest.mark.parametrize("shape", [(60,), (60, 9), (60, 3, 5)])
+def test_metrics_leave_out_ignored_targets(alone: World, shape: tuple[int, ...], ignored: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(shape[0], 8, *shape[1:], generator=generator)
+    targets = torch.randint(0, 8, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.3] = ignored
+    targets[-1] = ignored
+    before = (outputs.clone(), targets.clone())
+    accuracy, top5 = build_metrics(("accuracy", "top5"), 8, alone.device, ignore_index=ignored)
+    for metric in (accuracy, top5):
+        for start, stop in ((0, 20), (20, 59), (59, 60)):  # of the last one nothing counts
+            metric.update(outputs[start:stop], targets[start:stop])
+    rows, wanted = outputs.movedim(1, -1).reshape(-1, 8), targets.reshape(-1)
+    counting = [number for number, target in enumerate(wanted.tolist()) if target != ignored]
+    guesses = [rows[number].argsort(descending=True).tolist() for number in counting]
+    for metric, most in ((accuracy, 1), (top5, 5)):
+        hits = [int(wanted[number]) in guess[:most] for number, guess in zip(counting, guesses, strict=True)]
+        assert 0 < sum(hits) < len(hits)
+        assert metric.compute(alone) == pytest.approx(sum(hits) / len(hits), rel=1e-6)
+    assert torch.equal(outputs, before[0])
+    assert torch.equal(targets, before[1])
+
+
+def test_metric_that_counted_nothing_is_zero(alone: World) -> None:
+    for metric in build_metrics(("accuracy", "top5"), 6, alone.device):
+        metric.update(torch.randn(2, 6, 3), torch.full((2, 3), -100))
+        assert metric.compute(alone) == 0.0
+
+
 def test_unknown_metric_is_refused_before_anything_is_imported() -> None:
     with pytest.raises(RecipeError, match="metric 'f1' is not known") as error:
         build_metrics(("accuracy", "f1"), 3, torch.device("cpu"))

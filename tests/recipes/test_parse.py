@@ -32,7 +32,7 @@ def made(*overrides: str, **more: Any) -> Recipe:
 
 
 def test_shipped_recipes_load_as_they_stand() -> None:
-    assert set(shipped_recipes()) == {"digits", "images"}
+    assert set(shipped_recipes()) == {"digits", "images", "tokens"}
     for name in shipped_recipes():
         assert load_recipe(name).step.reduction == "exact"
 

@@ -49,7 +49,8 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         InputError: something that the recipe names is not there or does not fit.
     """
     splits = _splits(recipe.data)
-    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device)
+    ignored = recipe.loss.options.get("ignore_index", -100)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device, ignore_index=ignored)
     model, notes = _model(recipe, splits)
     train, evaluation = _loaders(recipe, options, splits, world)
     optimizer = _optimizer(recipe.optimizer, model)

@@ -13,8 +13,12 @@ from typing import Any
 from samestep.errors import RecipeError
 from samestep.runtime.vision import make_torchvision_importable
 
-DATA = {"digits": "samestep.recipes.digits:load_digits", "images": "samestep.recipes.images:load_images"}
-MODELS = {"digits_net": "samestep.recipes.digits:DigitsNet"}
+DATA = {
+    "digits": "samestep.recipes.digits:load_digits",
+    "images": "samestep.recipes.images:load_images",
+    "tokens": "samestep.recipes.tokens:load_tokens",
+}
+MODELS = {"digits_net": "samestep.recipes.digits:DigitsNet", "tokens_net": "samestep.recipes.tokens:TokensNet"}
 LOSSES = {"cross_entropy": "samestep.engine.loss:cross_entropy"}
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
