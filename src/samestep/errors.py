@@ -5,6 +5,7 @@
         RecipeError           a recipe, or an override of it, is wrong
         DataError             a dataset, or one sample of it, cannot be used
         CheckpointError       a checkpoint is damaged, incomplete or of another recipe
+        UnusedParameterError  a parameter that is trained took no part in a loss
       RunError                the run failed; exit code 1
         NonFiniteError        a loss or a gradient is not finite
         PeerLostError         another rank went away: a consequence, never the first cause
@@ -17,6 +18,7 @@ from __future__ import annotations
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+EXIT_DIFFERS = 3  # a check did not hold
 EXIT_STOPPED = 130  # ended on request, at a step boundary or before; 128 + SIGINT, as shells have it
 
 
@@ -60,6 +62,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint is damaged, incomplete, or belongs to another recipe."""
+
+
+class UnusedParameterError(InputError):
+    """A parameter that requires a gradient got none from a shard."""
 
 
 class RunError(SamestepError):

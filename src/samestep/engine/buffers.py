@@ -19,14 +19,21 @@ class ShardedBuffers:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = [
-            (module, name)
-            for module in model.modules()
+        found = [
+            (f"{path}.{name}" if path else name, module, name)
+            for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set and _is_averaged(buffer)
         ]
+        self._names = [full for full, _, _ in found]
+        self._places = [(module, name) for _, module, name in found]
         self._start: list[torch.Tensor] = []
         self.length = sum(buffer.numel() for buffer in self._current())
+
+    @property
+    def names(self) -> list[str]:
+        """The model's names for these buffers."""
+        return self._names
 
     def begin(self) -> None:
         """Remember the buffers that the step begins with."""

@@ -12,7 +12,7 @@ from samestep.engine.buffers import ShardedBuffers
 from samestep.engine.forward import Forward
 from samestep.engine.observer import Observer
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
-from samestep.errors import InputError
+from samestep.errors import UnusedParameterError
 from samestep.parallel.strategy import Strategy
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.random_state import preserved_generators
@@ -93,7 +93,7 @@ class ShardGradients:
         torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
         unused = [name for parameter, name in self._names.items() if parameter.grad is None]
         if unused:
-            raise InputError(
+            raise UnusedParameterError(
                 f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",
                 rule="every parameter that requires a gradient gets one from every shard",
                 do="freeze them (requires_grad_(False), or model.freeze in a recipe), or use them",

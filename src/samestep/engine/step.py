@@ -77,6 +77,7 @@ class Engine:
         rules: StepRules | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
+        self.loss = loss
         self._observers = observers()
         self.rules = rules or StepRules()
         for observer in self._observers:
@@ -108,7 +109,7 @@ class Engine:
         Raises:
             NonFiniteError: loss or gradient is not finite, and the rules say `stop`; nothing was changed.
             PeerLostError: another rank went away.
-            InputError: a trained parameter took no part in the loss.
+            UnusedParameterError: a trained parameter took no part in the loss.
         """
         for observer in self._observers:
             observer.begin_step(self, batch)

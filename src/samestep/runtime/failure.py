@@ -21,6 +21,7 @@ class Failure:
         exit_code: what the launcher exits with if this is the cause.
         is_consequence: the rank only noticed that another one was gone.
         by_signal: the signal that ended the process, if one did.
+        kind: the class of what was raised, by name, if something was.
     """
 
     rank: int
@@ -29,19 +30,20 @@ class Failure:
     exit_code: int
     is_consequence: bool = False
     by_signal: int | None = None
+    kind: str | None = None
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Failure:
         """The failure that `error`, raised in `rank`, stands for."""
-        when = time.monotonic()
+        when, kind = time.monotonic(), type(error).__name__
         if isinstance(error, InputError):
-            return cls(rank, when, f"error: {error}", error.exit_code)
+            return cls(rank, when, f"error: {error}", error.exit_code, kind=kind)
         trace = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, SamestepError):
             lost = isinstance(error, PeerLostError)
             text = f"error: {error}" if not lost else f"error: {error}\n{trace}"
-            return cls(rank, when, text, error.exit_code, is_consequence=lost)
-        return cls(rank, when, f"error: rank {rank} failed: {_title(error)}\n{trace}", EXIT_FAILED)
+            return cls(rank, when, text, error.exit_code, is_consequence=lost, kind=kind)
+        return cls(rank, when, f"error: rank {rank} failed: {_title(error)}\n{trace}", EXIT_FAILED, kind=kind)
 
     @classmethod
     def of_exit(cls, rank: int, code: int) -> Failure:

@@ -47,6 +47,11 @@ def take_seat(seat: Seat) -> None:
     _seats.append(seat)
 
 
+def seat() -> tuple[int, int]:
+    """The rank and the number of ranks that the launcher gave to this process; 0 of 1 where none did."""
+    return (_seats[-1].rank, _seats[-1].size) if _seats else (0, 1)
+
+
 @contextmanager
 def start(
     *, device: DeviceKind = "auto", reduction: Reduction = "exact", threads: int = 1, timeout: timedelta = _TIMEOUT
@@ -75,18 +80,18 @@ def start(
             do="pass the world you have on to the code that needs one",
         )
     env = read_environment()
-    seat = _seats[-1] if _seats else None
-    on_one_machine = seat is not None or env.rendezvous is None
+    taken = _seats[-1] if _seats else None
+    on_one_machine = taken is not None or env.rendezvous is None
     prepare_torch_environment(loopback=on_one_machine)
-    rank, size, local_rank = _place(seat, env)
+    rank, size, local_rank = _place(taken, env)
     place = _device(device, local_rank)
     torch.set_num_threads(threads)
     _determinism(reduction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=_store(seat, env, rank, size, timeout), rank=rank, world_size=size, timeout=timeout
+        backend, store=_store(taken, env, rank, size, timeout), rank=rank, world_size=size, timeout=timeout
     )
-    stop = seat.stop if seat else StopRequest()
+    stop = taken.stop if taken else StopRequest()
     world = World(rank=rank, size=size, device=place, stop_requested=stop)
     try:
         yield world

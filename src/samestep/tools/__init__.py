@@ -1,0 +1,1 @@
+"""What proves and explains: each tool uses the trainer or the engine from outside."""

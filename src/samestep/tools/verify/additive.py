@@ -1,0 +1,63 @@
+"""Whether a loss is a sum over samples: the condition under which it does not matter how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from samestep.data.batch import Shard
+from samestep.engine.loss import LossFunction, as_loss
+
+# Far above rounding of a float32 sum, far below what a wrong divisor does.
+_TOLERANCE = 1e-4
+
+
+def additivity(loss: LossFunction, outputs: Any, part: Shard) -> dict[str, Any]:
+    """Cut a shard's outputs and targets in two, at several places, and compare the loss with that of the pieces.
+
+    The model takes no part in it, so neither batch norm nor dropout can disturb the comparison.
+
+    Returns:
+        `checked`: whether outputs and targets can be cut, and `cuts`: where the pieces do not add up.
+    """
+    targets = part.data[1]
+    if part.size < 2 or not (_can_be_cut(outputs, part.size) and _can_be_cut(targets, part.size)):
+        return {"checked": False, "shard": part.number, "cuts": []}
+    cuts = []
+    with torch.no_grad():
+        whole = as_loss(loss(outputs, targets), part.size)
+        for place in sorted({1, part.size // 3 or 1, part.size // 2}):
+            first = as_loss(loss(*(_cut(v, part.size, 0, place) for v in (outputs, targets))), place)
+            rest = as_loss(loss(*(_cut(v, part.size, place, part.size) for v in (outputs, targets))), part.size - place)
+            sums = float(first.sum) + float(rest.sum)
+            counts = float(first.count) + float(rest.count)
+            if not (_agree(sums, float(whole.sum)) and _agree(counts, float(whole.count))):
+                cut = {"at": place, "sum": float(whole.sum), "sum_of_pieces": sums}
+                cuts.append(cut | {"count": float(whole.count), "count_of_pieces": counts})
+    return {"checked": True, "shard": part.number, "size": part.size, "cuts": cuts}
+
+
+def _agree(value: float, other: float) -> bool:
+    return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+
+
+def _can_be_cut(data: Any, size: int) -> bool:
+    if isinstance(data, torch.Tensor):
+        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
+    if isinstance(data, Mapping):
+        return all(_can_be_cut(value, size) for value in data.values())
+    if isinstance(data, list | tuple):
+        return all(_can_be_cut(value, size) for value in data)
+    return False
+
+
+def _cut(data: Any, size: int, start: int, stop: int) -> Any:
+    """Rows of the samples from `start` to `stop`; a tensor may have several rows a sample."""
+    if isinstance(data, torch.Tensor):
+        rows = data.shape[0] // size
+        return data[start * rows : stop * rows]
+    if isinstance(data, Mapping):
+        return {key: _cut(value, size, start, stop) for key, value in data.items()}
+    return type(data)(_cut(value, size, start, stop) for value in data)

@@ -1,0 +1,146 @@
+"""Keeps things still in a rank of a trial, as an experiment asks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from samestep.config import StepRules
+from samestep.data.batch import Shard
+from samestep.data.samples import ShardDataset
+from samestep.engine.buffers import ShardedBuffers
+from samestep.engine.step import Engine
+from samestep.runtime.random_state import derive_seed
+from samestep.tools.verify.digest import digest_any
+from samestep.tools.verify.plan import Held
+from samestep.tools.verify.values import state_tensors
+
+Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
+
+
+def hold_process(held: Held, folder: Path) -> None:
+    """What has to be held before the subject begins; for the life of this process, which a trial has for itself."""
+    if held.one_thread:
+        torch.set_num_threads(1)
+        torch.set_num_threads = _ignore
+    if held.twice:
+        _ask_twice(folder / "twice.txt")
+
+
+class Holding:
+    """What is held in an engine and its model.
+
+    Attributes:
+        averaged: names of the buffers that steps average over shards.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._model: torch.nn.Module | None = None
+        self._first: dict[str, torch.Tensor] = {}
+        self.averaged: list[str] = []
+
+    def prepare(self, model: torch.nn.Module, rules: StepRules) -> StepRules:
+        """Change the model that an engine is about to take, and the rules that it follows."""
+        held, self._model = self._held, model
+        if held.double:
+            model.double()
+            model.register_forward_pre_hook(_in_double, with_kwargs=True)
+            rules = replace(rules, precision="fp32")
+        if held.reduction is not None:
+            torch.use_deterministic_algorithms(held.reduction == "exact")
+            rules = replace(rules, reduction=held.reduction)
+        self.averaged = ShardedBuffers(model).names
+        return rules
+
+    def begin_step(self, engine: Engine) -> None:
+        """Before anything of a step is computed."""
+        if self._held.rates is not None and engine.steps < len(self._held.rates):
+            for group, rate in zip(engine.optimizer.param_groups, self._held.rates[engine.steps], strict=True):
+                group["lr"] = rate
+
+    def begin_shard(self, step: int, part: Shard) -> None:
+        """Before the forward of a shard."""
+        assert self._model is not None
+        if self._held.resting is not None:
+            self._model.get_submodule(self._held.resting).eval()
+        if self._held.generators:
+            for generator in generators_of(self._model).values():
+                _seed(generator, derive_seed("shard", 0, step, part.number))
+        if self._held.state:
+            self._restore_state(self._model)
+
+    def _restore_state(self, model: torch.nn.Module) -> None:
+        parameters = dict(model.named_parameters())
+        now = {
+            name: value
+            for name, value in state_tensors(model).items()
+            if name not in parameters and name not in self.averaged
+        }
+        if not self._first:
+            self._first = {name: value.detach().clone() for name, value in now.items()}
+        for name, value in self._first.items():
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, value.clone())
+
+
+def generators_of(model: torch.nn.Module) -> dict[str, Generator]:
+    """Generators that modules hold as attributes, by name."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Generator)
+    }
+
+
+def _ignore(nthreads: int) -> None:
+    """In the place of torch.set_num_threads."""
+
+
+def _seed(generator: Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, numpy.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+def _in_double(
+    module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return tuple(_double(value) for value in arguments), _double(options)
+
+
+def _double(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.double() if data.is_floating_point() else data
+    if isinstance(data, Mapping):
+        return {key: _double(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(_double(value) for value in data)
+    return data
+
+
+def _ask_twice(file: Path) -> None:
+    """Have datasets make every sample twice, with the same random state, and note where the second one differs."""
+    make = ShardDataset._sample
+
+    def sample(self: ShardDataset, epoch: int, index: int) -> Any:
+        first, second = make(self, epoch, index), make(self, epoch, index)
+        if digest_any(first) != digest_any(second):
+            with file.open("a") as notes:
+                notes.write(f"{index}\n")
+        return first
+
+    ShardDataset._sample = sample  # type: ignore[method-assign]
+
+
