@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
 from samestep.record.events import one_line
+from samestep.runtime.by_name import ByName
 from samestep.runtime.env import read_environment
 from samestep.runtime.launch import launch
 from samestep.sharding import require_enough_shards
 
 # Imported once for all ranks, beside what the launcher itself names.
-_PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
-
-
-@dataclass(frozen=True)
-class RankFunction:
-    """A function of `samestep.recipes.run` by name: this process would import torch for the function itself."""
-
-    name: str
-
-    def __call__(self, *arguments: Any) -> Any:
-        return getattr(import_module("samestep.recipes.run"), self.name)(*arguments)
+PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +73,9 @@ def launch_ranks(
 ) -> Any:
     """Run a function of `samestep.recipes.run` in as many ranks as `--processes` says."""
     count = _count(processes, recipe.shards, device)
-    return launch(RankFunction(function), recipe, *arguments, processes=count, log_dir=log_dir, preload=_PRELOAD)
+    return launch(
+        ByName("samestep.recipes.run", function), recipe, *arguments, processes=count, log_dir=log_dir, preload=PRELOAD
+    )
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -95,7 +86,9 @@ def print_json(value: Mapping[str, Any]) -> None:
 def _count(processes: str, shards: int, device: str) -> int:
     if processes == "auto":
         # Asked in a fork of the warm server: this process does not import torch.
-        gpus = launch(RankFunction("count_gpus"), processes=1, preload=_PRELOAD) if device != "cpu" else 0
+        gpus = (
+            launch(ByName("samestep.recipes.run", "count_gpus"), processes=1, preload=PRELOAD) if device != "cpu" else 0
+        )
         return min(shards, gpus or read_environment().cores)
     if not (processes.isascii() and processes.isdigit()) or int(processes) < 1:
         raise InputError(f"--processes {processes}", rule="a positive number, or auto", do="--processes 2")
