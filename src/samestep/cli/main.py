@@ -7,14 +7,18 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from samestep.cli import evaluate, resume, train
+from samestep.cli import evaluate, resume, train, verify
 from samestep.errors import EXIT_STOPPED, SamestepError
 
-_COMMANDS = (train, resume, evaluate)
+_COMMANDS = (train, resume, evaluate, verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code: 0 done, 1 the run failed, 2 the input was wrong, 130 ended on request."""
+    """Run one command.
+
+    Returns:
+        0 done, 1 the run failed, 2 the input was wrong, 3 a check did not hold, 130 ended on request.
+    """
     parser = argparse.ArgumentParser(
         prog="samestep",
         description="Train PyTorch models on one or many devices with the same result.",

@@ -142,5 +142,3 @@ def _ask_twice(file: Path) -> None:
         return first
 
     ShardDataset._sample = sample  # type: ignore[method-assign]
-
-

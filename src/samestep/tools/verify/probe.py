@@ -167,4 +167,3 @@ class Probe(Observer):
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
-
