@@ -18,7 +18,7 @@ from models import Tokens, seeded
 from ranks_loader import gathered
 from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load, pack
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Precision, Reduction, StepRules
+from samestep.config import BatchNorm, Precision, Reduction, StepRules
 from samestep.data.loader import Loader
 from samestep.engine.step import Engine
 
@@ -92,6 +92,27 @@ class Convolutions(nn.Sequential):
         )
 
 
+class Branches(nn.Module):
+    """A residual net: norms on both branches, one that is used twice, and one after pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=None))
+        self.first, self.first_norm = nn.Conv2d(6, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8)
+        self.second, self.again = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.SyncBatchNorm(8)
+        self.shortcut = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8, affine=False))
+        self.drop, self.flat = nn.Dropout2d(0.2), nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.stem(images))
+        main = self.drop(torch.relu(self.first_norm(self.first(hidden))))
+        main = self.again(self.second(main)) + self.shortcut(hidden) + main
+        main = torch.relu(main + self.again(self.second(main)))
+        noise = 1 + 0.1 * float(numpy.random.normal()) + 0.1 * random.gauss(0, 1)
+        return self.out(self.flat(main.mean((2, 3))) * noise)
+
+
 class Hits:
     """How many targets that count were guessed."""
 
@@ -117,6 +138,7 @@ class Case:
     reduction: Reduction = "exact"
     dtype: torch.dtype = torch.float32
     precision: Precision = "fp32"
+    batch_norm: BatchNorm = "shard"
 
 
 CASES = {
@@ -126,12 +148,17 @@ CASES = {
     "images fp16": Case("images", "sgd", precision="fp16"),
     "sentences": Case("sentences", "sgd"),
     "sentences adamw": Case("sentences", "adamw"),
+    "images sync": Case("images", "sgd", batch_norm="sync"),
+    "branches sync": Case("branches", "adamw", batch_norm="sync"),
+    "branches sync bf16": Case("branches", "sgd", precision="bf16", batch_norm="sync"),
+    "branches sync fp16": Case("branches", "sgd", precision="fp16", batch_norm="sync"),
 }
 DOUBLE = {
     "images": Case("images", "sgd", dtype=torch.float64),
     "images adamw": Case("images", "adamw", dtype=torch.float64),
     "sentences": Case("sentences", "sgd", dtype=torch.float64),
     "sentences adamw": Case("sentences", "adamw", dtype=torch.float64),
+    "branches sync": Case("branches", "adamw", dtype=torch.float64, batch_norm="sync"),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
@@ -147,7 +174,13 @@ class Run:
         model = seeded(1, *self._model(), dtype=case.dtype)
         optimizer = OPTIMIZERS[case.optimizer](model.parameters())
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        rules = StepRules(seed=4, reduction=case.reduction, clip_norm=2.0, precision=case.precision)
+        rules = StepRules(
+            seed=4,
+            reduction=case.reduction,
+            clip_norm=2.0,
+            precision=case.precision,
+            batch_norm=case.batch_norm,
+        )
         self.engine = Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=scheduler, rules=rules)
         self.loader = self._loader(augment=True)
         self.losses: list[float] = []
@@ -175,10 +208,10 @@ class Run:
         self.engine.steps, self.loader.cursor = progress.step, progress.cursor
 
     def _model(self) -> tuple[Any, ...]:
-        return (Convolutions,) if self._case.data == "images" else (Tokens, 11, 6, 0.2)
+        return {"images": (Convolutions,), "branches": (Branches,), "sentences": (Tokens, 11, 6, 0.2)}[self._case.data]
 
     def _loader(self, *, augment: bool) -> Loader:
-        images = self._case.data == "images"
+        images = self._case.data != "sentences"
         dataset: Any = Images(self._case.dtype, augment=augment) if images else Sentences(augment=augment)
         collate = {} if images else {"collate": padded}
         return Loader(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from samestep.errors import RecipeError
 
 Reduction = Literal["exact", "fast"]
-BatchNorm = Literal["shard"]
+BatchNorm = Literal["shard", "sync"]
 NonFinite = Literal["stop", "skip"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -37,7 +37,8 @@ class StepRules:
         seed: base of every random state (shards, samples, order, initial weights).
         reduction: `exact`, partial sums meet in one canonical tree, the same bits for every number of
             ranks; `fast`, the backend's all-reduce, equal to rounding.
-        batch_norm: `shard`, each shard by its own statistics, running statistics averaged over shards.
+        batch_norm: `shard`, each shard by its own statistics, running statistics averaged over shards;
+            `sync`, every shard by the statistics of the whole global batch.
         clip_norm: the largest global 2-norm of the gradient, or None for no clipping.
         non_finite: what a step with a non-finite loss or gradient does: `stop` the run, or `skip` the
             update (parameters, optimizer and buffers stay as they were; the step still counts).

@@ -97,7 +97,7 @@ def test_fast_leads_to_the_same_bits_on_all_ranks_of_a_world(fast: Outcomes, cas
         assert len({found["bits"][MODEL] for found in fast[ranks][case]}) == 1
 
 
-@pytest.mark.parametrize("case", ["images fp16", "sentences adamw"])
+@pytest.mark.parametrize("case", ["images fp16", "sentences adamw", "branches sync"])
 def test_resuming_on_other_numbers_of_ranks_leads_to_the_same_bits(tmp_path: Path, case: str) -> None:
     """Breaks within an epoch and at its end."""
     whole, broken = CheckpointFolder(tmp_path / "whole"), CheckpointFolder(tmp_path / "broken")

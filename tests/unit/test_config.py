@@ -82,7 +82,7 @@ def test_the_edge_of_a_rule_is_inside_it(make: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"reduction": "exakt"}, {"batch_norm": "sync"}, {"non_finite": "ignore"}, {"precision": "fp8"}],
+    [{"reduction": "exakt"}, {"batch_norm": "global"}, {"non_finite": "ignore"}, {"precision": "fp8"}],
 )
 def test_words_that_mean_nothing_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError):

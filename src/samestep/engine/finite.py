@@ -13,9 +13,12 @@ from samestep.errors import NonFiniteError
 _SHOWN = 8
 
 
-def bad_loss(step: int, batch: GlobalBatch, tally: Tally) -> NonFiniteError:
-    """The error for a step in which the loss of some shards is not finite."""
-    shards = tally.bad_shards
+def bad_loss(step: int, batch: GlobalBatch, tally: Tally, shards: Sequence[int]) -> NonFiniteError:
+    """The error for a step in which the loss of some shards is not finite.
+
+    Args:
+        shards: those that made it so.
+    """
     samples = [sample for shard in shards for sample in batch.samples_of(shard)]
     return NonFiniteError(
         f"step {step}: the loss of {_plural('shard', shards)} is not finite "

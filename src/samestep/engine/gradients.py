@@ -9,6 +9,7 @@ import torch
 
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.buffers import ShardedBuffers
+from samestep.engine.finite import is_finite
 from samestep.engine.forward import Forward
 from samestep.engine.observer import Observer
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
@@ -23,11 +24,13 @@ class ShardGradients:
     """Computes shards one after another; their gradients meet as the strategy has it.
 
     Args:
+        model: the plain one, which the strategy may have wrapped.
         names: the trained parameters, with the model's names for them.
     """
 
     def __init__(
         self,
+        model: torch.nn.Module,
         forward: Forward,
         strategy: Strategy,
         buffers: ShardedBuffers,
@@ -36,7 +39,8 @@ class ShardGradients:
         world: World,
         observers: Sequence[Observer],
     ) -> None:
-        self._forward, self._strategy, self._buffers, self._scaler = forward, strategy, buffers, scaler
+        self._model, self._forward, self._strategy = model, forward, strategy
+        self._buffers, self._scaler = buffers, scaler
         self._names, self._world, self._observers = names, world, observers
 
     def compute(self, batch: GlobalBatch, position: int) -> Tally:
@@ -57,7 +61,7 @@ class ShardGradients:
                     loss = self._shard_loss(batch, part, position, vectors)
                     if last:
                         total = self._strategy.sum_vectors(tree, vectors, length)
-                    self._backward(loss, batch.size)
+                    self._backward(loss, batch.size, self._names)
         total = total or self._strategy.sum_vectors(tree, vectors, length)
         self._strategy.finish(tree)
         return read_tally(batch.shards, total.wait())
@@ -86,12 +90,33 @@ class ShardGradients:
         vectors[part.number] = write_tally(batch.shards, part.number, loss.sum, loss.count, stop, self._buffers.read())
         return loss.sum
 
-    def _backward(self, loss: torch.Tensor, samples: int) -> None:
+    def bad_losses(self, batch: GlobalBatch, tally: Tally) -> list[int]:
+        """The shards that made a loss not finite, in the step that was just computed; the same on every rank."""
+        return tally.bad_shards
+
+    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int]:
+        """Compute this rank's shards once more, each alone, to see which has a gradient that is not finite."""
+        flags = torch.zeros(batch.shards, dtype=torch.float64, device=self._world.device)
+        with preserved_generators(self._world.device):
+            for part in batch.parts:
+                self._buffers.restore()
+                _, loss = self._forward(self._model, part, "shard", position)
+                gradients = torch.autograd.grad(loss.sum, list(self._names), allow_unused=True)
+                flags[part.number] = float(not is_finite([gradient for gradient in gradients if gradient is not None]))
+        self._buffers.restore()
+        return self._flagged(flags)
+
+    def _flagged(self, flags: torch.Tensor) -> list[int]:
+        """The shards that any rank has set a flag for."""
+        self._world.all_reduce(flags)
+        return [shard for shard, flag in enumerate(flags.tolist()) if flag > 0]
+
+    def _backward(self, loss: torch.Tensor, samples: int, names: Mapping[torch.nn.Parameter, str]) -> None:
         # Dividing here costs nothing and keeps gradients at the scale of a mean, which fp16 needs; the engine
         # corrects by the count, which is known when all shards are done. Both are the same on every rank.
         scaled = self._scaler.scale(loss)
         torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
-        unused = [name for parameter, name in self._names.items() if parameter.grad is None]
+        unused = [name for parameter, name in names.items() if parameter.grad is None]
         if unused:
             raise UnusedParameterError(
                 f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",

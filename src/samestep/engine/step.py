@@ -19,12 +19,12 @@ from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
 from samestep.engine.gradients import ShardGradients
+from samestep.engine.joint import JointGradients, has_joint_layers
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
 from samestep.engine.tally import Tally
 from samestep.errors import InputError
 from samestep.parallel.strategy import build_strategy
-from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.world import World
 
 
@@ -90,10 +90,12 @@ class Engine:
         model.to(world.device)
         self._buffers = ShardedBuffers(model)
         self._forward = Forward(loss, self.rules, world.device)
-        self._strategy = build_strategy(model, self._parameters, self.rules.reduction, world)
+        joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
+        self._strategy = build_strategy(model, self._parameters, self.rules.reduction, world, together=joins)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
-        self._gradients = ShardGradients(
-            self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
+        gradients = JointGradients if joins else ShardGradients
+        self._gradients = gradients(
+            model, self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
         )
         for observer in self._observers:
             observer.made(self)
@@ -169,23 +171,9 @@ class Engine:
     def _non_finite(self, batch: GlobalBatch, tally: Tally) -> Exception:
         step = self.steps + 1
         if tally.bad_shards:
-            return finite.bad_loss(step, batch, tally)
+            return finite.bad_loss(step, batch, tally, self._gradients.bad_losses(batch, tally))
         bad = [name for p, name in self._names.items() if p.grad is not None and not finite.is_finite([p.grad])]
-        return finite.bad_gradient(step, batch, bad, self._bad_gradient_shards(batch))
-
-    def _bad_gradient_shards(self, batch: GlobalBatch) -> list[int]:
-        """Compute this rank's shards once more, each alone, to see which has a gradient that is not finite."""
-        flags = torch.zeros(batch.shards, dtype=torch.float64, device=self.world.device)
-        with preserved_generators(self.world.device):
-            for part in batch.parts:
-                self._buffers.restore()
-                _, loss = self._forward(self.model, part, "shard", self.steps)
-                gradients = torch.autograd.grad(loss.sum, self._parameters, allow_unused=True)
-                present = [gradient for gradient in gradients if gradient is not None]
-                flags[part.number] = float(not finite.is_finite(present))
-        self._buffers.restore()
-        self.world.all_reduce(flags)
-        return [shard for shard, flag in enumerate(flags.tolist()) if flag > 0]
+        return finite.bad_gradient(step, batch, bad, self._gradients.bad_gradients(batch, self.steps))
 
     def _gradient_list(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import PeerLostError
+from samestep.parallel.kept import sum_kept
 from samestep.parallel.lane import Lane
 from samestep.parallel.reduction import Reduction
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.world import World
 
 _Future = torch.futures.Future[torch.Tensor]
-_GROUP_ELEMENTS = 4 * 2**20
 
 
 class DdpStrategy:
@@ -76,13 +76,10 @@ class DdpStrategy:
         return self._lane.submit(lambda: self._reduction.bucket(tree, last, parameters, gradients, flat))
 
     def _sum_kept(self, tree: ShardTree) -> None:
-        for group in _groups(self._parameters):
-            flat = self._lane.submit(lambda group=group: self._reduction.kept(tree, group)).wait()  # type: ignore[misc]
-            offset = 0
-            for parameter in group:
-                values = flat[offset : offset + parameter.numel()]
-                parameter.grad = values.view_as(parameter)
-                offset += parameter.numel()
+        sum_kept(
+            self._parameters,
+            lambda group: self._lane.submit(lambda: self._reduction.kept(tree, group)).wait(),
+        )
 
     @contextmanager
     def _named_failures(self) -> Iterator[None]:
@@ -104,16 +101,3 @@ def _own_buffers() -> dict[str, bool]:
     """Tell DDP to leave buffers alone: the engine averages them over shards. torch 2.13 renamed the argument."""
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-
-
-def _groups(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters in order, by some millions of elements of one type, so that no message is as large as the model."""
-    group: list[torch.nn.Parameter] = []
-    for parameter in parameters:
-        full = sum(p.numel() for p in group) + parameter.numel() > _GROUP_ELEMENTS
-        if group and (full or parameter.dtype != group[0].dtype):
-            yield group
-            group = []
-        group.append(parameter)
-    if group:
-        yield group

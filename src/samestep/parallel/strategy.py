@@ -12,6 +12,7 @@ from samestep.config import Reduction as ReductionName
 from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.single import SingleStrategy
+from samestep.parallel.together import TogetherStrategy
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.world import World
 
@@ -54,10 +55,21 @@ class Strategy(Protocol):
 
 
 def build_strategy(
-    model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: ReductionName, world: World
+    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    reduction: ReductionName,
+    world: World,
+    *,
+    together: bool = False,
 ) -> Strategy:
-    """The strategy for a world: `single` for one rank, else `ddp`."""
+    """The strategy for a world: `single` for one rank, else `ddp`.
+
+    Args:
+        together: all shards of a rank are computed at the same time, and communicate while they are.
+    """
     sums = build_reduction(reduction, world, parameters)
+    if together:
+        return TogetherStrategy(model, parameters, sums, world)
     if world.size == 1:
         return SingleStrategy(model, sums)
     return DdpStrategy(model, parameters, sums, world)

@@ -35,20 +35,31 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.manual_seed(seed)
 
 
+class GeneratorStates:
+    """The states that Python's, NumPy's and torch's generators, and those of `device`, have when this is made."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._python, self._array, self._cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._on_gpu = torch.cuda.get_rng_state(self._gpu) if self._gpu is not None else None
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._array)
+        torch.set_rng_state(self._cpu)
+        if self._gpu is not None and self._on_gpu is not None:
+            torch.cuda.set_rng_state(self._on_gpu, self._gpu)
+
+
 @contextmanager
 def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
     """Leave the process's generators as they were found.
 
     What runs inside differs from rank to rank; what draws outside of it must not notice.
     """
-    python, array, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    gpu = device if device is not None and device.type == "cuda" else None
-    on_gpu = torch.cuda.get_rng_state(gpu) if gpu is not None else None
+    states = GeneratorStates(device)
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
-        torch.set_rng_state(cpu)
-        if gpu is not None and on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, gpu)
+        states.restore()

@@ -1,0 +1,135 @@
+"""Tasks that run in lockstep: a thread each, one at a time, waiting for each other wherever they meet.
+
+It is a way to stop a model in the middle of its forward, and of its backward, and to go on with that of another
+shard. Threads are the only means that Python has for that without the model's help; nothing runs at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from samestep.runtime.random_state import GeneratorStates
+from samestep.runtime.thread_state import ThreadState
+
+Task = Callable[["Track"], None]
+
+
+class _Cancelled(BaseException):
+    """Ends a task whose lockstep has failed elsewhere; nothing that a model catches."""
+
+
+class Track:
+    """One task of a lockstep, as the task and the lockstep see it.
+
+    Attributes:
+        said: what the task brought to the meeting at which it waits; None when it is done.
+        done: the task has ended.
+        failure: what it raised.
+    """
+
+    def __init__(self, task: Task, state: ThreadState, name: str) -> None:
+        self._task, self._state = task, state
+        self._turn, self._pause = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._pause.acquire()
+        # A daemon: a rank that fails must be able to leave, whatever a model still waits for.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._cancelled = False
+        self._answer: Any = None
+        self._generators: GeneratorStates | None = None
+        self.said: Any = None
+        self.done = False
+        self.failure: BaseException | None = None
+
+    def meet(self, said: Any) -> Any:
+        """Wait, in the task's own thread, until all tasks have said something; what comes of it."""
+        self.said = said
+        self._pause.release()
+        self._turn.acquire()
+        if self._cancelled:
+            raise _Cancelled
+        answer, self._answer = self._answer, None
+        return answer
+
+    def go(self, answer: Any) -> None:
+        """Let the task run to its next meeting or its end; `wait` comes after it."""
+        self._answer, self.said = answer, None
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turn.release()
+
+    def wait(self) -> None:
+        """Wait until the task that goes has met or ended."""
+        self._pause.acquire()
+
+    def end(self) -> None:
+        """End the task, which waits at a meeting, if it has not ended by itself."""
+        if self._thread.ident is None:
+            return
+        if not self.done:
+            self._cancelled = True
+            self._turn.release()
+        self._thread.join()
+
+    def set_generators(self) -> None:
+        """Set the generators to what they were when this task last paused, if it has."""
+        if self._generators is not None:
+            self._generators.restore()
+
+    def keep_generators(self, device: torch.device) -> None:
+        """Remember the generators for the task's next turn."""
+        self._generators = None if self.done else GeneratorStates(device)
+
+    def _work(self) -> None:
+        try:
+            self._state.run(lambda: self._task(self))
+        except _Cancelled:
+            pass
+        except BaseException as error:  # boundary: the lockstep raises it in its own thread
+            self.failure = error
+        finally:
+            self.said, self.done = None, True
+            self._pause.release()
+
+
+def run_in_lockstep(tasks: Sequence[Task], meet: Callable[[list[Any]], Any], device: torch.device) -> None:
+    """Run `tasks` until all are done; none is left running whatever happens.
+
+    Each task has the random generators for itself, as if it ran alone.
+
+    Args:
+        tasks: in the order in which they take turns; each is called with its track.
+        meet: called in this thread whenever every task has said something or ended, with what they said, in order
+            (None for those that ended). All tasks get its value. When all have ended it is called once more.
+
+    Raises:
+        BaseException: whatever the first task that fails, or `meet`, raises.
+    """
+    state = ThreadState(device)
+    tracks = [Track(task, state, f"samestep-shard-{number}") for number, task in enumerate(tasks)]
+    going: Track | None = None
+    answer: Any = None
+    try:
+        while not all(track.done for track in tracks):
+            for track in tracks:
+                if not track.done:
+                    track.set_generators()
+                    going = track
+                    track.go(answer)
+                    track.wait()
+                    going = None
+                    if track.failure is not None:
+                        raise track.failure
+                    if len(tracks) > 1:
+                        track.keep_generators(device)
+            answer = meet([track.said for track in tracks])
+    finally:
+        if going is not None:
+            going.wait()
+        for track in tracks:
+            track.end()

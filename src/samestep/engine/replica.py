@@ -1,0 +1,62 @@
+"""A copy of a model that shares its weights, for one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samestep.errors import InputError
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A copy of a model whose gradients and buffers are its own.
+
+    Attributes:
+        module: copies of the modules, which share everything that is neither a parameter nor a buffer.
+        parameters: each parameter of the model with the one that stands for it here: the same memory, another `.grad`.
+    """
+
+    module: nn.Module
+    parameters: dict[nn.Parameter, nn.Parameter]
+
+
+def replicate(model: nn.Module) -> Replica:
+    """A replica of `model`: what is used twice in it (tied weights, shared modules) is used twice in the replica.
+
+    Modules are copied as `torch.nn.DataParallel` copies them.
+    """
+    modules = list(model.modules())
+    copies: dict[nn.Module, nn.Module] = {module: module._replicate_for_data_parallel() for module in modules}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    for module, copy in copies.items():
+        copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in parameters:
+                parameters[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            # Not into the dictionary: some modules (torch's recurrent ones) keep other lists of their parameters.
+            copy.register_parameter(name, None)
+            setattr(copy, name, None if parameter is None else parameters[parameter])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in buffers:
+                buffers[buffer] = buffer.detach().clone()
+            copy._buffers[name] = None if buffer is None else buffers[buffer]
+    return Replica(copies[model], parameters)
+
+
+def require_untouched(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a model that reached its own parameters where it should have reached those of a replica.
+
+    Raises:
+        InputError: some of `parameters`, the model's own, have a gradient.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        raise InputError(
+            "under batch_norm: sync the forward reached the model's own parameters in the place of a copy's",
+            rule="modules are reached as attributes of their parents, not by a list, a method or a compiled function",
+            do="hold modules in nn.ModuleList or nn.ModuleDict, do not compile the model, or set batch_norm: shard",
+        )

@@ -1,0 +1,32 @@
+"""Sums of gradients that every rank has kept, some millions of elements at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+_GROUP_ELEMENTS = 4 * 2**20
+
+
+def sum_kept(
+    parameters: Sequence[torch.nn.Parameter], summed: Callable[[list[torch.nn.Parameter]], torch.Tensor]
+) -> None:
+    """Set `.grad` of each parameter to its part of what `summed` makes, one flat tensor for some of them at a time."""
+    for group in _groups(parameters):
+        values = summed(group).split([parameter.numel() for parameter in group])
+        for parameter, value in zip(group, values, strict=True):
+            parameter.grad = value.view_as(parameter)
+
+
+def _groups(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Parameters in order, by some millions of elements of one type, so that no message is as large as the model."""
+    group: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        full = sum(p.numel() for p in group) + parameter.numel() > _GROUP_ELEMENTS
+        if group and (full or parameter.dtype != group[0].dtype):
+            yield group
+            group = []
+        group.append(parameter)
+    if group:
+        yield group
