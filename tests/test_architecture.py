@@ -32,6 +32,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
     "Engine",
     "Loss",
+    "LossPart",
+    "MultiLoss",
     "StepResult",
     "StepRules",
     "World",

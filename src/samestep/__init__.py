@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from samestep.config import StepRules
     from samestep.data.loader import loader
     from samestep.engine.loss import Loss, cross_entropy
+    from samestep.engine.multi_loss import LossPart, MultiLoss
     from samestep.engine.step import Engine, StepResult
     from samestep.runtime.launch import launch
     from samestep.runtime.session import start
@@ -27,6 +28,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "engine.step",
     "Loss": "engine.loss",
+    "LossPart": "engine.multi_loss",
+    "MultiLoss": "engine.multi_loss",
     "StepResult": "engine.step",
     "StepRules": "config",
     "World": "runtime.world",
@@ -39,6 +42,8 @@ _HOMES = {
 __all__ = [
     "Engine",
     "Loss",
+    "LossPart",
+    "MultiLoss",
     "StepResult",
     "StepRules",
     "World",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.errors import RecipeError
+from samestep.errors import InputError, RecipeError
 from samestep.runtime.vision import make_torchvision_importable
 from samestep.runtime.world import World
 
@@ -36,8 +36,19 @@ class CountMetric:
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name, self._make = name, make
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count one shard: logits `(N, C)` and class numbers `(N)`, or `(N, C, ...)` and `(N, ...)`."""
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Count one shard: logits `(N, C)` and class numbers `(N)`, or `(N, C, ...)` and `(N, ...)`.
+
+        Raises:
+            InputError: one of them is not a tensor.
+        """
+        for what, value in (("the model's outputs", outputs), ("targets", targets)):
+            if not isinstance(value, torch.Tensor):
+                raise InputError(
+                    f"metric {self.name} was given {what} as a {type(value).__name__}",
+                    rule="it compares a tensor of logits with a tensor of class numbers",
+                    do="metrics: [] in the recipe; in a loop of your own, a metric that picks what it needs",
+                )
         self._metric.update(outputs, targets)
 
     def compute(self, world: World) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from samestep.cli import options
 from samestep.cli.resume import open_run
 from samestep.errors import EXIT_DONE
+from samestep.record.values import shown
 
 
 def add_parser(commands: Any) -> None:
@@ -37,8 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
         options.print_json({"checkpoint": str(checkpoint), "step": step, **values})
         return EXIT_DONE
     lines = [f"{'checkpoint':<12}{checkpoint}"]
-    for name, value in values.items():
-        shown = {"loss": f"{value:.4f}", "samples": f"{value:,.0f}"}.get(name, f"{value:.2%}")
-        lines.append(f"{name:<12}{shown}")
+    lines += [f"{name:<12}{shown(name, value)}" for name, value in values.items()]
     print("\n".join(lines))
     return EXIT_DONE

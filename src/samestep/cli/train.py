@@ -13,6 +13,7 @@ from samestep.cli import options
 from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, SamestepError
 from samestep.recipes.parse import load_recipe, shipped_recipes, write_recipe
+from samestep.record.values import shown
 
 
 def add_parser(commands: Any) -> None:
@@ -108,7 +109,7 @@ def _remove_if_empty(folder: Path, *, with_parent: bool) -> None:
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     values = {name: value for name, value in summary["evaluation"].items() if name not in ("loss", "samples")}
-    lines = [f"{name:<12}{value:.2%}" for name, value in values.items()]
+    lines = [f"{name:<12}{shown(name, value)}" for name, value in values.items()]
     if summary["evaluation"]:
         lines.append(f"{'evaluated':<12}{summary['evaluation']['samples']:,} samples")
     if summary["samples_per_second"]:

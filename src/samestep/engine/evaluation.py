@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from samestep.data.batch import GlobalBatch
 from samestep.engine.forward import Forward
 from samestep.engine.tally import rounded_sum
-from samestep.errors import RunError
 from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.world import World
 
@@ -20,8 +19,8 @@ class Metric(Protocol):
 
     name: str
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count one shard."""
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Count one shard: what the model returned for it, and its targets."""
 
     def compute(self, world: World) -> float:
         """The value over what all ranks counted."""
@@ -30,7 +29,7 @@ class Metric(Protocol):
 def evaluate(
     model: torch.nn.Module, batches: Iterable[GlobalBatch], metrics: Sequence[Metric], forward: Forward, world: World
 ) -> dict[str, float]:
-    """`loss`, `samples` and every metric over `batches`.
+    """`loss`, each part of a loss that has several, `samples` and every metric over `batches`.
 
     Losses are gathered shard by shard and summed with one rounding, so the result has the same bits on every
     number of ranks. No shard is padded; a rank without samples in a batch just waits for the sum at the end.
@@ -38,23 +37,22 @@ def evaluate(
     Raises:
         RunError: the loss counts nothing.
     """
-    sums: list[tuple[int, float, float, int]] = []
+    found: list[tuple[int, list[float]]] = []
     slots = 0
     model.eval()
     with torch.no_grad(), preserved_generators(world.device):
         for position, batch in enumerate(batches):
             for part in batch.parts:
-                outputs, loss = forward(model, part, "evaluation", position)
-                sums.append((slots + part.number, float(loss.sum), float(loss.count), part.size))
+                outputs, losses = forward.parts(model, part, "evaluation", position)
+                numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
+                found.append((slots + part.number, [*numbers, part.size]))
                 for metric in metrics:
                     metric.update(outputs, part.data[1])
             slots += batch.shards
-    gathered = torch.zeros(3, slots, dtype=torch.float64, device=world.device)
-    for slot, total, count, size in sums:
-        gathered[:, slot] = torch.tensor([total, count, size], dtype=torch.float64)
+    gathered = torch.zeros(2 * forward.part_count + 1, slots, dtype=torch.float64, device=world.device)
+    for slot, numbers in found:
+        gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
     world.all_reduce(gathered)  # every slot has one summand that is not zero, so no order matters
-    losses, counts, sizes = (rounded_sum(row) for row in gathered.tolist())
-    if counts == 0:
-        raise RunError("the loss counted nothing in evaluation", do="look at ignored targets")
-    values = {"loss": losses / counts, "samples": int(sizes)}
+    *totals, samples = (rounded_sum(row) for row in gathered.tolist())
+    values = forward.values(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
     return values | {metric.name: metric.compute(world) for metric in metrics}

@@ -57,7 +57,8 @@ class Engine:
     Args:
         model: trained in place, moved to the world's device; its parameters must be the optimizer's.
         optimizer: any of torch's.
-        loss: from outputs and targets to a `Loss(sum, count)`, or to a scalar that is the mean over a shard.
+        loss: from outputs and targets to a `Loss(sum, count)`, or to a scalar that is the mean over a shard; or a
+            `MultiLoss`.
         world: the ranks, from `samestep.start()`.
         scheduler: advanced once a step.
         rules: seed, reduction, clipping and so on.
@@ -117,6 +118,7 @@ class Engine:
             observer.begin_step(self, batch)
         set_modes(self._modes)
         self.optimizer.zero_grad(set_to_none=True)
+        self._forward.begin_step(batch, self.world)
         tally = self._gradients.compute(batch, self.steps)
         self._divide(batch, tally)
         for observer in self._observers:
@@ -141,7 +143,7 @@ class Engine:
         return result
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
-        """`loss`, `samples` and the metrics over `batches`, each sample counted once."""
+        """`loss` (and its parts), `samples` and the metrics over `batches`, each sample counted once."""
         values = evaluate(self.model, batches, metrics, self._forward, self.world)
         for observer in self._observers:
             observer.end_evaluation(self, values)

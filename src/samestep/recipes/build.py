@@ -149,4 +149,4 @@ def _loss(part: Part) -> LossFunction:
         raise RecipeError(
             f"loss.options.{unknown[0]} is not an option", rule=f"parameters of {part.name}", do="remove it"
         )
-    return partial(function, **part.options)
+    return partial(function, **part.options) if part.options else function

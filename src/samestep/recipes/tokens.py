@@ -131,7 +131,8 @@ class _Block(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         features = features + self.dropout(self._attend(self.attention_norm(features)))
-        return features + self.dropout(self.layers(self.layers_norm(features)))
+        added: torch.Tensor = self.dropout(self.layers(self.layers_norm(features)))
+        return features + added
 
     def _attend(self, features: torch.Tensor) -> torch.Tensor:
         # Written out: the fused kernels for this have no deterministic backward on every device.

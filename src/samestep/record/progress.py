@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from samestep.record.events import Event
+from samestep.record.values import shown
 
 
 class ProgressLine:
@@ -49,7 +50,7 @@ class ProgressLine:
 def epoch_line(event: Event) -> str:
     """One evaluation in one line, without what depends on the machine's speed."""
     known = ("event", "step", "epoch", "epochs", "train_loss", "loss", "samples", "is_best", "samples_per_second")
-    metrics = "  ".join(f"{name} {value:.2%}" for name, value in event.items() if name not in known)
+    metrics = "  ".join(f"{name} {shown(name, value)}" for name, value in event.items() if name not in known)
     best = "  best" if event["is_best"] else ""
     return (
         f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "

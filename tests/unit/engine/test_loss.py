@@ -1,5 +1,6 @@
 """A loss is a sum and a count; whatever cannot be one is refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from samestep.engine.loss import Loss, as_loss, cross_entropy
+from samestep.errors import InputError
 
 
 def test_a_loss_is_taken_as_it_is() -> None:
@@ -58,6 +60,55 @@ def test_cross_entropy_over_its_count_is_torchs_mean(shape: tuple[int, ...], smo
     mean = functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
     assert int(loss.count) == int((targets != -100).sum())
     torch.testing.assert_close(loss.sum / loss.count, mean, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 3)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_cross_entropy_over_its_count_is_torchs_weighted_mean(
+    shape: tuple[int, ...], smoothing: float
+) -> None:
+    outputs, targets = outputs_and_targets(*shape)
+    targets.view(-1)[::3] = -100
+    weight = [0.1, 2.0, 0.0, 0.7]
+    loss = cross_entropy(outputs, targets, weight=weight, label_smoothing=smoothing)
+    expected = functional.cross_entropy(
+        outputs, targets, weight=torch.tensor(weight, dtype=torch.float64), label_smoothing=smoothing
+    )
+    assert float(loss.count) == pytest.approx(sum(weight[int(target)] for target in targets.view(-1) if target >= 0))
+    torch.testing.assert_close(loss.sum / loss.count, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("weight", [None, [0.1, 2.0, 0.0, 0.7]])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5)])
+def test_probabilities_count_as_torch_counts_them(shape: tuple[int, ...], weight: list[float] | None) -> None:
+    outputs, _ = outputs_and_targets(*shape)
+    targets = torch.softmax(outputs.flip(0), 1)
+    loss = cross_entropy(outputs, targets, weight=weight, label_smoothing=0.1)
+    given = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+    expected = functional.cross_entropy(outputs, targets, weight=given, label_smoothing=0.1)
+    torch.testing.assert_close(loss.sum / loss.count, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("weight", [[0.3, 2.0, 1.0], torch.tensor([0.3, 2.0, 1.0])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_weights_follow_the_outputs(weight: Any, dtype: torch.dtype) -> None:
+    outputs, targets = outputs_and_targets(5, 3)
+    loss = cross_entropy(outputs.to(dtype), targets, weight=weight)
+    assert loss.sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = functional.cross_entropy(outputs, targets, weight=torch.tensor([0.3, 2.0, 1.0], dtype=torch.float64))
+    assert float(loss.sum / loss.count) == pytest.approx(float(expected), rel=1e-2)
+
+
+def test_sums_are_taken_in_32_bits_at_least() -> None:
+    outputs = torch.zeros(5000, 2, dtype=torch.bfloat16)
+    assert float(cross_entropy(outputs, torch.zeros(5000, dtype=torch.int64)).sum) == pytest.approx(5000 * math.log(2))
+
+
+def test_shapes_that_do_not_fit_are_refused_though_they_have_as_many_numbers() -> None:
+    with pytest.raises(InputError, match=r"outputs have the shape \(2, 4, 3\) and targets \(3, 2\)"):
+        cross_entropy(torch.zeros(2, 4, 3), torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(InputError, match=r"weights of shape \(3,\) for 4 classes"):
+        cross_entropy(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), weight=[1, 1, 1])
 
 
 def test_ignored_targets_neither_add_nor_count() -> None:

@@ -1,0 +1,10 @@
+"""How the numbers of an evaluation are shown to a person."""
+
+from __future__ import annotations
+
+
+def shown(name: str, value: float) -> str:
+    """Losses as they are, the number of samples whole, metrics in percent."""
+    if name == "samples":
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if name == "loss" or name.startswith("loss_") else f"{value:.2%}"

@@ -1,0 +1,111 @@
+"""Losses of a recipe: class weights as a list, and losses of several parts by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep import MultiLoss, World
+from samestep.config import Recipe, RunOptions
+from samestep.engine.multi_loss import LossPart
+from samestep.errors import InputError, RecipeError
+from samestep.recipes.build import Built, build
+from samestep.recipes.parse import load_recipe
+from system import events, here, weights
+
+PARTS = """
+import samestep
+
+
+def _count(targets):
+    return (targets != -100).sum()
+
+
+class Parts(samestep.MultiLoss):
+    def __init__(self, sharpness: float = 0.0) -> None:
+        super().__init__([
+            samestep.LossPart("tokens", lambda o, t: samestep.cross_entropy(o, t).sum, _count),
+            samestep.LossPart("size", lambda o, t: (o**2).mean(dim=(1, 2)).sum(), weight=sharpness),
+        ])
+
+
+parts = Parts(0.1)
+"""
+SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "epochs=1")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of losses."""
+    (tmp_path / "parts_beside.py").write_text(PARTS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return tmp_path
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("tokens", [*SMALL, *overrides])
+
+
+def built(world: World, *overrides: str) -> Built:
+    return build(recipe(*overrides), RunOptions(workers=0), world)
+
+
+def test_class_weights_are_a_list_in_a_recipe(alone: World) -> None:
+    heavy = [1.0 + number for number in range(29)]
+    made = built(alone, f"loss.options.weight={heavy}", "loss.options.label_smoothing=0.1")
+    batches = list(made.evaluation)
+    value = made.engine.evaluate(batches)["loss"]
+    shards = [shard.data for batch in batches for shard in batch.parts]
+    total = count = 0.0
+    with torch.no_grad():
+        for inputs, targets in shards:
+            outputs, weight = made.engine.model(inputs), torch.tensor(heavy, dtype=torch.float64)
+            loss = torch.nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)(outputs.double(), targets)
+            share = float(weight[targets[targets != -100]].sum())
+            total, count = total + float(loss) * share, count + share
+    assert value == pytest.approx(total / count, rel=1e-5)
+
+
+def test_class_weights_of_another_number_of_classes_are_refused(alone: World) -> None:
+    made = built(alone, "loss.options.weight=[1, 2]")
+    with pytest.raises(InputError, match=r"weights of shape \(2,\) for 29 classes"):
+        made.engine.step(next(iter(made.train)))
+
+
+@pytest.mark.parametrize("name", ["parts_beside:parts", "parts_beside:Parts"])
+def test_losses_of_parts_are_named_like_others(place: Path, alone: World, name: str) -> None:
+    made = built(alone, f"loss.name={name}")
+    assert {"loss", "loss_tokens", "loss_size", "samples"} == made.engine.evaluate(made.evaluation).keys()
+
+
+def test_options_go_to_a_class_of_losses_and_nowhere_else(place: Path, alone: World) -> None:
+    built(alone, "loss.name=parts_beside:Parts", "loss.options.sharpness=0.2")
+    with pytest.raises(RecipeError, match=r"loss\.options\.sharp is not an option"):
+        built(alone, "loss.name=parts_beside:Parts", "loss.options.sharp=0.2")
+    with pytest.raises(RecipeError, match=r"loss\.options\.sharpness is not an option"):
+        built(alone, "loss.name=parts_beside:parts", "loss.options.sharpness=0.2")
+
+
+def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--set", "loss.name=parts_beside:parts", *SMALL)
+    runs = []
+    for processes in (1, 3):
+        arguments = ("tokens", "--processes", processes, "--name", f"on-{processes}")
+        assert here("train", *arguments, *settings, cwd=place) == 0
+        runs.append(place / "runs" / f"on-{processes}")
+    assert weights(runs[0]) == weights(runs[1])
+    (told,) = events(runs[0], "evaluation")
+    assert told["loss"] == pytest.approx(told["loss_tokens"] + 0.1 * told["loss_size"], rel=1e-12)
+    said = capsys.readouterr()
+    assert f"loss_tokens {told['loss_tokens']:.4f}" in f"{said.out} {said.err}"
+    assert here("eval", runs[0], cwd=place) == 0
+    assert f"loss_size   {told['loss_size']:.4f}" in capsys.readouterr().out
+
+
+def test_public_names_are_the_ones_of_the_engine() -> None:
+    import samestep
+
+    assert (samestep.LossPart, samestep.MultiLoss) == (LossPart, MultiLoss)
