@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         resume_on=arguments.resume_on,
         checks_losses=not arguments.loss_of_shards,
         preload=options.PRELOAD,
-        tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False),
+        tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False, soft_wrap=True),
     )
     data = certificate_data(found)
     write_certificate(data, folder)

@@ -14,6 +14,8 @@ from samestep.tools.verify.record import Record, StepRecord
 
 # In float64 rounding stays far below this, and wrong mathematics far above.
 _ROUNDING = 1e-9
+# Errors of a rank that does something else than the others.
+_OUT_OF_STEP = ("RollCallError", "PeerLostError")
 # What is not even repeated by the same number of processes, where no arithmetic is between it and the seed.
 _NOT_SEEDED = {
     "inputs": Cause.AUGMENTATION,
@@ -54,22 +56,18 @@ class _Attribution:
     def _ended(self, first: Difference | None) -> Finding:
         """A run that ended early, or has other steps than the reference."""
         failure = self._other.failure
-        if failure is not None and failure.kind == "UnusedParameterError":
-            return Finding(Cause.UNUSED, first, (failure.text.removeprefix("error: "),))
         told = failure.text.removeprefix("error: ") if failure is not None else ""
-        missing = self._reference.steps.get(first.step) if first and first.step else None
-        if missing is not None and missing.main["ends_epoch"]:
-            evidence = f"with {self._one} processes, step {missing.number} is the last batch of the epoch, "
-            size = len(missing.main["order"])
-            return Finding(
-                Cause.LAST_BATCH,
-                first,
-                (f"{evidence}of {size} samples; with {self._many} it is not made", *([told] if told else [])),
-            )
-        if self._other.is_stuck or (failure is not None and failure.kind in ("DriftError", "RollCallError")):
+        if failure is not None and failure.kind == "UnusedParameterError":
+            return Finding(Cause.UNUSED, first, (told.splitlines()[0],))
+        if self._other.is_stuck or (failure is not None and failure.kind in _OUT_OF_STEP):
             made = [len({n["step"] for n in notes if n["kind"] == "step"}) for notes in self._other.events]
             steps = ", ".join(f"rank {rank} made {number} steps" for rank, number in enumerate(made))
             return Finding(Cause.DIVERGED, first, (steps, *([told] if told else [])))
+        missing = self._reference.steps.get(first.step) if first and first.step else None
+        if missing is not None and missing.main["ends_epoch"]:
+            what = f"step {missing.number} is the last batch of the epoch, of {len(missing.main['order'])} samples"
+            not_made = f"on {_processes(self._one)} {what}; on {_processes(self._many)} it is not made"
+            return Finding(Cause.LAST_BATCH, first, (not_made, *([told] if told else [])))
         if failure is not None:
             return Finding(Cause.FAILED, first, (told,))
         return Finding(Cause.DATA_ORDER, first, (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",))
@@ -77,10 +75,10 @@ class _Attribution:
     def _unrepeatable(self, first: Difference) -> Finding | None:
         """The same number of processes twice: what differs then does not depend on the number."""
         base = self._lab.trial(self._many)
-        again = compare(base, self._lab.again(base), None).first
+        again = _between_runs(compare(base, self._lab.again(base), None))
         if again is None:
             return None
-        evidence = f"{self._many} processes twice differ as well: {where(again)}"
+        evidence = f"{_processes(self._many)}, run twice, differ from one run to the other: {where(again)}"
         if again.stage in _NOT_SEEDED:
             return Finding(_NOT_SEEDED[again.stage], again, (evidence, "it does not come from a seed"))
         if again.stage == "before":
@@ -222,7 +220,7 @@ class _Attribution:
         return Finding(cause, first, tuple(filter(None, (*evidence, f"{_HELD[cause]}, {self._rest(compared)}"))))
 
     def _rest(self, compared: Comparison) -> str:
-        pair = f"{self._one} and {self._many} processes"
+        pair = f"{self._one} and {_processes(self._many)}"
         return (
             f"{pair} compute the same"
             if compared.first is None
@@ -257,6 +255,16 @@ _HELD = {
     Cause.BATCH_NORM: "with this module in evaluation mode",
     Cause.REDUCTION: "with the exact reduction",
 }
+
+
+def _between_runs(compared: Comparison) -> Difference | None:
+    """The first difference of two runs that is not one between the ranks of a run."""
+    found = [each for each in compared.failing if each.ranks is None]
+    return min(found, key=lambda each: each.place, default=None)
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
 
 
 def _goes(compared: Comparison, first: Difference) -> bool:

@@ -211,7 +211,7 @@ def _compare_evaluations(reference: Record, other: Record, tolerance: float | No
         found.add(Difference(quantity="evaluation", stage="evaluation", step=None, detail=detail), None)
     for ours, theirs in zip(one, two, strict=False):
         mine, its = ours["values"], theirs["values"]
-        for name in [*mine, *(name for name in its if name not in mine)]:
+        for name in sorted({*mine, *its}, key=lambda name: (name != "samples", name)):
             found.count("evaluation")
             if mine.get(name) != its.get(name):
                 place = Difference(

@@ -1,0 +1,23 @@
+"""The dataset draws its noise from a generator of its own, which goes on from sample to sample."""
+
+import numpy
+import torch
+
+import samestep
+from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd
+
+
+class Noisy(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Sample:
+        noise = self.generator.normal(size=FEATURES).astype("float32")
+        return self.inputs[index] + torch.from_numpy(noise), self.targets[index]
+
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Noisy()))

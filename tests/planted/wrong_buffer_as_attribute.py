@@ -1,0 +1,24 @@
+"""A layer remembers the largest value that it has seen as a plain attribute."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = torch.ones(())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest = torch.maximum(self.largest, 2 * values.detach().abs().max())
+        return values / self.largest
+
+
+with samestep.start() as world:
+    model = seeded(Plain, Scaled())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,24 @@
+"""A running mean lives in a buffer that is not persistent, so nobody averages it over shards."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean(0)
+        return values - self.mean
+
+
+with samestep.start() as world:
+    model = seeded(Plain, Centred())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,9 @@
+"""The seed of the order is the number of processes."""
+
+import samestep
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points(), seed=world.size))

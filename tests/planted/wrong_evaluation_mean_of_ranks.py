@@ -1,0 +1,29 @@
+"""The accuracy is the mean of the ranks' accuracies, though they saw different numbers of samples."""
+
+import torch
+
+import samestep
+from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
+
+
+class Accuracy:
+    name = "accuracy"
+
+    def __init__(self) -> None:
+        self.right, self.seen = 0, 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.right += int((outputs.argmax(1) == targets).sum())
+        self.seen += len(targets)
+
+    def compute(self, world: samestep.World) -> float:
+        mean = torch.tensor(self.right / max(1, self.seen), dtype=torch.float64)
+        world.all_reduce(mean)
+        return float(mean) / world.size
+
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))
+    engine.evaluate(evaluation(world, 27), [Accuracy()])

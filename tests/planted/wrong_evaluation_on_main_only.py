@@ -1,0 +1,12 @@
+"""Only the main rank evaluates."""
+
+import samestep
+from parts import Net, Points, batches_of, evaluation, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    for batch in batches_of(world, Points()):
+        result = engine.step(batch)
+        if world.is_main and result.step == 3:
+            engine.evaluate(evaluation(world))

@@ -1,0 +1,13 @@
+"""The evaluation set is padded until it divides by the number of processes, and the padding is counted."""
+
+from torch.utils.data import Subset
+
+import samestep
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))
+    padded = Subset(Points(31, noise=0.0), [*range(31), *range(-31 % world.size)])
+    engine.evaluate(samestep.loader(padded, batch_size=16, shards=8, world=world))

@@ -1,0 +1,12 @@
+"""The weights begin from a seed that counts the processes."""
+
+import torch
+
+import samestep
+from parts import Net, Points, batches_of, fit, sgd
+
+with samestep.start() as world:
+    torch.manual_seed(world.size)
+    model = Net()
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,12 @@
+"""Nothing seeds the weights."""
+
+import torch
+
+import samestep
+from parts import Net, Points, batches_of, fit, sgd
+
+with samestep.start() as world:
+    torch.seed()
+    model = Net()
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

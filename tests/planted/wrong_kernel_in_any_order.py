@@ -1,0 +1,24 @@
+"""A kernel that adds in whatever order its parts come, as atomic additions do."""
+
+import os
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class AtomicMean(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7)))
+        total = torch.zeros_like(values[:, 0])
+        for column in torch.randperm(values.shape[1], generator=generator).tolist():
+            total = total + values[:, column]
+        return values - total[:, None] / values.shape[1]
+
+
+with samestep.start() as world:
+    model = seeded(Plain, AtomicMean())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

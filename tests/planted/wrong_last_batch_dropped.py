@@ -1,0 +1,11 @@
+"""A last batch that does not divide by the number of processes is left out."""
+
+import samestep
+from parts import Net, Points, batches_of, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    for batch in batches_of(world, Points()):
+        if batch.size % world.size == 0:
+            engine.step(batch)

@@ -1,0 +1,12 @@
+"""The dataset is padded with its first samples until it divides by the number of processes."""
+
+from torch.utils.data import Subset
+
+import samestep
+from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    padded = [*range(SAMPLES), *range(-SAMPLES % world.size)]
+    fit(engine, batches_of(world, Subset(Points(), padded), shuffle=False))

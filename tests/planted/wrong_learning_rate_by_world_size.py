@@ -1,0 +1,9 @@
+"""The learning rate is multiplied by the number of processes, though the global batch is the same."""
+
+import samestep
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model, lr=0.05 * world.size), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,11 @@
+"""The mean over a shard's tokens stands for a mean over its lines: shards with little padding count too little."""
+
+from torch import nn
+
+import samestep
+from parts import Lines, TokenNet, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(TokenNet)
+    engine = samestep.Engine(model, sgd(model), nn.CrossEntropyLoss(ignore_index=-100), world=world)
+    fit(engine, batches_of(world, Lines()))

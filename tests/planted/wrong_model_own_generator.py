@@ -1,0 +1,24 @@
+"""A dropout layer draws from a generator of its own, which goes on from shard to shard."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class OwnDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return values
+        return values * (torch.rand(values.shape, generator=self.generator) > 0.2)
+
+
+with samestep.start() as world:
+    model = seeded(Plain, OwnDropout())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

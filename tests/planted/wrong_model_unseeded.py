@@ -1,0 +1,23 @@
+"""A layer draws noise from a generator that is seeded from the clock."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0.1 * torch.randn(values.shape, generator=self.generator) if self.training else values
+
+
+with samestep.start() as world:
+    model = seeded(Plain, Noise())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,16 @@
+"""Weights are clipped after each step, on the main rank only."""
+
+import torch
+
+import samestep
+from parts import Net, Points, batches_of, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    for batch in batches_of(world, Points()):
+        engine.step(batch)
+        if world.is_main:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.2, 0.2)

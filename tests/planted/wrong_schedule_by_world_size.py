@@ -1,0 +1,13 @@
+"""The schedule counts the steps that each rank would make with a batch of its own."""
+
+from torch.optim.lr_scheduler import StepLR
+
+import samestep
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+with samestep.start() as world:
+    model = seeded(Net)
+    optimizer = sgd(model)
+    schedule = StepLR(optimizer, step_size=max(1, 4 // world.size), gamma=0.5)
+    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,22 @@
+"""The cores of the machine are divided among the processes."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+
+
+class WideMean(nn.Module):
+    """A sum so long that threads share it."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        wide = torch.sin(values.sum() * torch.arange(1.0, 1_000_001.0))
+        return values + wide.sum() / 1e6
+
+
+with samestep.start() as world:
+    torch.set_num_threads(max(1, 4 // world.size))
+    model = seeded(Plain, WideMean())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points(64)))

@@ -1,0 +1,23 @@
+"""A second head is used only for shards that begin with a certain class."""
+
+import torch
+from torch import nn
+
+import samestep
+from parts import CLASSES, FEATURES, Points, batches_of, fit, seeded, sgd
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.second = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.head(inputs)
+        return outputs + self.second(inputs) if inputs[0, 0] > 0 else outputs
+
+
+with samestep.start() as world:
+    model = seeded(TwoHeads)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))
