@@ -41,6 +41,7 @@ PUBLIC = {
     "cross_entropy",
     "launch",
     "loader",
+    "scaled_lr",
     "start",
 }
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from samestep.config import StepRules
     from samestep.data.loader import loader
+    from samestep.engine.learning_rate import scaled_lr
     from samestep.engine.loss import Loss, cross_entropy
     from samestep.engine.multi_loss import LossPart, MultiLoss
     from samestep.engine.step import Engine, StepResult
@@ -36,6 +37,7 @@ _HOMES = {
     "cross_entropy": "engine.loss",
     "launch": "runtime.launch",
     "loader": "data.loader",
+    "scaled_lr": "engine.learning_rate",
     "start": "runtime.session",
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "cross_entropy",
     "launch",
     "loader",
+    "scaled_lr",
     "start",
 ]
 

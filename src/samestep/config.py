@@ -12,6 +12,7 @@ BatchNorm = Literal["shard", "sync"]
 NonFinite = Literal["stop", "skip"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+LearningRateRule = Literal["fixed", "linear", "sqrt"]
 
 _WORDS = {
     "reduction": get_args(Reduction),
@@ -132,6 +133,44 @@ class SchedulePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRatePart:
+    """How the optimizer's own rate follows the global batch size.
+
+    Attributes:
+        rule: `fixed`: not at all; `linear`: times `batch_size / base_batch_size`; `sqrt`: times its square root.
+        base_batch_size: the batch size that the optimizer's own rate is meant for.
+    """
+
+    __pydantic_config__: ClassVar = _NOTHING_UNKNOWN
+
+    rule: LearningRateRule = "fixed"
+    base_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        rules, base = get_args(LearningRateRule), self.base_batch_size
+        _require(
+            self.rule in rules,
+            f"learning_rate.rule is {self.rule!r}",
+            f"one of {', '.join(rules)}",
+            "set learning_rate.rule: fixed",
+        )
+        if self.rule == "fixed":
+            _require(
+                base is None,
+                f"learning_rate.base_batch_size is {base} but learning_rate.rule is fixed",
+                "a base batch size goes with linear or sqrt",
+                "set learning_rate.rule: linear, or leave base_batch_size out",
+            )
+            return
+        _require(
+            base is not None and base >= 1,
+            f"learning_rate.rule is {self.rule} and learning_rate.base_batch_size is {base}",
+            "base_batch_size >= 1: the batch size that the optimizer's lr is meant for",
+            "set learning_rate.base_batch_size: 256",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything the mathematics of a run depends on; nothing of the machine.
 
@@ -149,6 +188,7 @@ class Recipe:
     model: ModelPart
     loss: Part = Part(name="cross_entropy")
     optimizer: Part
+    learning_rate: LearningRatePart = LearningRatePart()
     schedule: SchedulePart = SchedulePart()
     metrics: tuple[str, ...] = ("accuracy",)
     batch_size: int

@@ -57,6 +57,17 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
 
 
+def number_of_processes(text: str) -> int:
+    """What `--processes` says where it is a number.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise InputError(f"--processes {text}", rule="a positive number, or auto", do="--processes 2")
+    return int(text)
+
+
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of a command as data."""
     return RunOptions(
@@ -90,7 +101,6 @@ def _count(processes: str, shards: int, device: str) -> int:
             launch(ByName("samestep.recipes.run", "count_gpus"), processes=1, preload=PRELOAD) if device != "cpu" else 0
         )
         return min(shards, gpus or read_environment().cores)
-    if not (processes.isascii() and processes.isdigit()) or int(processes) < 1:
-        raise InputError(f"--processes {processes}", rule="a positive number, or auto", do="--processes 2")
-    require_enough_shards(shards, int(processes))
-    return int(processes)
+    count = number_of_processes(processes)
+    require_enough_shards(shards, count)
+    return count

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options
+from samestep.cli import device_batch, options
 from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, SamestepError
 from samestep.recipes.parse import load_recipe, shipped_recipes, write_recipe
@@ -26,6 +27,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("recipe", help=f"{', '.join(shipped_recipes())}, or a YAML file")
     options.add_set_option(parser)
+    device_batch.add_option(parser)
     options.add_machine_options(parser)
     options.add_saving_options(parser)
     group = parser.add_argument_group("where it goes")
@@ -37,11 +39,14 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all epochs are done, 130 when somebody asked to end."""
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, device_batch.overrides(arguments))
     chosen = options.run_options(arguments)
     folder: Path = arguments.runs / (arguments.name or _free_name(arguments.runs, Path(arguments.recipe).stem))
     is_first = not folder.parent.exists()
+    meant = device_batch.told(arguments, recipe)
     _create(folder, recipe)
+    if meant and not arguments.json:
+        print(meant, file=sys.stderr)
     try:
         return run_ranks(arguments, recipe, chosen, folder)
     except SamestepError as error:

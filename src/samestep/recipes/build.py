@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import ModelPart, Part, Recipe, RunOptions, SchedulePart
 from samestep.data.loader import Loader
+from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
 from samestep.engine.step import Engine
 from samestep.errors import RecipeError
@@ -32,7 +33,8 @@ class Built:
     """What a recipe stands for.
 
     Attributes:
-        notes: what a person should be told: weights that did not match, parameters that are frozen.
+        notes: what a person should be told: weights that did not match, parameters that are frozen, a rate that was
+            scaled.
     """
 
     engine: Engine
@@ -54,6 +56,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     model, notes = _model(recipe, splits)
     train, evaluation = _loaders(recipe, options, splits, world)
     optimizer = _optimizer(recipe.optimizer, model)
+    notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss: LossFunction = _loss(recipe.loss)
     engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step)

@@ -50,6 +50,7 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
     data = json.loads(_as_json(raw, origin))
     for override in overrides:
         _override(data, override)
+    _refuse_what_is_meant_otherwise(data, origin)
     try:
         # Through JSON, because strict checks of it take lists for tuples and nothing else for anything else.
         return TypeAdapter(Recipe).validate_json(json.dumps(data), strict=True)
@@ -150,6 +151,25 @@ def _override(data: dict[str, Any], override: str) -> None:
             )
         place = inner
     place[leaf] = value
+
+
+def _refuse_what_is_meant_otherwise(data: Mapping[str, Any], origin: str) -> None:
+    """Keys that people know from elsewhere, where the nearest valid one would lead them astray."""
+    if "per_device_batch_size" in data:
+        size = json.dumps(data["per_device_batch_size"])
+        raise RecipeError(
+            f"{origin}: per_device_batch_size is {size}",
+            rule="a recipe knows no devices: batch_size counts the samples of all of them together",
+            do=f"batch_size: {size} times the devices you mean, or samestep train ... --per-device-batch-size {size} "
+            "--processes N",
+        )
+    rate = data.get("learning_rate")
+    if isinstance(rate, int | float):
+        raise RecipeError(
+            f"{origin}: learning_rate is {json.dumps(rate)}",
+            rule="learning_rate says how the optimizer's lr follows batch_size: {rule: linear, base_batch_size: 256}",
+            do=f"--set optimizer.options.lr={rate}",
+        )
 
 
 def _explain(error: ErrorDetails, origin: str) -> RecipeError:

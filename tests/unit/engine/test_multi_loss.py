@@ -12,6 +12,7 @@ from torch.nn import functional
 import samestep
 from batches import batch_of, random_batch, random_data
 from models import Perceptron, seeded
+from samestep.config import StepRules
 from samestep.engine.loss import Loss
 from samestep.engine.step import Engine
 from samestep.errors import InputError, NonFiniteError, RunError
@@ -98,6 +99,29 @@ def test_one_part_by_samples_is_the_plain_loss(alone: World) -> None:
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
 
 
+def test_parts_go_with_batch_norm_over_the_whole_batch(alone: World) -> None:
+    """Then a step is that of the whole batch in plain torch, whatever the shards."""
+    inputs, targets = random_data(13)
+    targets[:5] = -100
+    model, plain = seeded(0, NormedAndSquared), seeded(0, NormedAndSquared)
+    loss = samestep.MultiLoss(
+        [
+            Part("tokens", lambda outputs, targets: tokens(outputs[0], targets), counted),
+            Part("squares", lambda outputs, targets: squares(outputs[0], targets), weight=0.3),
+            Part("penalty", lambda outputs, targets: outputs[1], "once", weight=0.1),
+        ]
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = Engine(model, optimizer, loss, world=alone, rules=StepRules(batch_norm="sync"))
+    result = engine.step(batch_of(alone, inputs, targets, 4))
+    outputs, penalty = plain(inputs)
+    expected = functional.cross_entropy(outputs, targets) + 0.3 * squares(outputs, targets) / 13 + 0.1 * penalty
+    expected.backward()
+    assert result.loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-14)
+
+
 def test_a_part_that_is_not_finite_names_its_shard(alone: World) -> None:
     inputs, targets = random_data(8)
     inputs[6] = math.nan
@@ -170,6 +194,18 @@ def test_a_loss_of_parts_is_refused_inside_another_loss(alone: World) -> None:
 
 
 # --- outputs that are more than a tensor -----------------------------------------------------------------
+
+
+class NormedAndSquared(torch.nn.Sequential):
+    """With batch norm; returns its outputs, and the squares of its last weights."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            torch.nn.Linear(6, 5, bias=False), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 4)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(inputs), self[3].weight.square().sum()
 
 
 class Both(Perceptron):
