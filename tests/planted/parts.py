@@ -45,9 +45,7 @@ class Lines:
 
 def load(*, samples: int = SAMPLES) -> Splits:
     """The points for a recipe."""
-    return Splits(
-        train=Points(samples), evaluation=Points(31, noise=0.0), classes=tuple(map(str, range(CLASSES)))
-    )
+    return Splits(train=Points(samples), evaluation=Points(31, noise=0.0), classes=tuple(map(str, range(CLASSES))))
 
 
 def seeded(model: type[nn.Module], *arguments: object) -> nn.Module:

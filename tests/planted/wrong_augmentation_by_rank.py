@@ -1,9 +1,9 @@
 """Every rank augments with noise that is a function of its number, as blog posts advise."""
 
 import torch
+from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd
 
 import samestep
-from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd
 
 
 class Noisy(Points):

@@ -2,9 +2,9 @@
 
 import numpy
 import torch
+from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd
 
 import samestep
-from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd
 
 
 class Noisy(Points):

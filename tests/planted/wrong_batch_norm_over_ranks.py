@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class OwnSyncNorm(nn.Module):

@@ -1,10 +1,10 @@
 """A layer remembers the largest value that it has seen as a plain attribute."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class Scaled(nn.Module):

@@ -1,10 +1,10 @@
 """A running mean lives in a buffer that is not persistent, so nobody averages it over shards."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class Centred(nn.Module):

@@ -1,9 +1,9 @@
 """Every rank takes its part of the dataset by hand, and the loader cuts that again."""
 
+from parts import Net, Points, batches_of, fit, seeded, sgd
 from torch.utils.data import Subset
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

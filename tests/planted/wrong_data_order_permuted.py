@@ -1,10 +1,10 @@
 """The dataset is shuffled before the loader sees it, with a seed that each rank chooses."""
 
 import torch
+from parts import Net, Points, batches_of, fit, seeded, sgd
 from torch.utils.data import Subset
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

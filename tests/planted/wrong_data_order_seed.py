@@ -1,7 +1,8 @@
 """The seed of the order is the number of processes."""
 
-import samestep
 from parts import Net, Points, batches_of, fit, seeded, sgd
+
+import samestep
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,9 +1,9 @@
 """The accuracy is the mean of the ranks' accuracies, though they saw different numbers of samples."""
 
 import torch
+from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
 
 import samestep
-from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
 
 
 class Accuracy:

@@ -1,7 +1,8 @@
 """Only the main rank evaluates."""
 
-import samestep
 from parts import Net, Points, batches_of, evaluation, seeded, sgd
+
+import samestep
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,9 +1,9 @@
 """The evaluation set is padded until it divides by the number of processes, and the padding is counted."""
 
+from parts import Net, Points, batches_of, fit, seeded, sgd
 from torch.utils.data import Subset
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,9 +1,9 @@
 """The weights begin from a seed that counts the processes."""
 
 import torch
+from parts import Net, Points, batches_of, fit, sgd
 
 import samestep
-from parts import Net, Points, batches_of, fit, sgd
 
 with samestep.start() as world:
     torch.manual_seed(world.size)

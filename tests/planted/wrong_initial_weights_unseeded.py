@@ -1,9 +1,9 @@
 """Nothing seeds the weights."""
 
 import torch
+from parts import Net, Points, batches_of, fit, sgd
 
 import samestep
-from parts import Net, Points, batches_of, fit, sgd
 
 with samestep.start() as world:
     torch.seed()

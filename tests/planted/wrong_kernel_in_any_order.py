@@ -3,10 +3,10 @@
 import os
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class AtomicMean(nn.Module):

@@ -1,7 +1,8 @@
 """A last batch that does not divide by the number of processes is left out."""
 
-import samestep
 from parts import Net, Points, batches_of, seeded, sgd
+
+import samestep
 
 with samestep.start() as world:
     model = seeded(Net)

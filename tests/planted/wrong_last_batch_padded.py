@@ -1,9 +1,9 @@
 """The dataset is padded with its first samples until it divides by the number of processes."""
 
+from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd
 from torch.utils.data import Subset
 
 import samestep
-from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,7 +1,8 @@
 """The learning rate is multiplied by the number of processes, though the global batch is the same."""
 
-import samestep
 from parts import Net, Points, batches_of, fit, seeded, sgd
+
+import samestep
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,9 +1,9 @@
 """The loss is divided by the number of processes, because somewhere it said that DDP sums."""
 
 import torch
+from parts import Net, Points, batches_of, fit, seeded, sgd
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
 

@@ -1,9 +1,9 @@
 """The mean over a shard's tokens stands for a mean over its lines: shards with little padding count too little."""
 
+from parts import Lines, TokenNet, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Lines, TokenNet, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(TokenNet)

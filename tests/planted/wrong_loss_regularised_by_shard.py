@@ -1,9 +1,9 @@
 """A penalty is added to every shard's sum, so it counts as often as there are shards."""
 
 import torch
+from parts import Net, Points, batches_of, fit, seeded, sgd
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

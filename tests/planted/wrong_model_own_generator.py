@@ -1,10 +1,10 @@
 """A dropout layer draws from a generator of its own, which goes on from shard to shard."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class OwnDropout(nn.Module):

@@ -1,10 +1,10 @@
 """A layer seeds torch with the rank before it draws, so that ranks drop different units."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class RankDropout(nn.Dropout):

@@ -1,10 +1,10 @@
 """A layer draws noise from a generator that is seeded from the clock."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class Noise(nn.Module):

@@ -1,9 +1,9 @@
 """Weights are clipped after each step, on the main rank only."""
 
 import torch
+from parts import Net, Points, batches_of, seeded, sgd
 
 import samestep
-from parts import Net, Points, batches_of, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

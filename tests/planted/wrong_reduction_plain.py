@@ -1,7 +1,8 @@
 """Gradients meet as they come, though the same bits are wanted."""
 
-import samestep
 from parts import Net, Points, batches_of, fit, seeded, sgd
+
+import samestep
 
 with samestep.start(reduction="fast") as world:
     model = seeded(Net)

@@ -1,9 +1,9 @@
 """The schedule counts the steps that each rank would make with a batch of its own."""
 
+from parts import Net, Points, batches_of, fit, seeded, sgd
 from torch.optim.lr_scheduler import StepLR
 
 import samestep
-from parts import Net, Points, batches_of, fit, seeded, sgd
 
 with samestep.start() as world:
     model = seeded(Net)

@@ -1,10 +1,10 @@
 """The cores of the machine are divided among the processes."""
 
 import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 
 class WideMean(nn.Module):

@@ -1,10 +1,10 @@
 """A second head is used only for shards that begin with a certain class."""
 
 import torch
+from parts import CLASSES, FEATURES, Points, batches_of, fit, seeded, sgd
 from torch import nn
 
 import samestep
-from parts import CLASSES, FEATURES, Points, batches_of, fit, seeded, sgd
 
 
 class TwoHeads(nn.Module):

@@ -1,0 +1,18 @@
+"""Dropout, and noise that a layer draws from torch's global generator."""
+
+import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+from torch import nn
+
+import samestep
+
+
+class Noise(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0.1 * torch.randn_like(values) if self.training else values
+
+
+with samestep.start() as world:
+    model = seeded(Plain, Noise(), nn.Dropout(0.3))
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))
