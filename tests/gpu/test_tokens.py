@@ -1,0 +1,34 @@
+"""Padded lines on a GPU: embedding, attention and losses by tokens have deterministic kernels there too."""
+
+import hashlib
+
+import pytest
+import torch
+
+import samestep
+from samestep.config import RunOptions
+from samestep.recipes.build import build
+from samestep.recipes.parse import load_recipe
+from samestep.runtime.launch import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+SMALL = ("data.options.lines=100", "model.options.width=32")
+WEIGHTS = f"loss.options.weight={[1 + number / 10 for number in range(29)]}"
+
+
+def train(*overrides: str) -> tuple[str, dict[str, float]]:
+    with samestep.start(device="cuda") as world:
+        built = build(load_recipe("tokens", [*SMALL, *overrides]), RunOptions(workers=0), world)
+        for batch in built.train:
+            built.engine.step(batch)
+        tensors = [tensor.cpu().numpy().tobytes() for tensor in built.engine.model.state_dict().values()]
+        return hashlib.sha256(b"".join(tensors)).hexdigest(), built.engine.evaluate(built.evaluation, built.metrics)
+
+
+@pytest.mark.parametrize("overrides", [(), (WEIGHTS, "loss.options.label_smoothing=0.1"), ("step.precision=bf16",)])
+def test_exact_repeats_bit_for_bit(overrides: tuple[str, ...]) -> None:
+    assert launch(train, *overrides, processes=1) == launch(train, *overrides, processes=1)
