@@ -16,7 +16,7 @@ FLOORS = [
     ["runtime"],
     ["parallel", "data", "checkpoint", "metrics", "record"],
     ["engine"],
-    ["trainer"],
+    ["trainer", "checkpoints"],
     ["recipes"],
     ["tools"],
     ["cli"],

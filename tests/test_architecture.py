@@ -30,6 +30,7 @@ Rule = Callable[..., list[str]]
 
 SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
+    "Checkpoints",
     "Engine",
     "Loss",
     "LossPart",

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from samestep.checkpoints import Checkpoints
     from samestep.config import StepRules
     from samestep.data.loader import loader
     from samestep.engine.learning_rate import scaled_lr
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "checkpoints",
     "Engine": "engine.step",
     "Loss": "engine.loss",
     "LossPart": "engine.multi_loss",
@@ -42,6 +44,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
     "Engine",
     "Loss",
     "LossPart",

@@ -36,6 +36,21 @@ class _Attribution:
         self._one, self._many = reference.processes, other.processes
 
     def find(self, first: Difference | None) -> Finding:
+        """The cause, looked for where the first difference stands."""
+        return self._resumed(first) or self._run_through(first)
+
+    def _resumed(self, first: Difference | None) -> Finding | None:
+        """Killed and resumed runs differ where others do not."""
+        if not self._other.label:
+            return None
+        whole = self._lab.trial(self._many, reference=self._reference)
+        if compare(self._reference, whole, self._lab.conditions.tolerance).failing:
+            return None
+        told = self._other.failure.text.removeprefix("error: ") if self._other.failure else ""
+        seen = f"the run of {_processes(self._many)} that nobody killed computes the same as the reference"
+        return Finding(Cause.RESUME, first, tuple(filter(None, (seen, told))))
+
+    def _run_through(self, first: Difference | None) -> Finding:
         if first is None or first.stage == "steps":
             return self._ended(first)
         by_stage = {

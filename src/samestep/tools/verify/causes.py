@@ -26,6 +26,7 @@ class Cause(StrEnum):
     KERNEL = "non-deterministic kernel"
     THREADS = "thread count"
     REDUCTION = "plain reduction order"
+    RESUME = "what a resumed run does not take up"
     DIVERGED = "ranks that do not do the same steps"
     FAILED = "the run failed"
     UNKNOWN = "not found"
@@ -50,6 +51,7 @@ ADVICE = {
     Cause.KERNEL: "use a deterministic kernel; fast reduction with a tolerance if there is none",
     Cause.THREADS: "set one number of threads for every rank: samestep.start(threads=...), step.threads in a recipe",
     Cause.REDUCTION: "reduction: exact; or verify with --reduction fast, which allows rounding",
+    Cause.RESUME: "save and restore all of model, optimizer, schedule, scaler, steps and cursor: samestep.Checkpoints",
     Cause.DIVERGED: "call engine.step and engine.evaluate on every rank, equally often",
     Cause.FAILED: "look at the error; it appears on this number of processes only",
     Cause.UNKNOWN: "look at the module and the tensor that differ first",

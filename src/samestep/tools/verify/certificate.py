@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from samestep.tools.verify.causes import where
 from samestep.tools.verify.compare import QUANTITIES
 from samestep.tools.verify.verification import Verification
 
@@ -39,6 +40,7 @@ def certificate_data(verification: Verification) -> dict[str, Any]:
             {
                 "processes": comparison.label,
                 "holds": comparison.first is None,
+                "first_difference": where(comparison.seen) if comparison.seen else None,
                 "quantities": {words: comparison.verdict(key) for key, words in QUANTITIES.items()},
                 "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
             }

@@ -83,12 +83,14 @@ class Comparison:
         failing: differences that are not allowed, in order.
         largest: the largest distance, by quantity, of those that are; 0 where all bits are the same.
         compared: how many things were compared, by quantity.
+        seen: the first place where bits differ, allowed or not.
     """
 
     label: str
     failing: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
     compared: dict[str, int] = field(default_factory=dict)
+    seen: Difference | None = None
 
     @property
     def first(self) -> Difference | None:
@@ -106,6 +108,8 @@ class Comparison:
     def add(self, difference: Difference, tolerance: float | None) -> None:
         """Take a difference; it fails unless its distance is known and within the tolerance."""
         quantity, distance = difference.quantity, difference.distance
+        if self.seen is None or difference.place < self.seen.place:
+            self.seen = difference
         if tolerance is not None and distance is not None and distance <= tolerance:
             self.largest[quantity] = max(self.largest.get(quantity, 0.0), distance)
         else:

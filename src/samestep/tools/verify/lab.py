@@ -84,17 +84,23 @@ class Lab:
         """A run whose last rank is killed in a step, gone on from its newest checkpoint on other processes."""
         label = f"{processes}, killed in step {kill_at}, then {resume_on}"
         self._tell(label)
-        plan = self._plan(processes, self.conditions.held, reference=reference, kill_at=kill_at)
+        held = self.conditions.held
+        plan = self._plan(processes, held, reference=reference, kill_at=kill_at)
         first = self._run(plan)
         if first.failure is None or first.failure.by_signal is None:
             raise RunError(
                 f"the run on {processes} processes was not killed in step {kill_at}: it ended before",
                 do="choose --kill-at within the first --steps, and within an epoch",
             )
-        checkpoints = CheckpointFolder(plan.folder / "checkpoints")
-        newest = checkpoints.find("last") if kill_at > 1 else None
-        second = self._run(self._plan(resume_on, self.conditions.held, reference=reference, checkpoint=newest))
-        return joined(first, second, label)
+        # A script resumes by itself, from what it left in its folder.
+        folder = CheckpointFolder(plan.folder / "checkpoints")
+        newest = folder.find("last") if self.subject.recipe is not None and kill_at > 1 else None
+        scratch = plan.folder / "scratch"
+        return joined(
+            first,
+            self._run(self._plan(resume_on, held, reference=reference, checkpoint=newest, scratch=scratch)),
+            label,
+        )
 
     def pair(self, one: int, other: int, held: Held) -> tuple[Record, Record, Comparison]:
         """Two runs of an experiment, compared as the verification does."""

@@ -61,6 +61,7 @@ class Trial:
         cuts_losses: every loss is compared with that of pieces of its shard.
         kill_at: the last rank kills itself in this step; until there, every step leaves a checkpoint.
         checkpoint: the trial goes on from here.
+        scratch: what `{folder}` in a script's arguments stands for: a folder of its own.
         patience: seconds without any progress after which a rank gives up.
     """
 
@@ -74,4 +75,5 @@ class Trial:
     cuts_losses: bool = False
     kill_at: int | None = None
     checkpoint: Path | None = None
+    scratch: Path | None = None
     patience: float = 120.0

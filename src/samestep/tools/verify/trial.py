@@ -35,7 +35,9 @@ def run(subject: Subject, trial: Trial) -> None:
             _run_recipe(subject.recipe, trial, probe)
         else:
             assert subject.script is not None
-            _run_script(subject.script, subject.arguments, trial.folder / f"output-{rank}.log")
+            scratch = str((trial.scratch or trial.folder / "scratch").resolve())
+            arguments = tuple(argument.replace("{folder}", scratch) for argument in subject.arguments)
+            _run_script(subject.script, arguments, trial.folder / f"output-{rank}.log")
         probe.note("end", {})
 
 
