@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,19 +80,19 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments)
     processes = _processes(arguments.processes)
     _check(arguments, subject, processes)
-    folder = _folder(arguments.out, subject.name)
     console = Console(stderr=True, quiet=arguments.json)
-    found = verify(
-        subject,
-        processes,
-        _conditions(arguments, subject.recipe),
-        folder / "trials",
-        kill_at=arguments.kill_at,
-        resume_on=arguments.resume_on,
-        checks_losses=not arguments.loss_of_shards,
-        preload=options.PRELOAD,
-        tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False, soft_wrap=True),
-    )
+    with _new_folder(arguments.out, subject.name) as folder:
+        found = verify(
+            subject,
+            processes,
+            _conditions(arguments, subject.recipe),
+            folder / "trials",
+            kill_at=arguments.kill_at,
+            resume_on=arguments.resume_on,
+            checks_losses=not arguments.loss_of_shards,
+            preload=options.PRELOAD,
+            tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False, soft_wrap=True),
+        )
     data = certificate_data(found)
     write_certificate(data, folder)
     if arguments.json:
@@ -166,14 +168,23 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
     return Conditions(steps=steps, device=arguments.device, held=held, tolerance=tolerance, patience=arguments.patience)
 
 
-def _folder(out: Path | None, name: str) -> Path:
+@contextmanager
+def _new_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """The folder of the certificate; where nothing comes of it, what was made for it goes again."""
     stem = f"verify-{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (Path("runs") / (stem if n == 1 else f"{stem}-{n}") for n in count(1))
     folder = out or next(folder for folder in candidates if not folder.exists())
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=out is not None)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--out DIR"
         ) from error
-    return folder
+    try:
+        yield folder
+    except BaseException:
+        for path in made:
+            if not any(path.iterdir()):
+                path.rmdir()
+        raise

@@ -1,0 +1,126 @@
+"""`samestep verify` names the cause of every planted mistake, and finds none where there is none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE
+from samestep.tools.verify.causes import Cause
+from system import here
+
+FOLDER = Path(__file__).parent
+RESUMED = ("--kill-at", "3", "--resume-on", "2", "--", "{folder}")
+
+# What is wrong in each, and a word that the place or the evidence has to have.
+MISTAKES = {
+    "augmentation_by_rank": (Cause.AUGMENTATION, "which process makes them"),
+    "augmentation_own_generator": (Cause.AUGMENTATION, "117 samples differ"),
+    "batch_norm_over_ranks": (Cause.BATCH_NORM, "module 2"),
+    "buffer_as_attribute": (Cause.UNSYNCHRONISED, "2.largest"),
+    "buffer_not_saved": (Cause.UNSYNCHRONISED, "2.mean"),
+    "data_order_by_hand": (Cause.DATA_ORDER, "place"),
+    "data_order_permuted": (Cause.DATA_ORDER, "other samples of the dataset"),
+    "data_order_seed": (Cause.DATA_ORDER, "step 1"),
+    "evaluation_mean_of_ranks": (Cause.EVALUATION, "accuracy"),
+    "evaluation_on_main_only": (Cause.DIVERGED, "rank 0"),
+    "evaluation_padded": (Cause.EVALUATION, "samples 31 and 32"),
+    "initial_weights_by_size": (Cause.INITIAL_WEIGHTS, "step 1"),
+    "initial_weights_unseeded": (Cause.INITIAL_WEIGHTS, "run twice"),
+    "kernel_in_any_order": (Cause.KERNEL, "module 2"),
+    "last_batch_dropped": (Cause.LAST_BATCH, "21 samples"),
+    "last_batch_padded": (Cause.LAST_BATCH, "21 samples and 22 samples"),
+    "learning_rate_by_world_size": (Cause.LEARNING_RATE, "[0.05] and [0.1]"),
+    "loss_by_world_size": (Cause.LOSS, "not rounding"),
+    "loss_mean_over_tokens": (Cause.LOSS, "the two pieces give"),
+    "loss_regularised_by_shard": (Cause.LOSS, "the two pieces give"),
+    "model_own_generator": (Cause.MODEL_RANDOM, "module 2"),
+    "model_seeds_by_rank": (Cause.MODEL_RANDOM, "module 2"),
+    "model_unseeded": (Cause.MODEL_RANDOM, "run twice"),
+    "parameter_on_one_rank": (Cause.UNSYNCHRONISED, "0.bias is a parameter"),
+    "reduction_plain": (Cause.REDUCTION, "with the exact reduction"),
+    "resume_weights_only": (Cause.RESUME, "step 3"),
+    "schedule_by_world_size": (Cause.LEARNING_RATE, "step 3"),
+    "threads_by_world_size": (Cause.THREADS, "with one thread a rank"),
+    "unused_parameters": (Cause.UNUSED, "second.weight"),
+}
+QUICK = ("loss_mean_over_tokens", "buffer_not_saved")
+RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*.py"))
+
+
+def verified(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """The exit code and the certificate."""
+    code = here("verify", "--json", "--out", place, "--patience", 10, *arguments, cwd=FOLDER)
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, said
+
+
+def test_every_script_of_the_folder_is_tested() -> None:
+    assert {path.stem.removeprefix("wrong_") for path in FOLDER.glob("wrong_*.py")} == set(MISTAKES)
+    assert len(MISTAKES) >= 16
+    assert len(RIGHT) >= 16
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MISTAKES])
+def test_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    resumed = RESUMED if name.startswith("resume") else ()
+    code, said = verified(capsys, tmp_path, "--script", f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
+    cause, word = MISTAKES[name]
+    [finding] = said["findings"]
+    assert finding["cause"] == cause
+    assert word in " ".join([str(finding["where"]), *finding["evidence"]])
+    assert (code, said["holds"]) == (EXIT_DIFFERS, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_alarm_where_nothing_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    resumed = RESUMED if name.startswith("resume") else ()
+    code, said = verified(capsys, tmp_path, "--script", f"right_{name}.py", "--processes", "1,3,4", *resumed)
+    assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
+    assert said["steps"]
+    for run in said["comparisons"]:
+        assert set(run["quantities"].values()) <= {"bits", "-"}
+
+
+@pytest.mark.slow
+def test_recipe_with_a_weighted_mean_of_a_shard_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = verified(capsys, tmp_path, "wrong_class_weights.yaml", "--processes", "1,2")
+    assert (code, said["findings"][0]["cause"]) == (EXIT_DIFFERS, Cause.LOSS)
+
+
+@pytest.mark.slow
+def test_recipe_with_weights_that_are_counted_raises_no_alarm(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, said = verified(
+        capsys, tmp_path, "right_class_weights.yaml", "--processes", "1,3", "--kill-at", "2", "--resume-on", "4"
+    )
+    assert (code, said["holds"]) == (EXIT_DONE, True)
+
+
+@pytest.mark.slow
+def test_rounding_is_allowed_where_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = verified(
+        capsys, tmp_path, "--script", "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"
+    )
+    assert (code, said["holds"]) == (EXIT_DONE, True)
+    assert float(said["comparisons"][0]["quantities"]["gradients"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_wrong_mathematics_is_not_taken_for_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("batch_norm_over_ranks", "loss_by_world_size", "learning_rate_by_world_size"):
+        code, said = verified(
+            capsys,
+            tmp_path,
+            "--script",
+            f"wrong_{name}.py",
+            "--processes",
+            "1,2",
+            "--reduction",
+            "fast",
+            "--double",
+        )
+        assert (code, said["findings"][0]["cause"]) == (EXIT_DIFFERS, MISTAKES[name][0])
