@@ -16,6 +16,7 @@ from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.single import SingleStrategy
 from samestep.parallel.strategy import Strategy, build_strategy
+from samestep.parallel.together import TogetherStrategy
 from samestep.parallel.tree import ShardTree
 from samestep.sharding import shard_bounds
 
@@ -68,9 +69,10 @@ def built(world: World, model: nn.Module, reduction: Any) -> dict[str, Strategy]
     found: dict[str, Strategy] = {}
     if world.size == 1:
         found["single"] = SingleStrategy(model, build_reduction(reduction, world, trained(model)))
-    wrapped = copy.deepcopy(model)
-    sums = build_reduction(reduction, world, trained(wrapped))
-    found["ddp"] = DdpStrategy(wrapped, trained(wrapped), sums, world)
+    for name, kind in (("ddp", DdpStrategy), ("together", TogetherStrategy)):
+        wrapped = copy.deepcopy(model)
+        sums = build_reduction(reduction, world, trained(wrapped))
+        found[name] = kind(wrapped, trained(wrapped), sums, world)
     return found
 
 

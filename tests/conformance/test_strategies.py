@@ -36,7 +36,7 @@ def of(outcomes: Outcomes, reduction: str, model: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_the_sum_is_that_of_the_whole_batch(outcomes: Outcomes, reduction: str, model: str) -> None:
     errors = [outcome["errors"] for outcome in of(outcomes, reduction, model) if outcome["errors"]]
-    assert len(errors) == len(RANKS) + 1
+    assert len(errors) == 2 * len(RANKS) + 1
     assert max(value for by_size in errors for value in by_size.values()) < TOLERANCE[model]
 
 
@@ -50,8 +50,9 @@ def test_exact_has_the_same_bits_with_every_strategy_and_number_of_ranks(outcome
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_all_ranks_of_a_world_have_the_same_bits(outcomes: Outcomes, reduction: str, model: str) -> None:
     for ranks in RANKS:
-        first, *others = [found[reduction, model, "ddp"]["bits"] for found in outcomes[ranks]]
-        assert all(bits == first for bits in others)
+        for strategy in ("ddp", "together"):
+            first, *others = [found[reduction, model, strategy]["bits"] for found in outcomes[ranks]]
+            assert all(bits == first for bits in others)
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
@@ -79,4 +80,5 @@ def test_a_world_gets_the_strategy_for_its_size(ranks: int, name: str) -> None:
 def test_strategies_say_who_they_are(outcomes: Outcomes) -> None:
     for ranks in RANKS:
         for (*_, name), outcome in outcomes[ranks][0].items():
-            assert outcome["name"] == name
+            expected = {"together": "single" if ranks == 1 else "ddp"}.get(name, name)
+            assert outcome["name"] == expected

@@ -61,7 +61,8 @@ class ShardGradients:
                     loss = self._shard_loss(batch, part, position, vectors)
                     if last:
                         total = self._strategy.sum_vectors(tree, vectors, length)
-                    self._backward(loss, batch.size, self._names)
+                    self._backward(loss, batch.size)
+                    self._require_used(self._names)
         total = total or self._strategy.sum_vectors(tree, vectors, length)
         self._strategy.finish(tree)
         return read_tally(batch.shards, total.wait())
@@ -111,11 +112,14 @@ class ShardGradients:
         self._world.all_reduce(flags)
         return [shard for shard, flag in enumerate(flags.tolist()) if flag > 0]
 
-    def _backward(self, loss: torch.Tensor, samples: int, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def _backward(self, loss: torch.Tensor, samples: int) -> None:
         # Dividing here costs nothing and keeps gradients at the scale of a mean, which fp16 needs; the engine
         # corrects by the count, which is known when all shards are done. Both are the same on every rank.
         scaled = self._scaler.scale(loss)
         torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
+
+    def _require_used(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Refuse parameters that backward of a shard has left without a gradient."""
         unused = [name for parameter, name in names.items() if parameter.grad is None]
         if unused:
             raise UnusedParameterError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,6 +19,7 @@ from samestep.engine.replica import Replica, replicate, require_untouched
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.random_state import preserved_generators
+from samestep.runtime.threads import Threads
 
 Ended = Callable[[Shard, Replica], None]
 
@@ -30,8 +32,11 @@ def has_joint_layers(modes: Modes) -> bool:
 class JointGradients(ShardGradients):
     """Computes all shards in lockstep, each on a replica of the model; their gradients meet when all are done."""
 
-    _meetings: Meetings | None = None
-    _members: Members | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._threads = Threads("samestep-shard")
+        self._members = Members(self._world)
+        self._meetings: Meetings | None = None
 
     def compute(self, batch: GlobalBatch, position: int) -> Tally:
         tree = ShardTree(batch.shards, batch.size)
@@ -50,13 +55,14 @@ class JointGradients(ShardGradients):
                 batch.shards, part.number, loss.sum, loss.count, self._world.stop_requested, buffers.read()
             )
             aliases = {replica.parameters[parameter]: name for parameter, name in self._names.items()}
-            self._backward(loss.sum, batch.size, aliases)
+            self._backward(loss.sum, batch.size)
+            require_untouched(list(self._names))
+            self._require_used(aliases)
             gradients[part.number] = [alias.grad for alias in aliases]
 
         self._buffers.begin()
         with preserved_generators(self._world.device), self._undone_on_failure():
             self._run(tree, batch, shard_of)
-            require_untouched(list(self._names))
             for part in batch.parts:
                 with self._strategy.shard(tree, part.number, last=part is batch.parts[-1]):
                     for parameter, gradient in zip(self._names, gradients.pop(part.number), strict=True):
@@ -95,7 +101,6 @@ class JointGradients(ShardGradients):
 
     def _run(self, tree: ShardTree, batch: GlobalBatch, shard_of: Callable[[Shard, Track], None]) -> None:
         """Run `shard_of` for each shard of this rank, together with those of the other ranks."""
-        self._members = self._members or Members(self._world)
         group = self._members.group(tree)
         if not batch.parts:
             return
@@ -104,7 +109,7 @@ class JointGradients(ShardGradients):
         shards = [part.number for part in batch.parts]
         self._meetings = Meetings(self._world, group, tree, shards, list(layers), width)
         tasks: list[Task] = [lambda track, part=part: shard_of(part, track) for part in batch.parts]  # type: ignore[misc]
-        run_in_lockstep(tasks, self._meetings, self._world.device)
+        run_in_lockstep(tasks, self._meetings, self._world.device, self._threads)
 
     def _began(self, batch: GlobalBatch, direction: str) -> list[int]:
         """The shards whose numbers were not finite when first any were, if that was in this pass."""

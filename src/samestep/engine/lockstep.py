@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from samestep.runtime.random_state import GeneratorStates
 from samestep.runtime.thread_state import ThreadState
+from samestep.runtime.threads import Threads, Work
 
 Task = Callable[["Track"], None]
 
@@ -28,28 +30,26 @@ class Track:
     Attributes:
         said: what the task brought to the meeting at which it waits; None when it is done.
         done: the task has ended.
-        failure: what it raised.
     """
 
-    def __init__(self, task: Task, state: ThreadState, name: str) -> None:
-        self._task, self._state = task, state
+    def __init__(self, task: Task, state: ThreadState, start: Callable[[Work], None]) -> None:
+        self._task, self._state, self._start = task, state, start
         self._turn, self._pause = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._pause.acquire()
-        # A daemon: a rank that fails must be able to leave, whatever a model still waits for.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._cancelled = False
+        self._started = self._cancelled = False
         self._answer: Any = None
         self._generators: GeneratorStates | None = None
         self.said: Any = None
         self.done = False
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
 
     def meet(self, said: Any) -> Any:
         """Wait, in the task's own thread, until all tasks have said something; what comes of it."""
-        self.said = said
-        self._pause.release()
-        self._turn.acquire()
+        if not self._cancelled:  # a model may catch what ended it, and come here again
+            self.said = said
+            self._pause.release()
+            self._turn.acquire()
         if self._cancelled:
             raise _Cancelled
         answer, self._answer = self._answer, None
@@ -58,10 +58,11 @@ class Track:
     def go(self, answer: Any) -> None:
         """Let the task run to its next meeting or its end; `wait` comes after it."""
         self._answer, self.said = answer, None
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
+        if self._started:
             self._turn.release()
+        else:
+            self._started = True
+            self._start(self._work)
 
     def wait(self) -> None:
         """Wait until the task that goes has met or ended."""
@@ -69,12 +70,21 @@ class Track:
 
     def end(self) -> None:
         """End the task, which waits at a meeting, if it has not ended by itself."""
-        if self._thread.ident is None:
-            return
-        if not self.done:
+        if self._started and not self.done:
             self._cancelled = True
             self._turn.release()
-        self._thread.join()
+            self._pause.acquire()
+        self._failure = None
+
+    def raise_failure(self) -> None:
+        """Raise what the task has raised, if it has."""
+        # Not kept here: graphs of the shard hold this track, and what was raised holds frames, which hold the graphs.
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
 
     def set_generators(self) -> None:
         """Set the generators to what they were when this task last paused, if it has."""
@@ -91,14 +101,16 @@ class Track:
         except _Cancelled:
             pass
         except BaseException as error:  # boundary: the lockstep raises it in its own thread
-            self.failure = error
+            self._failure = error
         finally:
             self.said, self.done = None, True
             self._pause.release()
 
 
-def run_in_lockstep(tasks: Sequence[Task], meet: Callable[[list[Any]], Any], device: torch.device) -> None:
-    """Run `tasks` until all are done; none is left running whatever happens.
+def run_in_lockstep(
+    tasks: Sequence[Task], meet: Callable[[list[Any]], Any], device: torch.device, threads: Threads
+) -> None:
+    """Run `tasks` until all are done, each in a thread of its own; none is left running whatever happens.
 
     Each task has the random generators for itself, as if it ran alone.
 
@@ -106,12 +118,13 @@ def run_in_lockstep(tasks: Sequence[Task], meet: Callable[[list[Any]], Any], dev
         tasks: in the order in which they take turns; each is called with its track.
         meet: called in this thread whenever every task has said something or ended, with what they said, in order
             (None for those that ended). All tasks get its value. When all have ended it is called once more.
+        threads: end where something fails, and stay otherwise.
 
     Raises:
         BaseException: whatever the first task that fails, or `meet`, raises.
     """
     state = ThreadState(device)
-    tracks = [Track(task, state, f"samestep-shard-{number}") for number, task in enumerate(tasks)]
+    tracks = [Track(task, state, partial(threads.submit, number)) for number, task in enumerate(tasks)]
     going: Track | None = None
     answer: Any = None
     try:
@@ -123,13 +136,14 @@ def run_in_lockstep(tasks: Sequence[Task], meet: Callable[[list[Any]], Any], dev
                     track.go(answer)
                     track.wait()
                     going = None
-                    if track.failure is not None:
-                        raise track.failure
+                    track.raise_failure()
                     if len(tracks) > 1:
                         track.keep_generators(device)
             answer = meet([track.said for track in tracks])
-    finally:
+    except BaseException:
         if going is not None:
             going.wait()
         for track in tracks:
             track.end()
+        threads.end()
+        raise

@@ -38,9 +38,10 @@ def replicate(model: nn.Module) -> Replica:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in parameters:
                 parameters[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-            # Not into the dictionary: some modules (torch's recurrent ones) keep other lists of their parameters.
-            copy.register_parameter(name, None)
-            setattr(copy, name, None if parameter is None else parameters[parameter])
+            copy._parameters[name] = None if parameter is None else parameters[parameter]
+            if type(module).__setattr__ is not nn.Module.__setattr__:
+                # Torch's recurrent modules, for one, keep another list of their parameters.
+                setattr(copy, name, copy._parameters[name])
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in buffers:
                 buffers[buffer] = buffer.detach().clone()

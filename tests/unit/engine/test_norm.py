@@ -1,0 +1,215 @@
+"""Norm layers of shards that meet compute what one norm layer computes of all samples at once."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from lockstep import Shards
+from samestep.errors import InputError
+
+CHANNELS = 3
+KINDS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "1d": (nn.BatchNorm1d, ()),
+    "1d over time": (nn.BatchNorm1d, (4,)),
+    "2d": (nn.BatchNorm2d, (2, 3)),
+    "3d": (nn.BatchNorm3d, (2, 1, 2)),
+    "sync": (nn.SyncBatchNorm, (2, 2)),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"momentum": 0.3, "eps": 1e-2},
+    {"track_running_stats": False},
+    {"track_running_stats": False, "affine": False},
+]
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=5).filter(lambda found: sum(found) > 1)
+
+
+class Activated(nn.BatchNorm2d):
+    """A norm layer whose forward does more, as some libraries have it."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.leaky_relu(super().forward(inputs))
+
+
+class Own(nn.BatchNorm1d):
+    """A norm layer that does not use torch's."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs - inputs.mean(0)) / inputs.std(0)
+
+
+def plain(layer: nn.Module) -> nn.Module:
+    """The same layer, where torch's own runs on a CPU too."""
+    if not isinstance(layer, nn.SyncBatchNorm):
+        return copy.deepcopy(layer)
+    twin = nn.BatchNorm2d(CHANNELS, layer.eps, layer.momentum, layer.affine, layer.track_running_stats).double()
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def layer_of(kind: type[nn.Module], **options: Any) -> nn.Module:
+    """A layer in float64 whose weights and statistics are not those it was born with."""
+    layer = kind(CHANNELS, **options).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in layer.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 0.5)
+    return layer
+
+
+def data(sizes: list[int], shape: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    """Shards whose means and scales differ."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(size, CHANNELS, *shape, generator=generator, dtype=torch.float64) for size in sizes]
+    return [(1 + number) * part + 10 * number for number, part in enumerate(whole)]
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest element; where all is zero, absolute."""
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    return float((found - expected).abs().max()) / (scale or 1.0) if expected.numel() else 0.0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10)
+@given(sizes=sizes)
+def test_it_is_batch_norm_of_the_union(kind: str, options: dict[str, Any], sizes: list[int]) -> None:
+    made, shape = KINDS[kind]
+    layer = layer_of(made, **options)
+    reference = plain(layer)
+    parts, slopes = data(sizes, shape), data(sizes, shape, seed=1)
+    inputs = torch.cat(parts).requires_grad_()
+    outputs = reference(inputs)
+    outputs.backward(torch.cat(slopes))
+
+    found = Shards(layer, parts, slopes)
+
+    assert distance(torch.cat([found.outputs[n] for n in range(len(parts))]), outputs.detach()) < 1e-12
+    assert inputs.grad is not None
+    # Where few samples leave little to normalise, the gradient is what rounding leaves of large numbers.
+    ours = torch.cat([found.slopes[n] for n in range(len(parts))])
+    assert float((ours - inputs.grad).abs().max()) < 1e-12 * max(1.0, float(inputs.grad.abs().max()))
+    for mine, parameter in zip(found.gradients(layer), reference.parameters(), strict=True):
+        assert distance(mine, parameter.grad) < 1e-12
+    for replica in found.replicas.values():
+        for mine, buffer in zip(replica.module.buffers(), reference.buffers(), strict=True):
+            assert mine.dtype == buffer.dtype
+            assert distance(mine.double(), buffer.double()) < 1e-12
+
+
+def test_single_precision_is_as_close_to_the_truth_as_torch_is() -> None:
+    layer = layer_of(nn.BatchNorm2d)
+    parts, slopes = data([5, 3, 7, 2], (4, 4)), data([5, 3, 7, 2], (4, 4), seed=1)
+    inputs = torch.cat(parts).requires_grad_()
+    layer(inputs).backward(torch.cat(slopes))
+    single = layer_of(nn.BatchNorm2d).float()
+    found = Shards(single, [part.float() for part in parts], [slope.float() for slope in slopes])
+    assert inputs.grad is not None
+    assert distance(torch.cat(list(found.slopes.values())).double(), inputs.grad) < 1e-6
+    for mine, parameter in zip(found.gradients(single), layer.parameters(), strict=True):
+        assert distance(mine.double(), parameter.grad) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_keeps_its_type_and_counts_in_single(dtype: torch.dtype) -> None:
+    layer = layer_of(nn.BatchNorm1d).float()
+    parts = [part.to(dtype) for part in data([30, 20], ())]
+    found = Shards(layer, parts, [torch.ones_like(part) for part in parts])
+    expected = functional.batch_norm(
+        torch.cat(parts).double(), None, None, layer.weight.double(), layer.bias.double(), True
+    )
+    outputs = torch.cat(list(found.outputs.values()))
+    assert outputs.dtype == dtype
+    assert all(slope is not None and slope.dtype == dtype for slope in found.slopes.values())
+    torch.testing.assert_close(outputs.double(), expected.detach(), rtol=1e-2, atol=1e-2)
+    assert all(replica.module.running_mean.dtype == torch.float32 for replica in found.replicas.values())
+
+
+def test_memory_formats_do_not_matter() -> None:
+    layer = layer_of(nn.BatchNorm2d)
+    parts, slopes = data([4, 3], (3, 3)), data([4, 3], (3, 3), seed=1)
+    last = [part.contiguous(memory_format=torch.channels_last) for part in parts]
+    one, other = Shards(layer, parts, slopes), Shards(layer, last, slopes)
+    for number in range(2):
+        torch.testing.assert_close(other.outputs[number], one.outputs[number], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other.slopes[number], one.slopes[number], rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_does_more_than_torchs_still_does_it() -> None:
+    layer = layer_of(Activated)
+    parts = data([4, 3], (2, 2))
+    found = Shards(layer, parts)
+    torch.testing.assert_close(
+        torch.cat(list(found.outputs.values())), layer(torch.cat(parts)).detach(), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_evaluation_uses_running_statistics() -> None:
+    layer = layer_of(nn.BatchNorm1d).eval()
+    parts = data([4, 3], ())
+    found = Shards(layer, parts)
+    assert torch.equal(found.outputs[1], layer(parts[1]).detach())
+
+
+def test_inputs_that_need_no_gradient_get_none() -> None:
+    layer = nn.Sequential(nn.Embedding(5, CHANNELS).requires_grad_(False), layer_of(nn.BatchNorm1d)).double()
+    parts = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
+    slopes = data([3, 2], ())
+    found = Shards(layer, parts, slopes)
+    outputs = layer(torch.cat(parts))
+    outputs.backward(torch.cat(slopes))
+    assert (
+        distance(
+            found.replicas[0].parameters[layer[1].weight].grad + found.replicas[1].parameters[layer[1].weight].grad,
+            layer[1].weight.grad,
+        )
+        < 1e-12
+    )
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [((), [1]), ((1, 1), [1])])
+def test_one_value_a_channel_is_refused(shape: tuple[int, ...], sizes: list[int]) -> None:
+    kind = nn.BatchNorm2d if shape else nn.BatchNorm1d
+    with pytest.raises(InputError, match="one value a channel from the whole global batch"):
+        Shards(nn.Sequential(layer_of(kind)), data(sizes, shape))
+
+
+def test_one_value_a_channel_in_each_shard_is_enough() -> None:
+    found = Shards(layer_of(nn.BatchNorm1d), data([1, 1], ()))
+    assert torch.isfinite(found.outputs[0]).all()
+
+
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'0' of 3 channels got 4"):
+        Shards(nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=False)), [torch.randn(3, 4)] * 2)
+
+
+def test_a_layer_that_normalises_by_itself_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'0' \(Own\) normalises in a way of its own"):
+        Shards(nn.Sequential(Own(CHANNELS)).double(), data([4, 3], ()))
+
+
+def test_a_layer_whose_forward_was_replaced_is_refused() -> None:
+    layer = layer_of(nn.BatchNorm1d)
+    layer.forward = lambda inputs: inputs
+    with pytest.raises(InputError, match="in a way of its own"):
+        Shards(nn.Sequential(layer), data([4, 3], ()))
+
+
+def test_the_model_itself_is_left_as_it_was() -> None:
+    layer = layer_of(nn.BatchNorm1d)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    Shards(layer, data([4, 3], ()), data([4, 3], (), seed=1))
+    assert type(layer) is nn.BatchNorm1d
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
