@@ -32,6 +32,7 @@ class Checkpoints:
     def save(self) -> None:
         """Write model, optimizer, schedule, scaler and position; every rank calls it, rank 0 writes."""
         engine = self._engine
+        engine.check()  # what is saved as good is what all ranks hold, where they are checked
         if engine.world.is_main:
             progress = Progress(step=engine.steps, cursor=self._batches.cursor)
             self._folder.write(engine.steps, pack(self._training, progress), is_best=False)

@@ -217,6 +217,7 @@ class RunOptions:
             files, else none.
         checkpoint_every: optimizer steps between checkpoints besides those at the ends of epochs, or None.
         keep: how many of the newest checkpoints stay, besides the best.
+        check_every: optimizer steps between comparisons of what ranks hold, or None for none.
         quiet: no progress, only the summary.
     """
 
@@ -224,6 +225,7 @@ class RunOptions:
     workers: int | None = None
     checkpoint_every: int | None = None
     keep: int = 2
+    check_every: int | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -232,4 +234,6 @@ class RunOptions:
         _require(
             every is None or every >= 1, f"checkpoint_every is {every}", "at least 1 step", "--checkpoint-every 100"
         )
+        check = self.check_every
+        _require(check is None or check >= 1, f"check_every is {check}", "at least 1 step", "--check-every 100")
         _require(self.keep >= 1, f"keep is {self.keep}", "at least 1 checkpoint stays", "--keep 1")

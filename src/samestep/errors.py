@@ -8,6 +8,8 @@
         UnusedParameterError  a parameter that is trained took no part in a loss
       RunError                the run failed; exit code 1
         NonFiniteError        a loss or a gradient is not finite
+        DriftError            ranks no longer hold the same weights, buffers or optimizer state
+        RollCallError         ranks do not do the same things in the same order
         PeerLostError         another rank went away: a consequence, never the first cause
 
 An error gives the value, the rule and the way out, on one screen, once, from the rank that caused it.
@@ -74,6 +76,14 @@ class RunError(SamestepError):
 
 class NonFiniteError(RunError):
     """A loss or a gradient is not finite and the recipe says `non_finite: stop`."""
+
+
+class DriftError(RunError):
+    """Ranks no longer hold the same weights, buffers or optimizer state."""
+
+
+class RollCallError(RunError):
+    """Ranks are about to do different things together, or one of them does not come."""
 
 
 class PeerLostError(RunError):

@@ -194,6 +194,7 @@ class Trainer:
         return not math.isnan(value) and (self._progress.best is None or value > self._progress.best)
 
     def _save(self, *, is_best: bool = False) -> None:
+        self._engine.check()  # what is saved as good is what all ranks hold, in a run that is checked
         if self._engine.world.is_main:
             self._write(is_best=is_best)
 

@@ -52,6 +52,17 @@ def add_saving_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep", type=int, default=2, metavar="K", help="how many of the newest stay (default 2)")
 
 
+def add_check_option(parser: argparse.ArgumentParser) -> None:
+    """`--check-every`: comparing ranks while they train."""
+    group = parser.add_argument_group("checks (results do not depend on them)")
+    group.add_argument(
+        "--check-every",
+        type=int,
+        metavar="STEPS",
+        help="compare what ranks hold every so many steps, and what they are about to do before each",
+    )
+
+
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """`--json`: what the command found, for a program."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
@@ -75,6 +86,7 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         workers=arguments.workers,
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
         keep=getattr(arguments, "keep", 2),
+        check_every=getattr(arguments, "check_every", None),
         quiet=arguments.json,
     )
 

@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
     options.add_set_option(parser)
     options.add_machine_options(parser)
     options.add_saving_options(parser)
+    options.add_check_option(parser)
     options.add_json_option(parser)
     parser.set_defaults(run=run)
 

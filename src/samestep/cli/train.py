@@ -30,6 +30,7 @@ def add_parser(commands: Any) -> None:
     device_batch.add_option(parser)
     options.add_machine_options(parser)
     options.add_saving_options(parser)
+    options.add_check_option(parser)
     group = parser.add_argument_group("where it goes")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
     group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")

@@ -16,6 +16,7 @@ from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch
 from samestep.engine import finite
 from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
+from samestep.engine.drift import DriftCheck, begin_checks
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
 from samestep.engine.gradients import ShardGradients
@@ -62,6 +63,8 @@ class Engine:
         world: the ranks, from `samestep.start()`.
         scheduler: advanced once a step.
         rules: seed, reduction, clipping and so on.
+        check_every: steps between comparisons of what ranks hold, or None for none; the same on every rank. Where it
+            is set, ranks also call the roll before each step, evaluation and collective: see `docs/runs.md`.
 
     Attributes:
         steps: steps done so far, skipped ones included; what random states and schedule count.
@@ -76,7 +79,11 @@ class Engine:
         world: World,
         scheduler: LRScheduler | None = None,
         rules: StepRules | None = None,
+        check_every: int | None = None,
     ) -> None:
+        self._call_name = world.roll_call.name_engine()
+        with world.roll_call.during(f"making {self._call_name}"):
+            begin_checks(world, check_every)
         self.model, self.optimizer, self.scheduler, self.world = model, optimizer, scheduler, world
         self.loss = loss
         self._observers = observers()
@@ -98,6 +105,7 @@ class Engine:
         self._gradients = gradients(
             model, self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
         )
+        self._drift = DriftCheck(model, optimizer, world, check_every)
         for observer in self._observers:
             observer.made(self)
 
@@ -113,7 +121,16 @@ class Engine:
             NonFiniteError: loss or gradient is not finite, and the rules say `stop`; nothing was changed.
             PeerLostError: another rank went away.
             UnusedParameterError: a trained parameter took no part in the loss.
+            RollCallError: ranks are checked, and another one is about to do something else.
+            DriftError: ranks are checked, and do not hold the same; see `check`.
         """
+        with self.world.roll_call.during(f"{self._call_name}.step {self.steps + 1}"):
+            self._drift.begin_step(self.steps)
+            result = self._step(batch)
+            self._drift.end_step(result.step)
+        return result
+
+    def _step(self, batch: GlobalBatch) -> StepResult:
         for observer in self._observers:
             observer.begin_step(self, batch)
         set_modes(self._modes)
@@ -144,10 +161,20 @@ class Engine:
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """`loss` (and its parts), `samples` and the metrics over `batches`, each sample counted once."""
-        values = evaluate(self.model, batches, metrics, self._forward, self.world)
+        with self.world.roll_call.during(f"{self._call_name}.evaluate"):
+            values = evaluate(self.model, batches, metrics, self._forward, self.world)
         for observer in self._observers:
             observer.end_evaluation(self, values)
         return values
+
+    def check(self) -> None:
+        """Compare what ranks hold now, on every rank; does nothing without `check_every`.
+
+        Raises:
+            DriftError: parameters, buffers or optimizer state are not the same bits on every rank.
+        """
+        with self.world.roll_call.during(f"{self._call_name}.check"):
+            self._drift.compare(self.steps)
 
     def _divide(self, batch: GlobalBatch, tally: Tally) -> None:
         if tally.count != batch.size and tally.count > 0:

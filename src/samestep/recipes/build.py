@@ -59,7 +59,8 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss: LossFunction = _loss(recipe.loss)
-    engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step)
+    every = options.check_every
+    engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step, check_every=every)
     return Built(engine, train, evaluation, metrics, notes)
 
 

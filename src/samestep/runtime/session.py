@@ -14,6 +14,7 @@ import torch.distributed as dist
 from samestep.config import DeviceKind, Reduction
 from samestep.errors import InputError, RunError
 from samestep.runtime.env import Environment, prepare_torch_environment, read_environment
+from samestep.runtime.roll_call import RollCall
 from samestep.runtime.stop import StopRequest
 from samestep.runtime.world import World
 
@@ -88,13 +89,14 @@ def start(
     torch.set_num_threads(threads)
     _determinism(reduction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=_store(taken, env, rank, size, timeout), rank=rank, world_size=size, timeout=timeout
-    )
+    store = _store(taken, env, rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     stop = taken.stop if taken else StopRequest()
-    world = World(rank=rank, size=size, device=place, stop_requested=stop)
+    roll_call = RollCall(store, rank=rank, size=size, timeout=timeout)
+    world = World(rank=rank, size=size, device=place, stop_requested=stop, roll_call=roll_call)
     try:
-        yield world
+        with roll_call.until_end():
+            yield world
     except BaseException:
         # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
         if size == 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from samestep.errors import PeerLostError
+from samestep.runtime.roll_call import RollCall
 
 
 class World:
@@ -20,6 +22,7 @@ class World:
         rank: this process, from 0.
         size: number of ranks.
         device: where this rank computes.
+        roll_call: in which ranks say what they are about to do together; silent until it is begun.
     """
 
     def __init__(
@@ -29,9 +32,11 @@ class World:
         size: int,
         device: torch.device,
         stop_requested: Callable[[], bool],
+        roll_call: RollCall | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._stop_requested = stop_requested
+        self.roll_call = roll_call or RollCall(dist.HashStore(), rank=0, size=1, timeout=timedelta())
 
     @property
     def is_main(self) -> bool:
