@@ -48,10 +48,13 @@ def digest_rows(data: Any, rows: int) -> list[str]:
     return []
 
 
-def distance(value: torch.Tensor, reference: torch.Tensor) -> float:
+def distance(value: torch.Tensor, reference: torch.Tensor, least: float = 0.0) -> float:
     """The largest difference of two elements, relative to the largest element of `reference`; infinite if not alike.
 
     Relative to the tensor and not to the element: what cancels to almost nothing has no accuracy of its own.
+
+    Args:
+        least: what it is relative to at least.
     """
     if value.shape != reference.shape or value.dtype != reference.dtype:
         return float("inf")
@@ -60,18 +63,14 @@ def distance(value: torch.Tensor, reference: torch.Tensor) -> float:
     exact, other = reference.detach().cpu().double(), value.detach().cpu().double()
     if bool((torch.isfinite(exact) != torch.isfinite(other)).any()):
         return float("inf")
-    scale = float(exact.abs().nan_to_num(posinf=0.0).max())
+    scale = max(least, largest_element(reference))
     largest = float((other - exact).nan_to_num(posinf=0.0).abs().max())
     if largest == 0.0:
         return 0.0
     return largest / scale if scale else float("inf")
 
 
-def distance_any(value: Any, reference: Mapping[str, torch.Tensor]) -> float:
-    """The largest distance of the tensors in `value` from those with the same place in `reference`."""
-    found = [
-        distance(leaf, reference[path]) if path in reference else float("inf")
-        for path, leaf in leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    ]
-    return max(found, default=0.0)
+def largest_element(tensor: torch.Tensor) -> float:
+    """The largest finite element, its sign aside; 0 if there is none."""
+    return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+
