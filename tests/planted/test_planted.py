@@ -106,7 +106,7 @@ def test_rounding_is_allowed_where_it_is_asked_for(capsys: pytest.CaptureFixture
         capsys, tmp_path, "--script", "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"
     )
     assert (code, said["holds"]) == (EXIT_DONE, True)
-    assert float(said["comparisons"][0]["quantities"]["gradients"]) < 1e-5
+    assert 0 < float(said["comparisons"][0]["quantities"]["gradients"]) <= 1e-4
 
 
 @pytest.mark.slow

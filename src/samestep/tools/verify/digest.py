@@ -73,4 +73,3 @@ def distance(value: torch.Tensor, reference: torch.Tensor, least: float = 0.0) -
 def largest_element(tensor: torch.Tensor) -> float:
     """The largest finite element, its sign aside; 0 if there is none."""
     return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
-

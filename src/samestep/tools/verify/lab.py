@@ -11,7 +11,7 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DeviceKind
 from samestep.errors import RunError
 from samestep.runtime.by_name import ByName
-from samestep.runtime.launch import RankError, launch
+from samestep.runtime.launch import RankError, StoppedError, launch
 from samestep.tools.verify.compare import Comparison, compare
 from samestep.tools.verify.plan import Held, Subject, Trial
 from samestep.tools.verify.record import Record, joined, read_record
@@ -130,9 +130,9 @@ class Lab:
         )
 
     def _run(self, trial: Trial) -> Record:
-        failure = None
+        failure, was_stopped = None, False
         try:
-            launch(
+            was_stopped = launch(
                 _RUN,
                 self.subject,
                 trial,
@@ -142,6 +142,8 @@ class Lab:
             )
         except RankError as error:
             failure = error.failure
+        if was_stopped:
+            raise StoppedError("the verification was stopped", do="start it again; there is no certificate of a part")
         return read_record(trial.folder, trial.processes, failure)
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -30,7 +30,7 @@ Noted = dict[str, Any]
 
 
 class EnoughSteps(BaseException):
-    """Ends a script that has done the steps that were asked for; nothing that a script catches."""
+    """Ends a subject that has done the steps that were asked for, or was asked to end; no script catches it."""
 
 
 class Probe(Observer):
@@ -38,6 +38,7 @@ class Probe(Observer):
 
     Attributes:
         last_event: seconds of the monotonic clock when the engine last told of something.
+        was_stopped: somebody asked the run to end, and it did after a step.
     """
 
     def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool = False) -> None:
@@ -51,6 +52,7 @@ class Probe(Observer):
         self._modules: dict[int, list[tuple[str, str]]] = {}
         self._step: Noted = {}
         self.last_event = time.monotonic()
+        self.was_stopped = False
 
     def note(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Write one line."""
@@ -86,8 +88,7 @@ class Probe(Observer):
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
         if self._enough is not None and engine.steps >= self._enough:
-            engine.world.barrier()  # ranks leave in step
-            raise EnoughSteps
+            self._leave(engine)
         self._holding.begin_step(engine)
         self._shards, self._parts, self._modules = {}, {}, {}
         self._step = {
@@ -150,6 +151,14 @@ class Probe(Observer):
             with preserved_generators(engine.world.device):
                 for part, outputs in self._parts.values():
                     self.note("additivity", {"step": result.step, **additivity(engine.loss, outputs, part)})
+
+        if result.stop:
+            self.was_stopped = True
+            self._leave(engine)
+
+    def _leave(self, engine: Engine) -> NoReturn:
+        engine.world.barrier()  # ranks leave in step
+        raise EnoughSteps
 
     def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
         state = _digests(state_tensors(engine.model))

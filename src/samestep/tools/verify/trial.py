@@ -23,22 +23,21 @@ from samestep.tools.verify.plan import Subject, Trial
 from samestep.tools.verify.probe import EnoughSteps, Probe
 
 
-def run(subject: Subject, trial: Trial) -> None:
-    """Run the subject as one rank and write down what it computes."""
+def run(subject: Subject, trial: Trial) -> bool:
+    """Run the subject as one rank and write down what it computes; whether somebody asked it to end."""
     rank, size = seat()
     hold_process(trial.held, trial.folder)
     with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
         probe = Probe(trial, rank, size, file, ends_script=subject.script is not None)
         observe(probe)
         _watch(probe, trial.patience)
-        if subject.recipe is not None:
-            _run_recipe(subject.recipe, trial, probe)
-        else:
-            assert subject.script is not None
-            scratch = str((trial.scratch or trial.folder / "scratch").resolve())
-            arguments = tuple(argument.replace("{folder}", scratch) for argument in subject.arguments)
-            _run_script(subject.script, arguments, trial.folder / f"output-{rank}.log")
+        with contextlib.suppress(EnoughSteps):
+            if subject.recipe is not None:
+                _run_recipe(subject.recipe, trial, probe)
+            else:
+                _run_script(subject, trial, trial.folder / f"output-{rank}.log")
         probe.note("end", {})
+        return probe.was_stopped
 
 
 def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
@@ -85,13 +84,16 @@ def _training(built: Built) -> Training:
     return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
 
 
-def _run_script(script: Path, arguments: tuple[str, ...], log: Path) -> None:
+def _run_script(subject: Subject, trial: Trial, log: Path) -> None:
     """As `python script.py arguments` would, with what it prints in a file."""
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent.resolve()))
-    with log.open("a") as output, contextlib.redirect_stdout(output), contextlib.suppress(EnoughSteps):
+    assert subject.script is not None
+    scratch = str((trial.scratch or trial.folder / "scratch").resolve())
+    arguments = [argument.replace("{folder}", scratch) for argument in subject.arguments]
+    sys.argv = [str(subject.script), *arguments]
+    sys.path.insert(0, str(subject.script.parent.resolve()))
+    with log.open("a") as output, contextlib.redirect_stdout(output):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(subject.script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
