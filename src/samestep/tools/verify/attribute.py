@@ -6,6 +6,7 @@ What is held cannot be the cause if the difference stays, and is it if the diffe
 from __future__ import annotations
 
 from samestep.config import Reduction
+from samestep.runtime.failure import Failure
 from samestep.tools.verify.causes import Cause, Finding, where
 from samestep.tools.verify.compare import Comparison, Difference, compare
 from samestep.tools.verify.lab import Lab
@@ -46,7 +47,7 @@ class _Attribution:
         whole = self._lab.trial(self._many, reference=self._reference)
         if compare(self._reference, whole, self._lab.conditions.tolerance).failing:
             return None
-        told = self._other.failure.text.removeprefix("error: ") if self._other.failure else ""
+        told = _told(self._other.failure)
         seen = f"the run of {_processes(self._many)} that nobody killed computes the same as the reference"
         return Finding(Cause.RESUME, first, tuple(filter(None, (seen, told))))
 
@@ -71,9 +72,9 @@ class _Attribution:
     def _ended(self, first: Difference | None) -> Finding:
         """A run that ended early, or has other steps than the reference."""
         failure = self._other.failure
-        told = failure.text.removeprefix("error: ") if failure is not None else ""
+        told = _told(failure)
         if failure is not None and failure.kind == "UnusedParameterError":
-            return Finding(Cause.UNUSED, first, (told.splitlines()[0],))
+            return Finding(Cause.UNUSED, first, (told,))
         if self._other.is_stuck or (failure is not None and failure.kind in _OUT_OF_STEP):
             made = [len({n["step"] for n in notes if n["kind"] == "step"}) for notes in self._other.events]
             steps = ", ".join(f"rank {rank} made {number} steps" for rank, number in enumerate(made))
@@ -276,6 +277,11 @@ def _between_runs(compared: Comparison) -> Difference | None:
     """The first difference of two runs that is not one between the ranks of a run."""
     found = [each for each in compared.failing if each.ranks is None]
     return min(found, key=lambda each: each.place, default=None)
+
+
+def _told(failure: Failure | None) -> str:
+    """What a rank said; rule and way out are the finding's own."""
+    return failure.text.removeprefix("error: ").partition("\n  rule: ")[0] if failure else ""
 
 
 def _processes(number: int) -> str:

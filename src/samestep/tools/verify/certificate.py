@@ -8,6 +8,7 @@ import time
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from samestep.tools.verify.causes import where
@@ -103,7 +104,7 @@ def explanation(data: dict[str, Any]) -> str:
         if finding["where"]:
             lines.append(f"  first:    {finding['where']}")
         for number, evidence in enumerate(finding["evidence"]):
-            lines.append(f"  {'evidence:' if number == 0 else '         '} {evidence}")
+            lines.append(f"  {'evidence:' if number == 0 else '         '} {indent(evidence, ' ' * 12).strip()}")
         lines.append(f"  do:       {finding['do']}")
     lines += [f"note: {note}" for note in data["notes"]]
     return "\n".join(lines)

@@ -69,6 +69,8 @@ class Probe(Observer):
 
     def made(self, engine: Engine) -> None:
         world = engine.world
+        # A rank that does something else than the others is told from the others at once, instead of hanging.
+        world.roll_call.begin(0)
         is_gpu = world.device.type == "cuda"
         self.note(
             "engine",
