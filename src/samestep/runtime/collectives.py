@@ -37,8 +37,10 @@ _HEARD: dict[str, tuple[str | None, bool]] = {
 Hear = Callable[[str, bool], None]
 
 
-def hear_collectives(hear: Hear) -> Callable[[], None]:
+def hear_collectives(listens: Callable[[], bool], hear: Hear) -> Callable[[], None]:
     """Call `hear(what, waits)` before each collective of all ranks that is issued by its name in `torch.distributed`.
+
+    Only where `listens()` is true at that moment: it is asked first, since a step's own communication comes here too.
 
     `waits` is whether the caller waits for the end of it (`async_op` is not set). Collectives of a subgroup are not
     heard: other ranks have no part in them. Neither is what torch's own C++ code, or a name that was imported
@@ -49,7 +51,7 @@ def hear_collectives(hear: Hear) -> Callable[[], None]:
     """
     before = {name: getattr(dist, name) for name in _HEARD}
     for name, function in before.items():
-        setattr(dist, name, _heard(name, function, hear))
+        setattr(dist, name, _heard(name, function, listens, hear))
 
     def restore() -> None:
         for name, function in before.items():
@@ -58,11 +60,13 @@ def hear_collectives(hear: Hear) -> Callable[[], None]:
     return restore
 
 
-def _heard(name: str, function: Callable[..., Any], hear: Hear) -> Callable[..., Any]:
+def _heard(name: str, function: Callable[..., Any], listens: Callable[[], bool], hear: Hear) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def heard(*arguments: Any, **named: Any) -> Any:
+        if not listens():
+            return function(*arguments, **named)
         try:
             bound = signature.bind(*arguments, **named)
         except TypeError:

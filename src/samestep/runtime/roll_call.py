@@ -74,7 +74,7 @@ class RollCall:
         """
         if self._size > 1 and self._store is None:
             self._store = dist.PrefixStore(f"samestep/roll-call/{word}", self._job_store.clone())  # type: ignore[attr-defined]
-            self._restore = hear_collectives(self._hear)
+            self._restore = hear_collectives(self._listens, self._hear)
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
@@ -112,9 +112,12 @@ class RollCall:
         finally:
             self._is_inside = not outermost
 
+    def _listens(self) -> bool:
+        """What runs inside of a call, or beside this thread, is ours."""
+        return not self._is_inside and threading.get_ident() == self._thread and self._store is not None
+
     def _hear(self, what: str, waits: bool) -> None:
-        if self._is_inside or threading.get_ident() != self._thread or self._store is None:
-            return
+        assert self._store is not None
         self._say(what)
         # A rank that does not wait may be needed elsewhere before the others come: they compare at the next call.
         if waits:

@@ -1,0 +1,112 @@
+"""What it costs to compare ranks while they train: steps with and without `check_every`.
+
+All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
+round by round. `roll call` checks no weights at all, so the rest of `every step` is what a comparison of weights costs;
+what rarer comparisons cost follows from the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from checks_rounds import Plan, measure
+from machine import Spread, describe_machine, machine_line, markdown_table, save
+
+import samestep
+from samestep.errors import SamestepError
+
+HERE = Path(__file__).parent
+OFF, AGAIN, ROLL, EVERY, TENTH = "off", "off, again", "roll call", "every step", "every 10 steps"
+VARIANTS: dict[str, int | None] = {OFF: None, AGAIN: None, ROLL: 10**9, TENTH: 10, EVERY: 1}
+BLOCKS = {"resnet": 10, "small": 40}  # multiples of 10, so that each turn has as many comparisons
+
+
+def compare(model: str, processes: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The variants at one number of processes."""
+    rounds = options.rounds * (4 if model == "small" else 1)
+    plan = Plan(model, options.batch_size, VARIANTS, rounds, BLOCKS[model], options.warmup)
+    found: list[dict[str, float]] = samestep.launch(measure, plan, processes=processes, preload=("checks_rounds",))
+    rows = [
+        {
+            "name": name,
+            "milliseconds": Spread.of([1000 * turns[name] for turns in found]).rounded(3),
+            "ratio": Spread.of([turns[name] / turns[OFF] for turns in found]).rounded(4),
+            "added": Spread.of([1000 * (turns[name] - turns[OFF]) for turns in found]).rounded(3),
+        }
+        for name in VARIANTS
+    ]
+    return {"model": model, "processes": processes, "rounds": rounds, "block": BLOCKS[model], "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = []
+    for row in result["rows"]:
+        is_base = row["name"] == OFF
+        rows.append(
+            [
+                row["name"],
+                _shown(row["milliseconds"], 2),
+                "0" if is_base else _shown(row["added"], 2),
+                "1" if is_base else _shown(row["ratio"], 3),
+            ]
+        )
+    rows.append(["every 100 steps, computed", "", "", f"{_hundredth(result):.3f}"])
+    return markdown_table(["median (quartiles) of", "ms a step", "ms added", "ratio"], rows)
+
+
+def _hundredth(result: dict[str, Any]) -> float:
+    """The roll call of each step, and a hundredth of a comparison of weights."""
+    ratio = {row["name"]: row["ratio"]["median"] for row in result["rows"]}
+    return float(ratio[ROLL] + max(0.0, ratio[EVERY] - ratio[ROLL]) / 100)
+
+
+def _shown(spread: dict[str, float], digits: int) -> str:
+    return f"{spread['median']:.{digits}f} ({spread['q1']:.{digits}f} to {spread['q3']:.{digits}f})"
+
+
+def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
+    parts = [
+        "# What it costs to compare ranks while they train",
+        machine_line(machine),
+        f"Global batch {options.batch_size}, one shard and one thread a process, SGD with momentum; the variants take "
+        "turns in the same\nprocesses, and ratios are taken round by round. Other programs ran on the machine at the "
+        "same time: `off, again` is the\nsame as `off`, and what differs from 1 there is noise.",
+    ]
+    for result in results:
+        turns = f"{result['rounds']} rounds of {result['block']} steps"
+        parts += [f"## {result['model']}, {result['processes']} processes, {turns}", table(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python benchmarks/checks.py --processes 2 4 --models small",
+    )
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--models", nargs="+", choices=BLOCKS, default=["resnet", "small"])
+    parser.add_argument("--batch-size", type=int, default=64, help="over all processes (default: 64)")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each variant; small has 4 times as many")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each variant that do not count (default: 3)")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "checks.json")
+    options = parser.parse_args()
+    machine = describe_machine()
+    settings = {name: getattr(options, name) for name in ("batch_size", "rounds", "warmup")}
+    results: list[dict[str, Any]] = []
+    try:
+        for model, processes in product(options.models, options.processes):
+            results.append(compare(model, processes, options))
+            print(f"{model}, {processes} processes\n\n{table(results[-1])}\n", flush=True)
+            content = {"machine": machine, "settings": settings, "results": results}
+            save(options.output, content, page(machine, options, results))
+    except SamestepError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"written to {options.output} and {options.output.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()

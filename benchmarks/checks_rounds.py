@@ -1,0 +1,73 @@
+"""What each rank of `checks.py` does: engines that are checked or not, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from step_models import build_dataset, build_model, build_optimizer
+
+import samestep
+from samestep.data.batch import GlobalBatch
+from samestep.engine.step import Engine
+
+READY = 8  # global batches that every engine goes round
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One measurement.
+
+    Attributes:
+        variants: `check_every` by name; None is an engine that is not checked.
+        rounds: how often each variant has a turn.
+        block: steps a turn; a multiple of what the variants check.
+    """
+
+    model: str
+    batch_size: int
+    variants: dict[str, int | None]
+    rounds: int
+    block: int
+    warmup: int
+
+
+def measure(plan: Plan) -> list[dict[str, float]]:
+    """Seconds a step of every variant in every round; what `samestep.launch` runs in each rank."""
+    with samestep.start(device="cpu") as world:
+        loader = samestep.loader(
+            build_dataset(), batch_size=plan.batch_size, shards=world.size, shuffle=True, world=world
+        )
+        batches = list(islice(loader, READY))
+        engines = {name: _engine(plan.model, world, every) for name, every in plan.variants.items()}
+        for engine in engines.values():
+            _turn(engine, batches, plan.warmup, world)
+        names = list(engines)
+        found = []
+        for number in range(plan.rounds):
+            shift = number // 2 % len(names)
+            order = [*names[shift:], *names[:shift]]
+            turns = order if number % 2 == 0 else order[::-1]
+            found.append({name: _turn(engines[name], batches, plan.block, world) for name in turns})
+        return found
+
+
+def _engine(model: str, world: samestep.World, every: int | None) -> Engine:
+    # One that is not checked has a world of its own, in which nobody calls the roll.
+    silent = samestep.World(rank=world.rank, size=world.size, device=world.device, stop_requested=lambda: False)
+    made = build_model(model)
+    its_world = silent if every is None else world
+    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=its_world, check_every=every)
+
+
+def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> float:
+    vote = torch.zeros(1)
+    world.all_reduce(vote)
+    began = time.perf_counter()
+    for number in range(steps):
+        engine.step(batches[number % len(batches)])
+    world.all_reduce(vote)
+    return (time.perf_counter() - began) / steps
