@@ -12,18 +12,10 @@ from samestep.tools.verify.compare import Comparison, Difference, compare
 from samestep.tools.verify.lab import Lab
 from samestep.tools.verify.plan import Held
 from samestep.tools.verify.record import Record, StepRecord
+from samestep.tools.verify.repeat import ROUNDING, in_words, largest_distance, unrepeatable
 
-# In float64 rounding stays far below this, and wrong mathematics far above.
-_ROUNDING = 1e-9
 # Errors of a rank that does something else than the others.
 _OUT_OF_STEP = ("RollCallError", "PeerLostError")
-# What is not even repeated by the same number of processes, where no arithmetic is between it and the seed.
-_NOT_SEEDED = {
-    "inputs": Cause.AUGMENTATION,
-    "targets": Cause.AUGMENTATION,
-    "order": Cause.DATA_ORDER,
-    "rates": Cause.LEARNING_RATE,
-}
 
 
 def attribute(lab: Lab, reference: Record, other: Record, first: Difference | None) -> Finding:
@@ -48,7 +40,7 @@ class _Attribution:
         if compare(self._reference, whole, self._lab.conditions.tolerance).failing:
             return None
         told = _told(self._other.failure)
-        seen = f"the run of {_processes(self._many)} that nobody killed computes the same as the reference"
+        seen = f"the run of {in_words(self._many)} that nobody killed computes the same as the reference"
         return Finding(Cause.RESUME, first, tuple(filter(None, (seen, told))))
 
     def _run_through(self, first: Difference | None) -> Finding:
@@ -67,7 +59,7 @@ class _Attribution:
             "optimizer": self._state,
             "evaluation": self._evaluation,
         }
-        return self._unrepeatable(first) or by_stage[first.stage](first)
+        return unrepeatable(self._lab, self._many) or by_stage[first.stage](first)
 
     def _ended(self, first: Difference | None) -> Finding:
         """A run that ended early, or has other steps than the reference."""
@@ -82,37 +74,11 @@ class _Attribution:
         missing = self._reference.steps.get(first.step) if first and first.step else None
         if missing is not None and missing.main["ends_epoch"]:
             what = f"step {missing.number} is the last batch of the epoch, of {len(missing.main['order'])} samples"
-            not_made = f"on {_processes(self._one)} {what}; on {_processes(self._many)} it is not made"
+            not_made = f"on {in_words(self._one)} {what}; on {in_words(self._many)} it is not made"
             return Finding(Cause.LAST_BATCH, first, (not_made, *([told] if told else [])))
         if failure is not None:
             return Finding(Cause.FAILED, first, (told,))
         return Finding(Cause.DATA_ORDER, first, (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",))
-
-    def _unrepeatable(self, first: Difference) -> Finding | None:
-        """The same number of processes twice: what differs then does not depend on the number."""
-        base = self._lab.trial(self._many)
-        again = _between_runs(compare(base, self._lab.again(base), None))
-        if again is None:
-            return None
-        evidence = f"{_processes(self._many)}, run twice, differ from one run to the other: {where(again)}"
-        if again.stage in _NOT_SEEDED:
-            return Finding(_NOT_SEEDED[again.stage], again, (evidence, "it does not come from a seed"))
-        if again.stage == "before":
-            cause = Cause.INITIAL_WEIGHTS if again.step == 1 else Cause.UNSYNCHRONISED
-            return Finding(cause, again, (evidence, "it does not come from a seed, or is changed between steps"))
-        if again.stage not in ("outputs", "loss", "gradients"):
-            return Finding(Cause.UNKNOWN, again, (evidence,))
-        return self._unrepeatable_arithmetic(again, evidence)
-
-    def _unrepeatable_arithmetic(self, again: Difference, evidence: str) -> Finding:
-        held = self._lab.hold(double=True)
-        exact = self._lab.trial(self._many, held)
-        size = _size(compare(exact, self._lab.again(exact, held), None))
-        if size < _ROUNDING:
-            rounding = f"in float64 the two are at most {size:.1e} apart: rounding, in another order each time"
-            return Finding(Cause.KERNEL, again, (evidence, rounding))
-        apart = f"in float64 they are still {size:.1e} apart: not rounding"
-        return Finding(Cause.MODEL_RANDOM, again, (evidence, apart))
 
     def _order(self, first: Difference) -> Finding:
         assert first.step is not None
@@ -236,7 +202,7 @@ class _Attribution:
         return Finding(cause, first, tuple(filter(None, (*evidence, f"{_HELD[cause]}, {self._rest(compared)}"))))
 
     def _rest(self, compared: Comparison) -> str:
-        pair = f"{self._one} and {_processes(self._many)}"
+        pair = f"{self._one} and {in_words(self._many)}"
         return (
             f"{pair} compute the same"
             if compared.first is None
@@ -248,8 +214,8 @@ class _Attribution:
         if self._lab.conditions.held.double:
             return ()
         _, _, compared = self._lab.pair(self._one, self._many, self._lab.hold(double=True))
-        size = _size(compared)
-        word = "rounding" if size < _ROUNDING else "not rounding"
+        size = largest_distance(compared)
+        word = "rounding" if size < ROUNDING else "not rounding"
         return (f"in float64 the two are {size:.1e} apart: {word}",)
 
     def _step(self, first: Difference) -> StepRecord:
@@ -273,32 +239,10 @@ _HELD = {
 }
 
 
-def _between_runs(compared: Comparison) -> Difference | None:
-    """The first difference of two runs that is not one between the ranks of a run."""
-    found = [each for each in compared.failing if each.ranks is None]
-    return min(found, key=lambda each: each.place, default=None)
-
-
 def _told(failure: Failure | None) -> str:
     """What a rank said; rule and way out are the finding's own."""
     return failure.text.removeprefix("error: ").partition("\n  rule: ")[0] if failure else ""
 
 
-def _processes(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"
-
-
 def _goes(compared: Comparison, first: Difference) -> bool:
     return compared.first is None or compared.first.place > first.place
-
-
-def _size(compared: Comparison) -> float:
-    """The largest distance that was measured at the first step that differs; 0 where nothing differs."""
-    if compared.first is None:
-        return max(compared.largest.values(), default=0.0)
-    sizes = [
-        each.distance
-        for each in compared.failing
-        if each.step == compared.first.step and each.stage in ("outputs", "loss", "gradients")
-    ]
-    return max((size for size in sizes if size is not None), default=float("inf"))
