@@ -15,9 +15,12 @@ import torch.distributed as dist
 # sends and receives is its own.
 _HEARD: dict[str, tuple[str | None, bool]] = {
     "all_gather": ("tensor", False),
+    "all_gather_coalesced": (None, False),
     "all_gather_into_tensor": ("input_tensor", True),
     "all_gather_object": (None, False),
+    "all_gather_single": ("input_tensor", True),
     "all_reduce": ("tensor", True),
+    "all_reduce_coalesced": (None, False),
     "all_to_all": (None, False),
     "all_to_all_single": ("output", False),
     "barrier": (None, False),
@@ -27,8 +30,11 @@ _HEARD: dict[str, tuple[str | None, bool]] = {
     "gather_object": (None, False),
     "monitored_barrier": (None, False),
     "new_group": (None, False),
+    "new_subgroups": (None, False),
+    "new_subgroups_by_enumeration": (None, False),
     "reduce": ("tensor", True),
     "reduce_scatter": ("output", False),
+    "reduce_scatter_single": ("output", True),
     "reduce_scatter_tensor": ("output", True),
     "scatter": ("tensor", False),
     "scatter_object_list": (None, False),
@@ -49,7 +55,7 @@ def hear_collectives(listens: Callable[[], bool], hear: Hear) -> Callable[[], No
     Returns:
         What ends it.
     """
-    before = {name: getattr(dist, name) for name in _HEARD}
+    before = {name: getattr(dist, name) for name in _HEARD if hasattr(dist, name)}  # some are new, others deprecated
     for name, function in before.items():
         setattr(dist, name, _heard(name, function, listens, hear))
 
@@ -88,7 +94,7 @@ def _described(name: str, given: Mapping[str, Any]) -> str:
     """`all_reduce (sum) of 3 float32`: what must be the same on every rank."""
     argument, is_even = _HEARD[name]
     text = name
-    if name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
+    if "reduce" in name:
         text += f" ({_operation(given.get('op', dist.ReduceOp.SUM))})"
     tensor = given.get(argument) if argument is not None else None
     if isinstance(tensor, torch.Tensor):
