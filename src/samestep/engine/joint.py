@@ -18,7 +18,6 @@ from samestep.engine.norm import join_layers, norm_layers
 from samestep.engine.replica import Replica, replicate, require_untouched
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
 from samestep.parallel.tree import ShardTree
-from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.threads import Threads
 
 Ended = Callable[[Shard, Replica], None]
@@ -61,7 +60,7 @@ class JointGradients(ShardGradients):
             gradients[part.number] = [alias.grad for alias in aliases]
 
         self._buffers.begin()
-        with preserved_generators(self._world.device), self._undone_on_failure():
+        with self._undone_on_failure():
             self._run(tree, batch, shard_of)
             for part in batch.parts:
                 with self._strategy.shard(tree, part.number, last=part is batch.parts[-1]):
@@ -90,8 +89,7 @@ class JointGradients(ShardGradients):
             present = [gradient for gradient in gradients if gradient is not None]
             flags[part.number] = float(not is_finite(present))
 
-        with preserved_generators(self._world.device):
-            self._run(ShardTree(batch.shards, batch.size), batch, shard_of)
+        self._run(ShardTree(batch.shards, batch.size), batch, shard_of)
         return self._flagged(flags)
 
     def _replica(self, track: Track) -> Replica:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from samestep.runtime.random_state import GeneratorStates
+from samestep.runtime.random_state import OwnGenerators, preserved_generators
 from samestep.runtime.thread_state import ThreadState
 from samestep.runtime.threads import Threads, Work
 
@@ -32,14 +32,15 @@ class Track:
         done: the task has ended.
     """
 
-    def __init__(self, task: Task, state: ThreadState, start: Callable[[Work], None]) -> None:
-        self._task, self._state, self._start = task, state, start
+    def __init__(
+        self, task: Task, state: ThreadState, generators: OwnGenerators, start: Callable[[Work], None]
+    ) -> None:
+        self._task, self._state, self._generators, self._start = task, state, generators, start
         self._turn, self._pause = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._pause.acquire()
         self._started = self._cancelled = False
         self._answer: Any = None
-        self._generators: GeneratorStates | None = None
         self.said: Any = None
         self.done = False
         self._failure: BaseException | None = None
@@ -57,6 +58,7 @@ class Track:
 
     def go(self, answer: Any) -> None:
         """Let the task run to its next meeting or its end; `wait` comes after it."""
+        self._generators.begin_turn()
         self._answer, self.said = answer, None
         if self._started:
             self._turn.release()
@@ -86,14 +88,9 @@ class Track:
         finally:
             del failure
 
-    def set_generators(self) -> None:
-        """Set the generators to what they were when this task last paused, if it has."""
-        if self._generators is not None:
-            self._generators.restore()
-
-    def keep_generators(self, device: torch.device) -> None:
+    def keep_generators(self) -> None:
         """Remember the generators for the task's next turn."""
-        self._generators = None if self.done else GeneratorStates(device)
+        self._generators.end_turn()
 
     def _work(self) -> None:
         try:
@@ -112,7 +109,7 @@ def run_in_lockstep(
 ) -> None:
     """Run `tasks` until all are done, each in a thread of its own; none is left running whatever happens.
 
-    Each task has the random generators for itself, as if it ran alone.
+    Each task has the random generators for itself, as if it ran alone; afterwards they are as they were.
 
     Args:
         tasks: in the order in which they take turns; each is called with its track.
@@ -124,22 +121,23 @@ def run_in_lockstep(
         BaseException: whatever the first task that fails, or `meet`, raises.
     """
     state = ThreadState(device)
-    tracks = [Track(task, state, partial(threads.submit, number)) for number, task in enumerate(tasks)]
+    tracks = [
+        Track(task, state, OwnGenerators(device), partial(threads.submit, number)) for number, task in enumerate(tasks)
+    ]
     going: Track | None = None
     answer: Any = None
     try:
-        while not all(track.done for track in tracks):
-            for track in tracks:
-                if not track.done:
-                    track.set_generators()
-                    going = track
-                    track.go(answer)
-                    track.wait()
-                    going = None
-                    track.raise_failure()
-                    if len(tracks) > 1:
-                        track.keep_generators(device)
-            answer = meet([track.said for track in tracks])
+        with preserved_generators(device):
+            while not all(track.done for track in tracks):
+                for track in tracks:
+                    if not track.done:
+                        going = track
+                        track.go(answer)
+                        track.wait()
+                        going = None
+                        track.raise_failure()
+                        track.keep_generators()
+                answer = meet([track.said for track in tracks])
     except BaseException:
         if going is not None:
             going.wait()

@@ -28,7 +28,11 @@ def replicate(model: nn.Module) -> Replica:
     """A replica of `model`: what is used twice in it (tied weights, shared modules) is used twice in the replica.
 
     Modules are copied as `torch.nn.DataParallel` copies them.
+
+    Raises:
+        InputError: a parameter has hooks, which would not hear of a replica's gradients.
     """
+    _require_no_hooks(model)
     modules = list(model.modules())
     copies: dict[nn.Module, nn.Module] = {module: module._replicate_for_data_parallel() for module in modules}
     parameters: dict[nn.Parameter, nn.Parameter] = {}
@@ -47,6 +51,16 @@ def replicate(model: nn.Module) -> Replica:
                 buffers[buffer] = buffer.detach().clone()
             copy._buffers[name] = None if buffer is None else buffers[buffer]
     return Replica(copies[model], parameters)
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"the parameter {name!r} has hooks",
+                rule="under batch_norm: sync gradients are those of copies of a parameter until all shards are done",
+                do="look at .grad after the step in the place of hooks, or set batch_norm: shard",
+            )
 
 
 def require_untouched(parameters: Sequence[nn.Parameter]) -> None:

@@ -123,6 +123,27 @@ def test_tasks_see_the_state_of_the_thread_that_runs_them(threads: Threads) -> N
     assert found == [inside] * 2 + [outside] * 2
 
 
+def test_the_callers_generators_stay_as_they_were(threads: Threads) -> None:
+    def task(track: Track) -> None:
+        seed_generators(7)
+        track.meet(0)
+        draw()
+
+    def draw() -> tuple[float, float, float]:
+        return random.gauss(0, 1), float(numpy.random.normal()), float(torch.randn(()))
+
+    with preserved_generators():
+        seed_generators(1)
+        expected = [draw() for _ in range(4)]
+        seed_generators(1)
+        drawn = [draw()]
+        run_in_lockstep([task] * 2, echo, CPU, threads)
+        drawn.append(draw())
+        with pytest.raises(ArithmeticError):
+            run_in_lockstep([task, fails_at(1)], echo, CPU, threads)
+        assert [*drawn, draw(), draw()] == expected
+
+
 def fails_at(turn: int) -> Task:
     def task(track: Track) -> None:
         for now in range(3):

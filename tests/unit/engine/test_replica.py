@@ -78,3 +78,11 @@ def test_a_module_that_is_reached_in_another_way_is_noticed() -> None:
     replica.module(torch.randn(3, 2)).sum().backward()
     with pytest.raises(InputError, match="reached the model's own parameters"):
         require_untouched(list(model.parameters()))
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_with_hooks_are_refused(hook: str) -> None:
+    model = nn.Linear(2, 2)
+    getattr(model.bias, hook)(lambda found: None)
+    with pytest.raises(InputError, match="the parameter 'bias' has hooks"):
+        replicate(model)
