@@ -1,0 +1,56 @@
+"""A DistributedSampler shuffles alike in every epoch unless it is told the epoch.
+
+The mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of the first. Nothing says so.
+The rule: the order is a function of (seed, epoch), and whoever iterates knows the epoch.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import samestep
+
+EPOCHS = 3
+Orders = list[list[int]]  # the first samples of each epoch
+
+DATA = TensorDataset(torch.arange(100), torch.zeros(100))
+
+
+def usual_way() -> Orders:
+    """What each rank takes first, rank by rank, in three epochs."""
+    sampler = DistributedSampler(DATA, shuffle=True, seed=0)
+    orders = []
+    for _ in range(EPOCHS):
+        first = torch.tensor(next(iter(sampler)))
+        everyones = [torch.zeros_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, first)
+        orders.append([int(index) for index in everyones])
+    return orders
+
+
+def samestep_way(world: samestep.World) -> Orders:
+    """The first samples of the first global batch, in three epochs."""
+    batches = samestep.loader(DATA, batch_size=20, shards=4, shuffle=True, world=world)
+    epochs = [[batch.indices for batch in batches] for _ in range(EPOCHS)]
+    return [indices[0][:4].tolist() for indices in epochs]
+
+
+def on_ranks() -> tuple[Orders, Orders]:
+    """Both ways in the same ranks."""
+    with samestep.start(device="cpu") as world:
+        return usual_way(), samestep_way(world)
+
+
+def main() -> tuple[Orders, Orders, Orders]:
+    """Print the first samples of three epochs, and return them."""
+    _, alone = samestep.launch(on_ranks, processes=1)
+    usual, ours = samestep.launch(on_ranks, processes=4)
+    names = ("samestep on 1", "no set_epoch, on 4", "samestep on 4")
+    for name, orders in zip(names, (alone, usual, ours), strict=True):
+        shown = "   ".join(" ".join(f"{index:2}" for index in order) for order in orders)
+        print(f"{name:18}  epochs 0, 1, 2 begin with {shown}")
+    return alone, usual, ours
+
+
+if __name__ == "__main__":
+    main()
