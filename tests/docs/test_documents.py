@@ -64,9 +64,10 @@ def run(line: str, place: Path) -> str:
 
 
 def with_console() -> list[object]:
-    """The documents with commands; the README's train whole recipes."""
+    """The documents with commands; some train whole recipes, or one many times."""
     found = [document for document in DOCUMENTS if blocks(document, "console")]
-    return [pytest.param(d, id=d.name, marks=[pytest.mark.slow] if d.name == "README.md" else []) for d in found]
+    slow = ("README.md", "verify.md")
+    return [pytest.param(d, id=d.name, marks=[pytest.mark.slow] if d.name in slow else []) for d in found]
 
 
 @pytest.mark.timeout(400)
