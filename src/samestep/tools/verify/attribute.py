@@ -8,7 +8,8 @@ from __future__ import annotations
 from samestep.config import Reduction
 from samestep.runtime.failure import Failure
 from samestep.tools.verify.causes import Cause, Finding, where
-from samestep.tools.verify.compare import Comparison, Difference, compare
+from samestep.tools.verify.compare import compare
+from samestep.tools.verify.difference import Comparison, Difference
 from samestep.tools.verify.lab import Lab
 from samestep.tools.verify.plan import Held
 from samestep.tools.verify.record import Record, StepRecord

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from samestep.tools.verify.compare import Difference
+from samestep.tools.verify.difference import Difference
 
 
 class Cause(StrEnum):

@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import Any
 
 from samestep.tools.verify.causes import where
-from samestep.tools.verify.compare import QUANTITIES
+from samestep.tools.verify.difference import QUANTITIES
 from samestep.tools.verify.verification import Verification
 
 FORMAT = 1
@@ -89,7 +89,8 @@ def table(data: dict[str, Any]) -> str:
     labels = [_short(run["processes"]) for run in runs]
     width = max(len(words) for words in QUANTITIES.values()) + 2
     columns = [max(len(label), 9) + 2 for label in labels]
-    lines = [" " * width + "".join(label.rjust(size) for label, size in zip(labels, columns, strict=True))]
+    head = f"against {data['reference'].partition(' ')[0]}, on".ljust(width)
+    lines = [head + "".join(label.rjust(size) for label, size in zip(labels, columns, strict=True))]
     for words in QUANTITIES.values():
         cells = [run["quantities"][words] for run in runs]
         lines.append(words.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True)))

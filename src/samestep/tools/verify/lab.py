@@ -12,7 +12,8 @@ from samestep.config import DeviceKind
 from samestep.errors import RunError
 from samestep.runtime.by_name import ByName
 from samestep.runtime.launch import RankError, StoppedError, launch
-from samestep.tools.verify.compare import Comparison, compare
+from samestep.tools.verify.compare import compare
+from samestep.tools.verify.difference import Comparison
 from samestep.tools.verify.plan import Held, Subject, Trial
 from samestep.tools.verify.record import Record, joined, read_record
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from samestep.tools.verify.causes import Cause, Finding, where
-from samestep.tools.verify.compare import Comparison, Difference, compare
+from samestep.tools.verify.compare import compare
+from samestep.tools.verify.difference import Comparison, Difference
 from samestep.tools.verify.lab import Lab
 
 # In float64 rounding stays far below this, and wrong mathematics far above.

@@ -12,7 +12,8 @@ from samestep.errors import InputError
 from samestep.runtime.launch import RankError
 from samestep.tools.verify.attribute import attribute
 from samestep.tools.verify.causes import Cause, Finding
-from samestep.tools.verify.compare import Comparison, Difference, compare
+from samestep.tools.verify.compare import compare
+from samestep.tools.verify.difference import Comparison, Difference
 from samestep.tools.verify.lab import Conditions, Lab
 from samestep.tools.verify.plan import Subject
 from samestep.tools.verify.record import Record

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from samestep.tools.verify.causes import ADVICE, Cause, where
-from samestep.tools.verify.compare import QUANTITIES, Comparison, compare
+from samestep.tools.verify.compare import compare
+from samestep.tools.verify.difference import QUANTITIES, Comparison
 from samestep.tools.verify.record import Record, joined, read_record
 
 Notes = dict[str, Any]
