@@ -43,6 +43,7 @@ def certificate_data(verification: Verification) -> dict[str, Any]:
                 "holds": comparison.first is None,
                 "first_difference": where(comparison.seen) if comparison.seen else None,
                 "quantities": {words: comparison.verdict(key) for key, words in QUANTITIES.items()},
+                "distances": {words: _shown(comparison.distance(key)) for key, words in QUANTITIES.items()},
                 "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
             }
             for comparison in verification.comparisons
@@ -109,6 +110,10 @@ def explanation(data: dict[str, Any]) -> str:
         lines.append(f"  do:       {finding['do']}")
     lines += [f"note: {note}" for note in data["notes"]]
     return "\n".join(lines)
+
+
+def _shown(distance: float | None) -> str | None:
+    return None if distance is None else f"{distance:.1e}"
 
 
 def _short(label: str) -> str:

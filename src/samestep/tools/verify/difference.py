@@ -98,6 +98,11 @@ class Comparison:
         largest = self.largest.get(quantity, 0.0)
         return f"{largest:.1e}" if largest else "bits"
 
+    def distance(self, quantity: str) -> float | None:
+        """The largest distance that was measured, allowed or not."""
+        failing = [each.distance for each in self.failing if each.quantity == quantity and each.distance is not None]
+        return max([*failing, *([self.largest[quantity]] if quantity in self.largest else [])], default=None)
+
     def add(self, difference: Difference, tolerance: float | None) -> None:
         """Take a difference; it fails unless its distance is known and within the tolerance."""
         quantity, distance = difference.quantity, difference.distance
