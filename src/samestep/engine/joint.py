@@ -20,8 +20,6 @@ from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.threads import Threads
 
-Ended = Callable[[Shard, Replica], None]
-
 
 def has_joint_layers(modes: Modes) -> bool:
     """Whether any norm layer uses statistics of the batch when a step trains."""
