@@ -31,8 +31,8 @@ def recipe_of(name: str, pictures: Path) -> tuple[str, ...]:
     """A recipe that ships, with what it needs to be run here: small images, and a net that is quick on them."""
     if name != "images":
         return (name,)
-    settings = ("image_size=32", "batch_size=24", "metrics=[]")
-    sets = [f"--set={'data.options.' if key == 'image_size=32' else ''}{key}" for key in settings]
+    settings = ("image_size=64", "batch_size=24", "metrics=[]")
+    sets = [f"--set={'data.options.' if key == 'image_size=64' else ''}{key}" for key in settings]
     return (name, f"--set=data.options.path={pictures}", *sets, "--set=model.name=torchvision:resnet18")
 
 

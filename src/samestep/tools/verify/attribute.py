@@ -60,7 +60,14 @@ class _Attribution:
             "optimizer": self._state,
             "evaluation": self._evaluation,
         }
-        return unrepeatable(self._lab, self._many) or by_stage[first.stage](first)
+        return unrepeatable(self._lab, self._many) or self._grown(first) or by_stage[first.stage](first)
+
+    def _grown(self, first: Difference) -> Finding | None:
+        """Rounding that was allowed, and grew beyond what is."""
+        if self._lab.conditions.tolerance is None or first.distance is None or first.stage == "evaluation":
+            return None
+        seen = f"{first.distance:.1e} apart, where {self._lab.conditions.tolerance:g} is allowed"
+        return self._held(first, Cause.REDUCTION, self._lab.hold(reduction="exact"), (seen,))
 
     def _ended(self, first: Difference | None) -> Finding:
         """A run that ended early, or has other steps than the reference."""
