@@ -49,7 +49,7 @@ class Forward:
         inputs, targets = _pair(shard.data)
         seed_generators(derive_seed(purpose, self._rules.seed, position, shard.number), self._device)
         with self._autocast():
-            outputs = _call(module, inputs)
+            outputs = call_model(module, inputs)
             if isinstance(self._loss, MultiLoss):
                 return outputs, self._loss.losses(outputs, targets, shard.size)
             return outputs, [as_loss(self._loss(outputs, targets), shard.size)]
@@ -86,7 +86,8 @@ def _pair(data: Any) -> tuple[Any, Any]:
     return data[0], data[1]
 
 
-def _call(module: torch.nn.Module, inputs: Any) -> Any:
+def call_model(module: torch.nn.Module, inputs: Any) -> Any:
+    """What `module` makes of inputs; a mapping or a tuple is unpacked into its arguments."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, tuple | list):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from samestep.data.batch import Shard
-from samestep.engine.loss import LossFunction, as_loss
+from samestep.engine.loss import Loss, LossFunction, as_loss
+from samestep.engine.multi_loss import MultiLoss
 
 # Far above rounding of a float32 sum, far below what a wrong divisor does.
 _TOLERANCE = 1e-4
 
+SizedLoss = Callable[[Any, Any, int], Loss]
 
-def additivity(loss: LossFunction, outputs: Any, part: Shard) -> dict[str, Any]:
+
+def additivity(loss: LossFunction | MultiLoss, outputs: Any, part: Shard) -> dict[str, Any]:
     """Cut a shard's outputs and targets in two, at several places, and compare the loss with that of the pieces.
 
     The model takes no part in it, so neither batch norm nor dropout can disturb the comparison.
@@ -27,16 +30,35 @@ def additivity(loss: LossFunction, outputs: Any, part: Shard) -> dict[str, Any]:
         return {"checked": False, "shard": part.number, "cuts": []}
     cuts = []
     with torch.no_grad():
-        whole = as_loss(loss(outputs, targets), part.size)
-        for place in sorted({1, part.size // 3 or 1, part.size // 2}):
-            first = as_loss(loss(*(_cut(v, part.size, 0, place) for v in (outputs, targets))), place)
-            rest = as_loss(loss(*(_cut(v, part.size, place, part.size) for v in (outputs, targets))), part.size - place)
-            sums = float(first.sum) + float(rest.sum)
-            counts = float(first.count) + float(rest.count)
-            if not (_agree(sums, float(whole.sum)) and _agree(counts, float(whole.count))):
-                cut = {"at": place, "sum": float(whole.sum), "sum_of_pieces": sums}
-                cuts.append(cut | {"count": float(whole.count), "count_of_pieces": counts})
+        for function in _functions(loss):
+            cuts += _cuts(function, outputs, targets, part.size)
     return {"checked": True, "shard": part.number, "size": part.size, "cuts": cuts}
+
+
+def _functions(loss: LossFunction | MultiLoss) -> list[SizedLoss]:
+    """The loss, or its parts, from outputs, targets and their number of samples."""
+    if isinstance(loss, MultiLoss):
+        return [each.loss_of for each in loss.parts]
+    return [lambda outputs, targets, size: as_loss(loss(outputs, targets), size)]
+
+
+def _cuts(loss: SizedLoss, outputs: Any, targets: Any, size: int) -> list[dict[str, Any]]:
+    cuts = []
+    whole = loss(outputs, targets, size)
+    for place in sorted({1, size // 3 or 1, size // 2}):
+        first = loss(_cut(outputs, size, 0, place), _cut(targets, size, 0, place), place)
+        rest = loss(_cut(outputs, size, place, size), _cut(targets, size, place, size), size - place)
+        sums = float(first.sum) + float(rest.sum)
+        counts = float(first.count) + float(rest.count)
+        if not (_agree(sums, float(whole.sum)) and _agree(counts, float(whole.count))):
+            cut = {"at": place, "sum": float(whole.sum), "sum_of_pieces": sums}
+            cut |= {"count": float(whole.count), "count_of_pieces": counts}
+            cuts.append(cut | {"means": [_mean(piece) for piece in (whole, first, rest)]})
+    return cuts
+
+
+def _mean(piece: Loss) -> float:
+    return float(piece.sum) / float(piece.count) if float(piece.count) else 0.0
 
 
 def _agree(value: float, other: float) -> bool:

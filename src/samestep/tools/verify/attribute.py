@@ -14,6 +14,7 @@ from samestep.tools.verify.lab import Lab
 from samestep.tools.verify.plan import Held
 from samestep.tools.verify.record import Record, StepRecord
 from samestep.tools.verify.repeat import ROUNDING, in_words, largest_distance, unrepeatable
+from samestep.tools.verify.samples import inputs_finding, order_finding
 
 # Errors of a rank that does something else than the others.
 _OUT_OF_STEP = ("RollCallError", "PeerLostError")
@@ -49,10 +50,12 @@ class _Attribution:
             return self._ended(first)
         by_stage = {
             "before": self._state,
-            "order": self._order,
+            "order": lambda first: order_finding(self._reference, self._other, first),
+            "shards": self._shards,
             "inputs": self._inputs,
             "targets": self._inputs,
             "rates": self._rates,
+            "settings": self._settings,
             "outputs": self._forward,
             "loss": self._loss,
             "gradients": self._backward,
@@ -60,7 +63,28 @@ class _Attribution:
             "optimizer": self._state,
             "evaluation": self._evaluation,
         }
-        return unrepeatable(self._lab, self._many) or self._grown(first) or by_stage[first.stage](first)
+        found = unrepeatable(self._lab, self._many) or self._grown(first)
+        return found or self._ruled(first) or by_stage[first.stage](first)
+
+    def _ruled(self, first: Difference) -> Finding | None:
+        """Rules of the step that depend on the number of processes, where what they rule differs."""
+        ours, theirs = self._reference.rules, self._other.rules
+        keys = [key for key in ours if ours[key] != theirs.get(key) and first.stage in _RULED.get(key, _AFTER_INPUTS)]
+        causes = {"seed": Cause.MODEL_RANDOM, "batch_norm": Cause.BATCH_NORM, "reduction": Cause.REDUCTION}
+        if not keys or keys == ["threads"]:
+            return None
+        said = ", ".join(f"{key} {ours[key]} and {theirs.get(key)}" for key in keys)
+        return Finding(causes.get(keys[0], Cause.RULES), first, (f"the engine's rules are not the same: {said}",))
+
+    def _shards(self, first: Difference) -> Finding:
+        evidence = f"{first.detail}: dropout, groups of batch norm and the order of sums depend on them"
+        return Finding(Cause.SHARDS, first, (evidence,))
+
+    def _inputs(self, first: Difference) -> Finding:
+        return inputs_finding(self._lab, self._reference, self._other, first)
+
+    def _settings(self, first: Difference) -> Finding:
+        return Finding(Cause.RULES, first, (f"settings of the optimizer differ: {first.detail}",))
 
     def _grown(self, first: Difference) -> Finding | None:
         """Rounding that was allowed, and grew beyond what is."""
@@ -88,40 +112,6 @@ class _Attribution:
             return Finding(Cause.FAILED, first, (told,))
         return Finding(Cause.DATA_ORDER, first, (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",))
 
-    def _order(self, first: Difference) -> Finding:
-        assert first.step is not None
-        pair = [record.steps[first.step] for record in (self._reference, self._other)]
-        is_last = first.ranks is None and any(step.main["ends_epoch"] for step in pair)
-        sizes = " and ".join(f"{len(step.main['order'])} samples" for step in pair)
-        if is_last and first.step > 1:
-            return Finding(
-                Cause.LAST_BATCH, first, (f"every step before is made of the same samples; this one has {sizes}",)
-            )
-        return Finding(Cause.DATA_ORDER, first, (first.detail,))
-
-    def _inputs(self, first: Difference) -> Finding:
-        assert first.step is not None and first.shard is not None
-        ours = self._reference.steps[first.step].shards[first.shard]["rows"]
-        theirs = self._other.steps[first.step].shards[first.shard]["rows"]
-        changed = [row for row in theirs if row not in ours]
-        known = {
-            row for step in self._reference.steps.values() for noted in step.shards.values() for row in noted["rows"]
-        }
-        if changed and all(row in known for row in changed):
-            evidence = "indices are the same, but other samples of the dataset stand behind them"
-            return Finding(Cause.DATA_ORDER, first, (evidence,))
-        record = self._lab.trial(1, self._lab.hold(twice=True))
-        notes = record.folder / "twice.txt"
-        if notes.exists():
-            count = len(set(notes.read_text(encoding="utf-8").split()))
-            evidence = (
-                f"asked for twice in one process, with the seeded generators in the same state, {count} samples "
-                "differ: they draw from something else"
-            )
-        else:
-            evidence = "asked for twice in one process, samples are the same: they depend on which process makes them"
-        return Finding(Cause.AUGMENTATION, first, (evidence,))
-
     def _rates(self, first: Difference) -> Finding:
         rates = tuple(tuple(step.main["rates"]) for step in self._reference.steps.values())
         _, _, compared = self._lab.pair(self._one, self._many, self._lab.hold(rates=rates))
@@ -138,19 +128,33 @@ class _Attribution:
         kind = self._reference.engine.get("modules", {}).get(name, "")
         seen = f"inputs and weights are the same; {name or 'the model'} ({kind}) is the first whose output differs"
         found = self._threads(first, seen) or self._held(
-            first, Cause.UNSYNCHRONISED, self._lab.hold(state=True), (seen, self._changed(step))
+            first, Cause.UNSYNCHRONISED, self._lab.hold(state=True), (seen, self._remembered())
         )
         found = found or self._held(first, Cause.MODEL_RANDOM, self._lab.hold(generators=True), (seen,))
-        if found is None:
-            cause = Cause.BATCH_NORM if step.collectives else Cause.MODEL_RANDOM
-            issued = (
-                f"{step.collectives} collectives in the forward of a shard: it sees those computed at the same time"
-            )
-            evidence = (seen, issued) if step.collectives else (seen,)
-            found = self._held(first, cause, self._lab.hold(resting=name), evidence)
-            if found is None and step.collectives:
-                found = Finding(cause, first, evidence)
+        found = found or self._in_evaluation_mode(first, step, seen) or self._rehearsed(first, seen)
         return found or Finding(Cause.UNKNOWN, first, (seen, *self._in_double(first)))
+
+    def _in_evaluation_mode(self, first: Difference, step: StepRecord, seen: str) -> Finding | None:
+        """A module that computes the same in evaluation mode draws random numbers, or looks at other shards."""
+        name = first.module or ""
+        is_norm = name in self._reference.engine.get("norms", ())
+        if not step.collectives and not is_norm:
+            return self._held(first, Cause.MODEL_RANDOM, self._lab.hold(resting=name), (seen,))
+        looks = f"the forward of a shard issues {step.collectives} collectives: it sees what others compute just then"
+        evidence = (seen, looks if step.collectives else "it is a norm layer, which uses statistics of a batch")
+        found = self._held(first, Cause.BATCH_NORM, self._lab.hold(resting=name), evidence)
+        return found or (Finding(Cause.BATCH_NORM, first, evidence) if step.collectives else None)
+
+    def _rehearsed(self, first: Difference, seen: str) -> Finding | None:
+        """A forward that goes otherwise because there was another one before it keeps something from call to call."""
+        rehearsed = self._lab.trial(self._one, self._lab.hold(rehearsed=True), reference=self._reference)
+        again = compare(self._reference, rehearsed, None).first
+        if again is None or again.stage != "outputs":
+            return None
+        evidence = "computed once before with all known state restored, a shard comes out otherwise: it draws from a "
+        return Finding(
+            Cause.MODEL_RANDOM, first, (seen, f"{evidence}generator of its own that goes on from call to call")
+        )
 
     def _loss(self, first: Difference) -> Finding:
         seen = "order, inputs, weights and outputs of the shard are the same, its loss is not"
@@ -161,12 +165,29 @@ class _Attribution:
 
     def _backward(self, first: Difference) -> Finding:
         seen = "outputs and losses of every shard are the same, the gradient of the batch is not"
-        used: list[Reduction] = [record.engine.get("reduction", "exact") for record in (self._reference, self._other)]
+        used: list[Reduction] = [record.rules.get("reduction", "exact") for record in (self._reference, self._other)]
         found = None
         if "fast" in used:
             found = self._held(first, Cause.REDUCTION, self._lab.hold(reduction="exact"), (seen,))
-        found = found or self._threads(first, seen)
-        return found or Finding(Cause.UNKNOWN, first, (seen, *self._in_double(first)))
+        return found or self._threads(first, seen) or self._scaled(first, seen) or self._rounded(first, seen)
+
+    def _scaled(self, first: Difference, seen: str) -> Finding | None:
+        """A gradient that is a multiple of the reference's by the number of processes."""
+        assert first.step is not None
+        ours, theirs = (record.steps[first.step].main["grad_norm"] for record in (self._reference, self._other))
+        ratio = theirs / ours if ours else 1.0
+        by = self._many / self._one
+        for factor in (by, 1 / by, by**2, 1 / by**2):
+            if factor != 1 and abs(ratio / factor - 1) < _SAME_RATIO:
+                told = f"it is {factor:g} times as long: summed or divided by the number of processes once too often"
+                return Finding(Cause.LOSS, first, (seen, told))
+        return None
+
+    def _rounded(self, first: Difference, seen: str) -> Finding:
+        size = self._double_distance()
+        word = "rounding" if size < ROUNDING else "not rounding"
+        cause = Cause.REDUCTION if size < ROUNDING else Cause.UNKNOWN
+        return Finding(cause, first, (seen, f"in float64 the two are {size:.1e} apart: {word}"))
 
     def _state(self, first: Difference) -> Finding:
         assert first.step is not None
@@ -189,7 +210,8 @@ class _Attribution:
         pairs = zip(self._reference.evaluations, self._other.evaluations, strict=False)
         same = all(ours["before"] == theirs["before"] for ours, theirs in pairs)
         seen = "weights and buffers before it are the same" if same else "every training step before it is the same"
-        return Finding(Cause.EVALUATION, first, (seen, first.detail))
+        held = self._held(first, Cause.UNSYNCHRONISED, self._lab.hold(state=True), (seen, self._remembered()))
+        return held or Finding(Cause.EVALUATION, first, (seen, first.detail))
 
     def _threads(self, first: Difference, seen: str) -> Finding | None:
         if first.step is None:
@@ -221,23 +243,27 @@ class _Attribution:
         """How far apart the two are in float64: rounding, or wrong mathematics."""
         if self._lab.conditions.held.double:
             return ()
-        _, _, compared = self._lab.pair(self._one, self._many, self._lab.hold(double=True))
-        size = largest_distance(compared)
-        word = "rounding" if size < ROUNDING else "not rounding"
-        return (f"in float64 the two are {size:.1e} apart: {word}",)
+        size = self._double_distance()
+        return (f"in float64 the two are {size:.1e} apart: {'rounding' if size < ROUNDING else 'not rounding'}",)
+
+    def _double_distance(self) -> float:
+        return largest_distance(self._lab.pair(self._one, self._many, self._lab.hold(double=True))[2])
 
     def _step(self, first: Difference) -> StepRecord:
         assert first.step is not None
         return self._reference.steps[first.step]
 
-    def _changed(self, step: StepRecord) -> str:
-        """Tensors that the step changed though nobody averages them."""
-        averaged = {*self._reference.parameters, *self._reference.engine.get("averaged", ())}
-        before, after = step.main["before"], step.main["after"]
-        names = [name for name in after if name not in averaged and before.get(name) != after[name]]
-        return f"its forward changes {', '.join(names[:5])}, which steps do not average" if names else ""
+    def _remembered(self) -> str:
+        """What steps change besides the state that is averaged."""
+        names = {name: None for step in self._reference.steps.values() for name in step.main["remembered"]}
+        return f"steps change {', '.join(list(names)[:5])}, which nobody averages" if names else ""
 
 
+# Where a rule shows first.
+_AFTER_INPUTS = ("outputs", "loss", "gradients", "after", "optimizer")
+_RULED = {"reduction": ("gradients",), "threads": (), "clip_norm": ("after",), "non_finite": ("after",)}
+# Rounding of a norm in float32 is far below, and any two of the factors are far apart.
+_SAME_RATIO = 1e-4
 _HELD = {
     Cause.THREADS: "with one thread a rank",
     Cause.UNSYNCHRONISED: "with that state as it was at first",

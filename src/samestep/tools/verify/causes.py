@@ -13,6 +13,7 @@ class Cause(StrEnum):
     """Why two numbers of processes do not compute the same."""
 
     DATA_ORDER = "data order"
+    SHARDS = "number of shards"
     LAST_BATCH = "last batch"
     AUGMENTATION = "random state of the augmentation"
     INITIAL_WEIGHTS = "initial weights"
@@ -20,6 +21,7 @@ class Cause(StrEnum):
     LOSS = "loss normalisation"
     BATCH_NORM = "batch norm statistics"
     LEARNING_RATE = "learning rate"
+    RULES = "step rules or optimizer settings"
     EVALUATION = "evaluation counting"
     UNSYNCHRONISED = "a parameter or buffer that is not synchronised"
     UNUSED = "unused parameters"
@@ -35,6 +37,7 @@ class Cause(StrEnum):
 ADVICE = {
     Cause.DATA_ORDER: "give every rank the whole dataset and one seed: samestep.loader(dataset, batch_size=..., "
     "shuffle=True, seed=0) cuts it",
+    Cause.SHARDS: "say one number of shards, as large as the largest number of processes: it is a fact of the recipe",
     Cause.LAST_BATCH: "step every batch that the loader gives, the short last one too",
     Cause.AUGMENTATION: "draw from Python's, NumPy's or torch's global generators while a sample is made: the loader "
     "seeds them by (seed, epoch, sample)",
@@ -44,6 +47,7 @@ ADVICE = {
     Cause.BATCH_NORM: "use torch's batch norm layers and batch_norm: shard or sync; no collectives in a forward",
     Cause.LEARNING_RATE: "make it a function of the global batch (learning_rate: {rule: linear, base_batch_size: ...}) "
     "and count steps of the global batch",
+    Cause.RULES: "let nothing that the step depends on be a function of the number of processes",
     Cause.EVALUATION: "use engine.evaluate with metrics of summed counts, over every sample once",
     Cause.UNSYNCHRONISED: "register state as a persistent buffer, which steps average over shards; change parameters "
     "on every rank alike, or on none",
@@ -100,6 +104,8 @@ def where(difference: Difference) -> str:
 _STAGE_WORDS = {
     "before": "before the step",
     "order": "order of samples",
+    "shards": "shards of the batch",
+    "settings": "settings of the optimizer",
     "rates": "learning rates",
     "gradients": "gradient",
     "after": "after the step",

@@ -21,7 +21,7 @@ FORMAT = 1
 def certificate_data(verification: Verification) -> dict[str, Any]:
     """Everything that the certificate says, as plain data."""
     reference, conditions = verification.reference, verification.conditions
-    engine = reference.engine
+    engine, rules = reference.engine, reference.rules
     steps = [step.main for step in reference.steps.values()]
     return {
         "format": FORMAT,
@@ -31,9 +31,9 @@ def certificate_data(verification: Verification) -> dict[str, Any]:
         "reference": f"{reference.processes} process{'es' if reference.processes > 1 else ''}",
         "level": "bits" if conditions.tolerance is None else f"{conditions.tolerance:g} relative",
         "double": conditions.held.double,
-        "reduction": engine.get("reduction"),
-        "batch_norm": engine.get("batch_norm"),
-        "precision": "float64" if conditions.held.double else engine.get("precision"),
+        "reduction": rules.get("reduction"),
+        "batch_norm": rules.get("batch_norm"),
+        "precision": "float64" if conditions.held.double else rules.get("precision"),
         "steps": [step["step"] for step in steps],
         "samples": sum(len(step["order"]) for step in steps),
         "shards": steps[0]["shards_of_batch"] if steps else None,

@@ -39,10 +39,14 @@ def _compare_steps(
     found.count("order", len(ours.main["order"]))
     if ours.main["order"] != theirs.main["order"]:
         found.add(Difference(quantity="order", stage="order", step=step, detail=_orders(ours.main, theirs.main)), None)
+    if ours.main["shards_of_batch"] != theirs.main["shards_of_batch"]:
+        detail = f"{ours.main['shards_of_batch']} shards and {theirs.main['shards_of_batch']}"
+        found.add(Difference(quantity="order", stage="shards", step=step, detail=detail), None)
     found.count("rates")
-    if ours.main["rates"] != theirs.main["rates"]:
-        detail = f"{ours.main['rates']} and {theirs.main['rates']}"
-        found.add(Difference(quantity="rates", stage="rates", step=step, detail=detail), None)
+    for key in ("rates", "settings"):
+        if ours.main[key] != theirs.main[key]:
+            detail = _differing(ours.main[key], theirs.main[key])
+            found.add(Difference(quantity="rates", stage=key, step=step, detail=detail), None)
     spread = {name: size for rank in theirs.by_rank for name, size in rank["distances"].get("outputs", {}).items()}
     for shard in sorted({*ours.shards, *theirs.shards}):
         if shard in ours.shards and shard in theirs.shards:
@@ -94,10 +98,11 @@ def _compare_ranks(step: StepRecord, parameters: frozenset[str], tolerance: floa
             detail = _orders(main, noted)
             place = Difference(quantity="order", stage="order", step=step.number, ranks=pair, detail=detail)
             found.add(place, None)
-        if noted["rates"] != main["rates"]:
-            detail = f"{main['rates']} and {noted['rates']}"
-            place = Difference(quantity="rates", stage="rates", step=step.number, ranks=pair, detail=detail)
-            found.add(place, None)
+        for key in ("rates", "settings"):
+            if noted[key] != main[key]:
+                detail = _differing(main[key], noted[key])
+                place = Difference(quantity="rates", stage=key, step=step.number, ranks=pair, detail=detail)
+                found.add(place, None)
         for stage in ("before", "gradients", "after", "optimizer"):
             _tensors(found, stage, step.number, main[stage], noted[stage], {}, parameters, None, pair)
 
@@ -186,6 +191,15 @@ def _relative(value: Any, other: Any) -> float | None:
         return None
     scale = max(abs(value), abs(other))
     return abs(value - other) / scale if scale and math.isfinite(scale) else None
+
+
+def _differing(ours: list[Any], theirs: list[Any]) -> str:
+    """Rates, or the settings that differ of the first parameter group where any do."""
+    for mine, its in zip(ours, theirs, strict=False):
+        if isinstance(mine, Mapping) and mine != its:
+            keys = [key for key in mine if mine[key] != its.get(key)]
+            return ", ".join(f"{key} {mine[key]} and {its.get(key)}" for key in keys)
+    return f"{ours} and {theirs}"
 
 
 def _orders(ours: Noted, theirs: Noted) -> str:

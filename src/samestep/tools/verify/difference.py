@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 STAGES = (
     "before",
     "order",
+    "shards",
     "inputs",
     "targets",
     "rates",
-    "modules",
+    "settings",
     "outputs",
     "loss",
     "gradients",

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from samestep.config import StepRules
 from samestep.data.batch import Shard
 from samestep.data.samples import ShardDataset
 from samestep.engine.buffers import ShardedBuffers
+from samestep.engine.forward import call_model
 from samestep.engine.step import Engine
-from samestep.runtime.random_state import derive_seed
+from samestep.runtime.random_state import derive_seed, preserved_generators
 from samestep.tools.verify.digest import digest_any
+from samestep.tools.verify.memory import Remembered, copied, generators_of, memory_of, recall, seed_generator
 from samestep.tools.verify.plan import Held
-from samestep.tools.verify.values import state_tensors
-
-Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
 
 
 def hold_process(held: Held, folder: Path) -> None:
@@ -43,8 +40,8 @@ class Holding:
     def __init__(self, held: Held) -> None:
         self._held = held
         self._model: torch.nn.Module | None = None
-        self._first: dict[str, torch.Tensor] = {}
-        self.averaged: list[str] = []
+        self._first: dict[str, Remembered] = {}
+        self.averaged: frozenset[str] = frozenset()
 
     def prepare(self, model: torch.nn.Module, rules: StepRules) -> StepRules:
         """Change the model that an engine is about to take, and the rules that it follows."""
@@ -56,7 +53,10 @@ class Holding:
         if held.reduction is not None:
             torch.use_deterministic_algorithms(held.reduction == "exact")
             rules = replace(rules, reduction=held.reduction)
-        self.averaged = ShardedBuffers(model).names
+        self.averaged = frozenset(ShardedBuffers(model).names)
+        if held.state:
+            self._first = {name: copied(value) for name, value in memory_of(model, self.averaged).items()}
+            model.register_forward_pre_hook(lambda module, _: recall(module, self._first))
         return rules
 
     def begin_step(self, engine: Engine) -> None:
@@ -70,48 +70,25 @@ class Holding:
         assert self._model is not None
         if self._held.resting is not None:
             self._model.get_submodule(self._held.resting).eval()
+        if self._held.rehearsed:
+            self._rehearse(self._model, part)
         if self._held.generators:
             for generator in generators_of(self._model).values():
-                _seed(generator, derive_seed("shard", 0, step, part.number))
-        if self._held.state:
-            self._restore_state(self._model)
+                seed_generator(generator, derive_seed("shard", 0, step, part.number))
 
-    def _restore_state(self, model: torch.nn.Module) -> None:
-        parameters = dict(model.named_parameters())
-        now = {
-            name: value
-            for name, value in state_tensors(model).items()
-            if name not in parameters and name not in self.averaged
-        }
-        if not self._first:
-            self._first = {name: value.detach().clone() for name, value in now.items()}
-        for name, value in self._first.items():
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, value.clone())
-
-
-def generators_of(model: torch.nn.Module) -> dict[str, Generator]:
-    """Generators that modules hold as attributes, by name."""
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Generator)
-    }
+    def _rehearse(self, model: torch.nn.Module, part: Shard) -> None:
+        """Leave nothing of a forward but what the model hides."""
+        buffers, memory = ShardedBuffers(model), memory_of(model, self.averaged)
+        kept = {name: copied(value) for name, value in memory.items()}
+        buffers.begin()
+        with torch.no_grad(), preserved_generators():
+            call_model(model, part.data[0])
+        buffers.restore()
+        recall(model, kept)
 
 
 def _ignore(nthreads: int) -> None:
     """In the place of torch.set_num_threads."""
-
-
-def _seed(generator: Generator, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, numpy.random.Generator):
-        bits = generator.bit_generator
-        bits.state = type(bits)(seed).state
-    else:
-        generator.seed(seed % 2**32)
 
 
 def _in_double(

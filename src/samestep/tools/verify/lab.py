@@ -158,6 +158,7 @@ def _holding(held: Held) -> str:
         "generators": "the model's generators seeded by shard",
         "state": "the model's other state as at first",
         "resting": f"{held.resting or 'the model'} in evaluation mode",
+        "rehearsed": "every forward rehearsed",
         "twice": "every sample made twice",
     }
     said = [text for name, text in words.items() if getattr(held, name) not in (None, False)]

@@ -33,8 +33,10 @@ class Held:
         one_thread: every rank computes with one thread, whatever the script sets.
         rates: learning rates of the parameter groups, by step from 1.
         generators: generators that modules hold are seeded anew for every shard.
-        state: buffers and tensors of modules that steps do not average are as they were at first, for every shard.
+        state: buffers, tensors and numbers of modules that steps do not average are as they were at first, in every
+            forward.
         resting: this module and those in it are in evaluation mode.
+        rehearsed: every shard's forward is computed once before, and forgotten.
         twice: every sample is asked for twice, and those are noted that differ.
     """
 
@@ -45,6 +47,7 @@ class Held:
     generators: bool = False
     state: bool = False
     resting: str | None = None
+    rehearsed: bool = False
     twice: bool = False
 
 

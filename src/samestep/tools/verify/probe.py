@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, NoReturn, TextIO
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
@@ -23,6 +25,7 @@ from samestep.tools.verify.additive import additivity
 from samestep.tools.verify.collectives import CollectiveCount
 from samestep.tools.verify.digest import digest, digest_any, digest_rows
 from samestep.tools.verify.holding import Holding
+from samestep.tools.verify.memory import Remembered, memory_of
 from samestep.tools.verify.plan import Trial
 from samestep.tools.verify.values import Values, optimizer_tensors, state_tensors
 
@@ -50,6 +53,7 @@ class Probe(Observer):
         self._shards: dict[int, Noted] = {}
         self._parts: dict[int, tuple[Shard, Any]] = {}
         self._modules: dict[int, list[tuple[str, str]]] = {}
+        self._memory: dict[str, str] = {}
         self._step: Noted = {}
         self.last_event = time.monotonic()
         self.was_stopped = False
@@ -79,12 +83,11 @@ class Probe(Observer):
                 "size": world.size,
                 "device": torch.cuda.get_device_name(world.device) if is_gpu else "cpu",
                 "strategy": engine.strategy,
-                "reduction": engine.rules.reduction,
-                "batch_norm": engine.rules.batch_norm,
-                "precision": engine.rules.precision,
+                "rules": asdict(engine.rules),
                 "modules": {name: type(module).__name__ for name, module in engine.model.named_modules()},
                 "parameters": [name for name, _ in engine.model.named_parameters()],
-                "averaged": self._holding.averaged,
+                "norms": [name for name, module in engine.model.named_modules() if isinstance(module, _NormBase)],
+                "averaged": sorted(self._holding.averaged),
             },
         )
 
@@ -93,6 +96,7 @@ class Probe(Observer):
             self._leave(engine)
         self._holding.begin_step(engine)
         self._shards, self._parts, self._modules = {}, {}, {}
+        self._memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._step = {
             "step": engine.steps + 1,
             "epoch": batch.begin.epoch,
@@ -100,6 +104,7 @@ class Probe(Observer):
             "order": [int(index) for index in batch.indices],
             "shards_of_batch": batch.shards,
             "rates": [float(group["lr"]) for group in engine.optimizer.param_groups],
+            "settings": [_settings(group) for group in engine.optimizer.param_groups],
             "threads": torch.get_num_threads(),
             "before": _digests(state_tensors(engine.model)),
         }
@@ -132,6 +137,7 @@ class Probe(Observer):
 
     def end_step(self, engine: Engine, result: StepResult) -> None:
         state, slots = state_tensors(engine.model), optimizer_tensors(engine)
+        memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._values.add("outputs", {str(shard): outputs for shard, (_, outputs) in self._parts.items()})
         self._values.add("state", state)
         self._values.add("optimizer", slots)
@@ -146,6 +152,7 @@ class Probe(Observer):
                 "skipped": result.skipped,
                 "after": _digests(state),
                 "optimizer": _digests(slots),
+                "remembered": [name for name, now in memory.items() if self._memory.get(name) != now],
                 "distances": self._values.settle(result.step),
             },
         )
@@ -178,3 +185,13 @@ class Probe(Observer):
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def _memory_digests(memory: Mapping[str, Remembered]) -> dict[str, str]:
+    return {name: digest(value) if isinstance(value, torch.Tensor) else repr(value) for name, value in memory.items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a parameter group besides its learning rate."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, float | int | tuple)}
+    return {key: value for key, value in numbers.items() if key not in ("lr", "initial_lr")}

@@ -80,6 +80,12 @@ class Record:
         return next(iter(self.noted("engine")), {})
 
     @property
+    def rules(self) -> Noted:
+        """The step rules that the engine follows."""
+        rules: Noted = self.engine.get("rules", {})
+        return rules
+
+    @property
     def is_stuck(self) -> bool:
         """Whether a rank waited in vain for others."""
         return any(note["kind"] == "stuck" for notes in self.events for note in notes)

@@ -52,13 +52,12 @@ class Values:
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, buffers (also those that are not saved), and tensors that modules hold as plain attributes."""
+    """What a checkpoint holds of a model: parameters, and buffers that are saved."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    found |= dict(model.named_buffers())
     for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{path}.{key}" if path else key] = value
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                found[f"{path}.{key}" if path else key] = buffer
     return found
 
 

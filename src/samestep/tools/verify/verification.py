@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from samestep.errors import InputError
 from samestep.runtime.launch import RankError
 from samestep.tools.verify.attribute import attribute
-from samestep.tools.verify.causes import Cause, Finding
+from samestep.tools.verify.causes import Finding
 from samestep.tools.verify.compare import compare
-from samestep.tools.verify.difference import Comparison, Difference
+from samestep.tools.verify.cuts import cut_finding, cut_notes
+from samestep.tools.verify.difference import Comparison
 from samestep.tools.verify.lab import Conditions, Lab
 from samestep.tools.verify.plan import Subject
 from samestep.tools.verify.record import Record
@@ -75,11 +75,11 @@ def verify(
             others += [lab.killed(number, kill_at, resume_on, reference) for number in processes]
         comparisons = tuple(compare(reference, other, conditions.tolerance) for other in others)
         findings = _findings(lab, reference, others, comparisons)
-        additivity = reference.noted("additivity")
-        if checks_losses:
-            findings += _uncountable(additivity)
-        notes = _notes(additivity, checks_losses)
-        return Verification(subject, conditions, reference, comparisons, tuple(findings), notes)
+        cuts = reference.noted("additivity")
+        found = cut_finding(cuts)
+        if found is not None:
+            findings.append(found)
+        return Verification(subject, conditions, reference, comparisons, tuple(findings), cut_notes(cuts))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,27 +110,3 @@ def _findings(
         if first is not None or other.failure is not None:
             return [attribute(lab, reference, other, first)]
     return []
-
-
-def _uncountable(additivity: Sequence[Any]) -> list[Finding]:
-    """A loss that is not the sum of its pieces depends on how the batch is cut, on one process too."""
-    for note in additivity:
-        for cut in note["cuts"]:
-            first = Difference(quantity="loss", stage="loss", step=note["step"], shard=note["shard"])
-            evidence = (
-                f"its {note['size']} samples give a summed loss of {cut['sum']:.6g} over a count of {cut['count']:g}; "
-                f"cut after {cut['at']}, the two pieces give {cut['sum_of_pieces']:.6g} over "
-                f"{cut['count_of_pieces']:g}",
-                "so the result depends on how a batch is cut into shards: a mean of means, or something counted "
-                "once a shard",
-            )
-            return [Finding(Cause.LOSS, first, evidence)]
-    return []
-
-
-def _notes(additivity: Sequence[Any], checks_losses: bool) -> tuple[str, ...]:
-    if not checks_losses:
-        return ("whether the loss adds up over pieces of a shard was not looked at, as was asked",)
-    if additivity and not any(note["checked"] for note in additivity):
-        return ("whether the loss adds up over pieces of a shard cannot be seen: outputs or targets have no rows",)
-    return ()

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep import Loss, cross_entropy
+from samestep import Loss, LossPart, MultiLoss, cross_entropy
 from samestep.data.batch import Shard
 from samestep.tools.verify.additive import additivity
+from samestep.tools.verify.cuts import cut_finding, cut_notes
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 4, generator=GENERATOR)
@@ -69,3 +70,34 @@ def test_what_cannot_be_cut_is_not_checked() -> None:
     assert not checked(cross_entropy, LOGITS, CLASSES, size=1)["checked"]
     assert not checked(lambda o, t: o.mean(), torch.tensor(1.0), CLASSES)["checked"]
     assert not checked(cross_entropy, LOGITS, [1, 2, 3, 4, 5, 6])["checked"]
+
+
+def test_parts_of_a_loss_are_looked_at_one_by_one() -> None:
+    tokens = LossPart("tokens", lambda o, t: cross_entropy(o, t).sum, count=lambda targets: (targets != -100).sum())
+    penalty = LossPart("penalty", lambda o, t: torch.tensor(3.0), count="once")
+    assert checked(MultiLoss([tokens, penalty]), TOKEN_LOGITS, TOKENS)["cuts"] == []
+    wrong = LossPart("tokens", lambda o, t: by_token(o, t) * len(t))
+    assert checked(MultiLoss([wrong, penalty]), TOKEN_LOGITS, TOKENS)["cuts"]
+
+
+def finding(loss: Any, outputs: Any, targets: Any) -> str | None:
+    """What is said of a loss, if it is called a mistake."""
+    found = cut_finding([{"step": 1, **checked(loss, outputs, targets)}])
+    return found.evidence[-1] if found else None
+
+
+def test_kinds_of_mistakes_are_told_apart() -> None:
+    assert finding(*RIGHT["samples"]) is None
+    assert "a mean of means" in str(finding(*WRONG["mean over tokens"]))
+    assert "a mean of means" in str(finding(*WRONG["weighted mean"]))
+    assert "once a shard" in str(finding(*WRONG["a penalty a shard"]))
+
+
+def test_a_loss_between_samples_is_a_note_and_no_mistake() -> None:
+    def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    notes = [{"step": 1, **checked(contrastive, LOGITS, CLASSES)}]
+    assert cut_finding(notes) is None
+    assert "compares samples" in cut_notes(notes)[0]
+    assert cut_notes([{"step": 1, **checked(*RIGHT["samples"])}]) == ()

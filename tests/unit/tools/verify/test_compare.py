@@ -24,6 +24,8 @@ def step(number: int, shards: tuple[int, ...] = (0, 1)) -> Notes:
         "order": [number * 4 + place for place in range(4)],
         "shards_of_batch": 2,
         "rates": [0.1],
+        "settings": [{"momentum": 0.9}],
+        "remembered": [],
         "threads": 1,
         "before": {"weight": f"w{number - 1}", "mean": f"m{number - 1}"},
         "after": {"weight": f"w{number}", "mean": f"m{number}"},
@@ -78,6 +80,8 @@ def test_the_same_is_the_same_on_any_ranks() -> None:
 CHANGES = {
     "order": (("order",), [9, 9, 9, 9], "order"),
     "rates": (("rates",), [0.2], "rates"),
+    "settings": (("settings",), [{"momentum": 0.8}], "rates"),
+    "shards": (("shards_of_batch",), 3, "order"),
     "gradients": (("gradients", "weight"), "else", "gradients"),
     "after": (("after", "weight"), "else", "weights"),
     "statistics": (("after", "mean"), "else", "buffers"),

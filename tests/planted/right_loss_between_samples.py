@@ -1,0 +1,20 @@
+"""A loss that compares each sample with the others of its shard."""
+
+import torch
+from parts import Plain, Points, batches_of, fit, seeded, sgd
+from torch.nn import functional
+
+import samestep
+
+
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
+    """Each sample has to find itself among those of its shard."""
+    directions = functional.normalize(outputs, dim=1)
+    likeness = directions @ directions.T / 0.5
+    return samestep.Loss(functional.cross_entropy(likeness, torch.arange(len(outputs)), reduction="sum"), len(outputs))
+
+
+with samestep.start() as world:
+    model = seeded(Plain)
+    engine = samestep.Engine(model, sgd(model), contrastive, world=world)
+    fit(engine, batches_of(world, Points()))

@@ -1,0 +1,26 @@
+"""A running mean that only evaluation uses, kept as a number."""
+
+import torch
+from parts import Plain, Points, batches_of, evaluation, fit, seeded, sgd
+from torch import nn
+
+import samestep
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = 0.0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * float(values.detach().mean())
+            return values - values.mean()
+        return values - self.mean
+
+
+with samestep.start() as world:
+    model = seeded(Plain, Centred())
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points()))
+    engine.evaluate(evaluation(world))

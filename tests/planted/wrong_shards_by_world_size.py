@@ -1,0 +1,10 @@
+"""As many shards as there are processes."""
+
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+import samestep
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points(), shards=world.size))
