@@ -69,7 +69,7 @@ def main() -> None:
     header = ["processes", "shard, ms a step", "sync, ms a step", "ratio, median (quartiles)", "MiB a rank more"]
     parts = [
         "# Batch norm over all shards beside batch norm by shard",
-        f"{machine_line(machine)} Other work ran on the cores at the time.",
+        machine_line(machine),
         f"Global batch {options.batch_size} in {options.shards} shards, one thread a process, `exact`, "
         f"{options.rounds} rounds in which\nboth have a turn of some steps in the same processes. "
         "Ratios are taken round by round. The last column is\nby how much the first steps with `sync` raised "

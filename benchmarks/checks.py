@@ -72,8 +72,8 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
         "# What it costs to compare ranks while they train",
         machine_line(machine),
         f"Global batch {options.batch_size}, one shard and one thread a process, SGD with momentum; the variants take "
-        "turns in the same\nprocesses, and ratios are taken round by round. Other programs ran on the machine at the "
-        "same time: `off, again` is the\nsame as `off`, and what differs from 1 there is noise.",
+        "turns in the same\nprocesses, and ratios are taken round by round. `off, again` is the same "
+        "as `off`: what\ndiffers from 1 there is noise.",
     ]
     for result in results:
         turns = f"{result['rounds']} rounds of {result['block']} steps"

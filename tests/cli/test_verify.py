@@ -12,6 +12,7 @@ from samestep.cli.main import main
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 from system import Running, samestep, tree, until
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANTED = Path(__file__).parents[1] / "planted"
 Refused = Callable[..., str]
 
@@ -59,6 +60,10 @@ REFUSED = {
     "a file in the way": (("digits", "--out", "idle.py"), "idle.py cannot be made"),
     "a bad override": (("digits", "--set", "step.sed=1"), "did you mean step.seed?"),
     "an idle script": (("--script", "idle.py", "--processes", "1,2"), "idle.py made no step with samestep.Engine"),
+    "a script that starts ranks": (
+        ("--script", EXAMPLES / "own_loop.py", "--processes", "1", "--", "3"),
+        "samestep.launch() is called in a rank",
+    ),
     "a missing folder": (
         ("images", "--set", "data.options.path=gone", "--processes", "1,2"),
         "there is no folder gone",

@@ -38,6 +38,8 @@ PRELOAD = (
     "samestep.data.loader",
 )
 
+_RANK_NAME = "samestep-rank-"
+
 # After the first failure, how long the other ranks may take to report theirs before they are killed.
 _SETTLE_SECONDS = 1.0
 
@@ -79,12 +81,19 @@ def launch(
         What rank 0's function returned.
 
     Raises:
-        InputError: `processes` is not positive.
+        InputError: `processes` is not positive, or this process is a rank itself.
         RankError: a rank failed; the others were ended.
         StoppedError: a request to end came before the ranks could take it.
     """
     if processes < 1:
         raise InputError(f"processes is {processes}", rule="processes >= 1", do="--processes 1, or --processes auto")
+    if multiprocessing.current_process().name.startswith(_RANK_NAME):
+        raise InputError(
+            "samestep.launch() is called in a rank that samestep has started",
+            rule="ranks start no ranks",
+            do="let the script call its function itself when it is one of several ranks: in place of launch, or by an "
+            "argument",
+        )
     prepare_torch_environment(loopback=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
@@ -138,7 +147,7 @@ class _Crew:
 
     def start(self, context: ForkServerContext, orders: Orders) -> None:
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(orders, send), name=f"samestep-rank-{orders.rank}")
+        process = context.Process(target=run_rank, args=(orders, send), name=f"{_RANK_NAME}{orders.rank}")
         process.start()
         send.close()
         self.members.append(_Member(orders.rank, process, receive))
