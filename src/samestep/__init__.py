@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from samestep.engine.learning_rate import scaled_lr
     from samestep.engine.loss import Loss, cross_entropy
     from samestep.engine.multi_loss import LossPart, MultiLoss
-    from samestep.engine.step import Engine, StepResult
+    from samestep.engine.result import StepResult
+    from samestep.engine.step import Engine
     from samestep.runtime.launch import launch
     from samestep.runtime.session import start
     from samestep.runtime.world import World
@@ -33,7 +34,7 @@ _HOMES = {
     "Loss": "engine.loss",
     "LossPart": "engine.multi_loss",
     "MultiLoss": "engine.multi_loss",
-    "StepResult": "engine.step",
+    "StepResult": "engine.result",
     "StepRules": "config",
     "World": "runtime.world",
     "cross_entropy": "engine.loss",

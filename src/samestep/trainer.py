@@ -16,7 +16,8 @@ from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.engine.evaluation import Metric
-from samestep.engine.step import Engine, StepResult
+from samestep.engine.result import StepResult
+from samestep.engine.step import Engine
 from samestep.errors import InputError
 from samestep.record.events import Recorder
 from samestep.record.stopwatch import Stopwatch

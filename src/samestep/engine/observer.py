@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
-from samestep.engine.loss import Loss
+from samestep.engine.loss import Loss, LossFunction
+from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.result import StepResult
+from samestep.runtime.world import World
 
-if TYPE_CHECKING:
-    from samestep.engine.step import Engine, StepResult
+
+class Observed(Protocol):
+    """An engine as its observers see it; the attributes are those of `Engine`."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction | MultiLoss
+    world: World
+    rules: StepRules
+    steps: int
+
+    @property
+    def strategy(self) -> str: ...
 
 
 class Observer:
@@ -21,10 +35,10 @@ class Observer:
         """An engine is about to take `model`, which may be changed in place; the rules it shall follow."""
         return rules
 
-    def made(self, engine: Engine) -> None:
+    def made(self, engine: Observed) -> None:
         """An engine is ready."""
 
-    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+    def begin_step(self, engine: Observed, batch: GlobalBatch) -> None:
         """A step begins; nothing has changed yet."""
 
     def begin_shard(self, part: Shard) -> None:
@@ -33,13 +47,13 @@ class Observer:
     def end_shard(self, part: Shard, outputs: Any, loss: Loss) -> None:
         """A shard's training forward and its loss are done."""
 
-    def end_gradients(self, engine: Engine) -> None:
+    def end_gradients(self, engine: Observed) -> None:
         """Each `.grad` is that of the mean loss of the global batch, not yet clipped."""
 
-    def end_step(self, engine: Engine, result: StepResult) -> None:
+    def end_step(self, engine: Observed, result: StepResult) -> None:
         """A step is done."""
 
-    def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
+    def end_evaluation(self, engine: Observed, values: dict[str, float]) -> None:
         """An evaluation is done."""
 
 

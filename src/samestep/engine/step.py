@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +22,11 @@ from samestep.engine.gradients import ShardGradients
 from samestep.engine.joint import JointGradients, has_joint_layers
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
+from samestep.engine.result import StepResult
 from samestep.engine.tally import Tally
 from samestep.errors import InputError
 from samestep.parallel.strategy import build_strategy
 from samestep.runtime.world import World
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did, the same on every rank.
-
-    Attributes:
-        step: its number, from 1.
-        loss: mean loss of the global batch, before the update.
-        count: what the sum was divided by: samples, or tokens.
-        lr: learning rate of the first parameter group in this step.
-        grad_norm: global 2-norm of the gradient, before clipping.
-        skipped: the update was left out, for a loss or gradient that is not finite.
-        stop: a rank was asked to end; leave the loop after this step.
-    """
-
-    step: int
-    loss: float
-    count: float
-    lr: float
-    grad_norm: float
-    skipped: bool
-    stop: bool
 
 
 class Engine:

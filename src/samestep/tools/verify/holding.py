@@ -14,7 +14,7 @@ from samestep.data.batch import Shard
 from samestep.data.samples import ShardDataset
 from samestep.engine.buffers import ShardedBuffers
 from samestep.engine.forward import call_model
-from samestep.engine.step import Engine
+from samestep.engine.observer import Observed
 from samestep.runtime.random_state import derive_seed, preserved_generators
 from samestep.tools.verify.digest import digest_any
 from samestep.tools.verify.memory import Remembered, copied, generators_of, memory_of, recall, seed_generator
@@ -59,7 +59,7 @@ class Holding:
             model.register_forward_pre_hook(lambda module, _: recall(module, self._first))
         return rules
 
-    def begin_step(self, engine: Engine) -> None:
+    def begin_step(self, engine: Observed) -> None:
         """Before anything of a step is computed."""
         if self._held.rates is not None and engine.steps < len(self._held.rates):
             for group, rate in zip(engine.optimizer.param_groups, self._held.rates[engine.steps], strict=True):

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.loss import Loss
-from samestep.engine.observer import Observer
-from samestep.engine.step import Engine, StepResult
+from samestep.engine.observer import Observed, Observer
+from samestep.engine.result import StepResult
 from samestep.runtime.random_state import preserved_generators
 from samestep.tools.verify.additive import additivity
 from samestep.tools.verify.collectives import CollectiveCount
@@ -71,7 +71,7 @@ class Probe(Observer):
             module.register_forward_hook(self._hook(name))
         return rules
 
-    def made(self, engine: Engine) -> None:
+    def made(self, engine: Observed) -> None:
         world = engine.world
         # A rank that does something else than the others is told from the others at once, instead of hanging.
         world.roll_call.begin(0)
@@ -91,7 +91,7 @@ class Probe(Observer):
             },
         )
 
-    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+    def begin_step(self, engine: Observed, batch: GlobalBatch) -> None:
         if self._enough is not None and engine.steps >= self._enough:
             self._leave(engine)
         self._holding.begin_step(engine)
@@ -130,12 +130,12 @@ class Probe(Observer):
             "count": float(loss.count),
         }
 
-    def end_gradients(self, engine: Engine) -> None:
+    def end_gradients(self, engine: Observed) -> None:
         gradients = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
         self._step["gradients"] = _digests(gradients)
         self._values.add("gradients", gradients)
 
-    def end_step(self, engine: Engine, result: StepResult) -> None:
+    def end_step(self, engine: Observed, result: StepResult) -> None:
         state, slots = state_tensors(engine.model), optimizer_tensors(engine)
         memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._values.add("outputs", {str(shard): outputs for shard, (_, outputs) in self._parts.items()})
@@ -165,11 +165,11 @@ class Probe(Observer):
             self.was_stopped = True
             self._leave(engine)
 
-    def _leave(self, engine: Engine) -> NoReturn:
+    def _leave(self, engine: Observed) -> NoReturn:
         engine.world.barrier()  # ranks leave in step
         raise EnoughSteps
 
-    def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
+    def end_evaluation(self, engine: Observed, values: dict[str, float]) -> None:
         state = _digests(state_tensors(engine.model))
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self.note("evaluation", {"step": engine.steps, "values": shown, "before": state})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from samestep.engine.step import Engine
+from samestep.engine.observer import Observed
 from samestep.tools.verify.digest import digest, distance, largest_element, leaves
 from samestep.tools.verify.plan import Trial
 
@@ -61,7 +61,7 @@ def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def optimizer_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+def optimizer_tensors(engine: Observed) -> dict[str, torch.Tensor]:
     """The optimizer's state as `parameter/slot`."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
     return {
