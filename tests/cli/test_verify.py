@@ -57,6 +57,8 @@ REFUSED = {
     "resume alone": (("digits", "--resume-on", "1"), "belong together"),
     "kill too late": (("digits", "--kill-at", "4", "--resume-on", "1"), "one of the steps, 1 to 3"),
     "tolerance of bits": (("digits", "--tolerance", "1e-6"), "--tolerance with an exact reduction"),
+    "no tolerance": (("digits", "--reduction", "fast", "--tolerance", "0"), "--tolerance 0"),
+    "no patience": (("digits", "--patience", "-1"), "--patience -1"),
     "a file in the way": (("digits", "--out", "idle.py"), "idle.py cannot be made"),
     "a bad override": (("digits", "--set", "step.sed=1"), "did you mean step.seed?"),
     "an idle script": (("--script", "idle.py", "--processes", "1,2"), "idle.py made no step with samestep.Engine"),

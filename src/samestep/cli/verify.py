@@ -141,6 +141,10 @@ def _check(arguments: argparse.Namespace, subject: Subject, processes: list[int]
             rule="a run that is killed in a step goes on on a number of processes",
             do="--kill-at 2 --resume-on 3",
         )
+    for name in ("tolerance", "patience"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise InputError(f"--{name} {value:g}", rule="above 0", do=f"leave --{name} out for its default")
     steps = arguments.steps or _STEPS
     if arguments.kill_at is not None and not 1 <= arguments.kill_at <= steps and subject.recipe is not None:
         raise InputError(
