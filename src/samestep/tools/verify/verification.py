@@ -16,6 +16,7 @@ from samestep.tools.verify.cuts import cut_finding, cut_notes
 from samestep.tools.verify.difference import Comparison
 from samestep.tools.verify.lab import Conditions, Lab
 from samestep.tools.verify.plan import Subject
+from samestep.tools.verify.printed import printed_note
 from samestep.tools.verify.record import Record
 
 
@@ -76,10 +77,11 @@ def verify(
         comparisons = tuple(compare(reference, other, conditions.tolerance) for other in others)
         findings = _findings(lab, reference, others, comparisons)
         cuts = reference.noted("additivity")
+        notes = (*cut_notes(cuts), *printed_note(reference, others))
         found = cut_finding(cuts)
         if found is not None:
             findings.append(found)
-        return Verification(subject, conditions, reference, comparisons, tuple(findings), cut_notes(cuts))
+        return Verification(subject, conditions, reference, comparisons, tuple(findings), notes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
