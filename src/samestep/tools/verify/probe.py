@@ -194,4 +194,4 @@ def _memory_digests(memory: Mapping[str, Remembered]) -> dict[str, str]:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers of a parameter group besides its learning rate; pairs of them come out of a checkpoint as lists."""
     numbers = {key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)}
-    return {key: value for key, value in numbers.items() if key not in ("lr", "initial_lr")}
+    return {key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")}
