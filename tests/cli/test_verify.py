@@ -102,10 +102,21 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
 
 def test_interrupt_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
     with Running("verify", "digits", "--processes", "3", cwd=tmp_path) as running:
-        running.until(lambda: list(tmp_path.glob("runs/*/trials/trial-1/rank-2.jsonl")), "the ranks are there")
+        running.until(lambda: list(tmp_path.glob("runs/*/.trials-*/trial-1/rank-2.jsonl")), "the ranks are there")
         running.kill_group(signal.SIGINT)
         done = running.wait(30)
         assert done.code == EXIT_STOPPED
         assert "Traceback" not in done.err
         until(lambda: not running.processes(), "every process has ended", 10)
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_in_the_folder_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "out" / "trials" / "mine.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    script = PLANTED / "right_loss_between_samples.py"
+    done = samestep("verify", "--script", script, "--processes", "1,2", "--out", "out", cwd=tmp_path)
+    assert done.code == EXIT_DONE, done.err
+    assert "note: the loss of a shard is neither the sum of its pieces" in done.out
+    assert sorted(tree(tmp_path / "out")) == ["certificate.html", "certificate.json", "trials", "trials/mine.txt"]

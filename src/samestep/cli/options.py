@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,12 @@ def launch_ranks(
     return launch(
         ByName("samestep.recipes.run", function), recipe, *arguments, processes=count, log_dir=log_dir, preload=PRELOAD
     )
+
+
+def free_name(runs: Path, stem: str) -> str:
+    """`stem`, date and time, and a number where several runs begin in one second."""
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(free for n in count(1) if not (runs / (free := name if n == 1 else f"{name}-{n}")).exists())
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all epochs are done, 130 when somebody asked to end."""
     recipe = load_recipe(arguments.recipe, device_batch.overrides(arguments))
     chosen = options.run_options(arguments)
-    folder: Path = arguments.runs / (arguments.name or _free_name(arguments.runs, Path(arguments.recipe).stem))
+    folder: Path = arguments.runs / (arguments.name or options.free_name(arguments.runs, Path(arguments.recipe).stem))
     is_first = not folder.parent.exists()
     meant = device_batch.told(arguments, recipe)
     _create(folder, recipe)
@@ -81,12 +79,6 @@ def run_ranks(
     else:
         _print_summary(summary, folder)
     return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
-
-
-def _free_name(runs: Path, recipe: str) -> str:
-    """Recipe, date and time, and a number where several runs begin in one second."""
-    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return next(free for n in count(1) if not (runs / (free := name if n == 1 else f"{name}-{n}")).exists())
 
 
 def _create(folder: Path, recipe: Recipe) -> None:

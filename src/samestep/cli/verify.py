@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from samestep.cli import options
 from samestep.config import Recipe
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.recipes.parse import load_recipe, shipped_recipes
 from samestep.sharding import require_enough_shards
-from samestep.tools.verify.certificate import certificate_data, explanation, summary, table, write_certificate
 from samestep.tools.verify.lab import Conditions
 from samestep.tools.verify.plan import Held, Subject
-from samestep.tools.verify.verification import verify
 
 _STEPS = 3
 # Rounding of sums in another order, after a few steps; in float64 what the project promises of gradients.
@@ -63,7 +57,7 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--kill-at", type=int, metavar="STEP", help="also kill a rank in this step, and resume")
     group.add_argument("--resume-on", type=int, metavar="N", help="number of processes after the kill")
     group.add_argument(
-        "--loss-of-shards", action="store_true", help="the loss is meant to depend on how a batch is cut (contrastive)"
+        "--loss-of-shards", action="store_true", help="do not ask whether a shard's loss is the sum of its pieces"
     )
     group = parser.add_argument_group("machine")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
@@ -77,6 +71,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify and print; 0 if it holds, 3 if not."""
+    # Imported here: the other commands have no use for them.
+    from rich.console import Console
+
+    from samestep.tools.verify.certificate import certificate_data, explanation, summary, table, write_certificate
+    from samestep.tools.verify.verification import verify
+
     subject = _subject(arguments)
     processes = _processes(arguments.processes)
     _check(arguments, subject, processes)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             subject,
             processes,
             _conditions(arguments, subject.recipe),
-            folder / "trials",
+            folder,
             kill_at=arguments.kill_at,
             resume_on=arguments.resume_on,
             checks_losses=not arguments.loss_of_shards,
@@ -175,9 +175,7 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
 @contextmanager
 def _new_folder(out: Path | None, name: str) -> Iterator[Path]:
     """The folder of the certificate; where nothing comes of it, what was made for it goes again."""
-    stem = f"verify-{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path("runs") / (stem if n == 1 else f"{stem}-{n}") for n in count(1))
-    folder = out or next(folder for folder in candidates if not folder.exists())
+    folder = out or Path("runs") / options.free_name(Path("runs"), f"verify-{Path(name).stem}")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,19 +8,12 @@ from typing import Any
 import torch
 
 from samestep.data.batch import Shard
+from samestep.data.tensors import map_tensors
 
 
 def move(data: Any, device: torch.device) -> Any:
     """`data` with every tensor in its lists, tuples and mappings on `device`."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {key: move(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(move(value, device) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(move(value, device) for value in data)
-    return data
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def prefetched(shards: Iterator[Shard], device: torch.device) -> Iterator[Shard]:

@@ -10,8 +10,9 @@ import torch
 
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
-from samestep.engine.loss import Loss, LossFunction, as_loss
+from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.plain_loss import in_parts
 from samestep.errors import RunError
 from samestep.runtime.random_state import Purpose, derive_seed, seed_generators
 from samestep.runtime.world import World
@@ -22,16 +23,15 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Forward:
     """Computes outputs and loss of a shard under the recipe's rules."""
 
-    def __init__(self, loss: LossFunction, rules: StepRules, device: torch.device) -> None:
-        self._loss, self._rules, self._device = loss, rules, device
+    def __init__(self, loss: LossFunction | MultiLoss, rules: StepRules, device: torch.device) -> None:
+        self._loss, self._rules, self._device = in_parts(loss), rules, device
         self._totals: list[float] = []
         self._batch_size = 0
 
     def begin_step(self, batch: GlobalBatch, world: World) -> None:
         """Learn what a loss of several parts needs to know of the global batch; every rank calls it."""
-        if isinstance(self._loss, MultiLoss):
-            self._totals = self._loss.totals(batch, lambda shard: _pair(shard.data)[1], world)
-            self._batch_size = batch.size
+        self._totals = self._loss.totals(batch, lambda shard: _pair(shard.data)[1], world)
+        self._batch_size = batch.size
 
     def __call__(self, module: torch.nn.Module, shard: Shard, purpose: Purpose, position: int) -> tuple[Any, Loss]:
         """Outputs and loss of `shard` by `module`; its random state is a function of (seed, position, shard).
@@ -40,9 +40,7 @@ class Forward:
             TypeError: the batch is not a pair, or the loss function returned something else than a loss.
         """
         outputs, losses = self.parts(module, shard, purpose, position)
-        if isinstance(self._loss, MultiLoss):
-            return outputs, self._loss.joined(losses, self._totals, self._batch_size, shard.size)
-        return outputs, losses[0]
+        return outputs, self._loss.joined(losses, self._totals, self._batch_size, shard.size)
 
     def parts(self, module: torch.nn.Module, shard: Shard, purpose: Purpose, position: int) -> tuple[Any, list[Loss]]:
         """Outputs of `shard` and the loss of each part; a plain loss is one part."""
@@ -50,14 +48,12 @@ class Forward:
         seed_generators(derive_seed(purpose, self._rules.seed, position, shard.number), self._device)
         with self._autocast():
             outputs = call_model(module, inputs)
-            if isinstance(self._loss, MultiLoss):
-                return outputs, self._loss.losses(outputs, targets, shard.size)
-            return outputs, [as_loss(self._loss(outputs, targets), shard.size)]
+            return outputs, self._loss.losses(outputs, targets, shard.size)
 
     @property
     def part_count(self) -> int:
         """How many parts the loss has."""
-        return len(self._loss.parts) if isinstance(self._loss, MultiLoss) else 1
+        return len(self._loss.parts)
 
     def values(self, sums: Sequence[tuple[float, float]]) -> dict[str, float]:
         """`loss`, and each of several parts, from the sums and counts of a whole dataset.
@@ -67,10 +63,7 @@ class Forward:
         """
         if not any(count for _, count in sums):
             raise RunError("the loss counted nothing in evaluation", do="look at ignored targets")
-        if isinstance(self._loss, MultiLoss):
-            return self._loss.values(sums)
-        ((total, count),) = sums
-        return {"loss": total / count}
+        return self._loss.values(sums)
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = _AUTOCAST[self._rules.precision]

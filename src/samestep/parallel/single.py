@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from samestep.parallel.lane import done
 from samestep.parallel.reduction import Reduction
 from samestep.parallel.tree import ShardTree
 
@@ -31,9 +32,7 @@ class SingleStrategy:
     def sum_vectors(
         self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int
     ) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(self._reduction.vector(tree, vectors, length))
-        return future
+        return done(self._reduction.vector(tree, vectors, length))
 
     def abandon(self) -> None:
         self._reduction.forget()

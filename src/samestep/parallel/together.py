@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import InputError
+from samestep.parallel.gather import gather_numbers
 from samestep.parallel.kept import sum_kept
+from samestep.parallel.lane import done
 from samestep.parallel.reduction import Reduction
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.world import World
@@ -47,9 +49,7 @@ class TogetherStrategy:
     def sum_vectors(
         self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int
     ) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(self._reduction.vector(tree, vectors, length))
-        return future
+        return done(self._reduction.vector(tree, vectors, length))
 
     def abandon(self) -> None:
         self._reduction.forget()
@@ -63,10 +63,7 @@ def _require_same_shapes(model: torch.nn.Module, world: World) -> None:
     """Refuse models of different shapes, which the backend would not notice."""
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model).items()]
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=4).digest()
-    found = torch.zeros(world.size, dtype=torch.float64, device=world.device)
-    found[world.rank] = int.from_bytes(digest, "little")
-    world.all_reduce(found)
-    if len(set(found.tolist())) > 1:
+    if len(set(gather_numbers(world, [int.from_bytes(digest, "little")]))) > 1:
         raise InputError(
             f"the model of rank {world.rank} has other parameters or buffers than another rank's",
             rule="every rank builds the same model",

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from samestep.data.batch import Shard
-from samestep.engine.loss import Loss, LossFunction, as_loss
+from samestep.data.tensors import map_tensors
+from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.plain_loss import in_parts
 
 # Far above rounding of a float32 sum, far below what a wrong divisor does.
 _TOLERANCE = 1e-4
@@ -30,16 +32,9 @@ def additivity(loss: LossFunction | MultiLoss, outputs: Any, part: Shard) -> dic
         return {"checked": False, "shard": part.number, "cuts": []}
     cuts = []
     with torch.no_grad():
-        for function in _functions(loss):
-            cuts += _cuts(function, outputs, targets, part.size)
+        for each in in_parts(loss).parts:
+            cuts += _cuts(each.loss_of, outputs, targets, part.size)
     return {"checked": True, "shard": part.number, "size": part.size, "cuts": cuts}
-
-
-def _functions(loss: LossFunction | MultiLoss) -> list[SizedLoss]:
-    """The loss, or its parts, from outputs, targets and their number of samples."""
-    if isinstance(loss, MultiLoss):
-        return [each.loss_of for each in loss.parts]
-    return [lambda outputs, targets, size: as_loss(loss(outputs, targets), size)]
 
 
 def _cuts(loss: SizedLoss, outputs: Any, targets: Any, size: int) -> list[dict[str, Any]]:
@@ -77,9 +72,4 @@ def _can_be_cut(data: Any, size: int) -> bool:
 
 def _cut(data: Any, size: int, start: int, stop: int) -> Any:
     """Rows of the samples from `start` to `stop`; a tensor may have several rows a sample."""
-    if isinstance(data, torch.Tensor):
-        rows = data.shape[0] // size
-        return data[start * rows : stop * rows]
-    if isinstance(data, Mapping):
-        return {key: _cut(value, size, start, stop) for key, value in data.items()}
-    return type(data)(_cut(value, size, start, stop) for value in data)
+    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])

@@ -11,9 +11,9 @@ from samestep.tools.verify.causes import Cause, Finding, where
 from samestep.tools.verify.compare import compare
 from samestep.tools.verify.difference import Comparison, Difference
 from samestep.tools.verify.lab import Lab
-from samestep.tools.verify.plan import Held
+from samestep.tools.verify.plan import Held, in_words
 from samestep.tools.verify.record import Record, StepRecord
-from samestep.tools.verify.repeat import ROUNDING, in_words, largest_distance, unrepeatable
+from samestep.tools.verify.repeat import ROUNDING, largest_distance, unrepeatable
 from samestep.tools.verify.samples import inputs_finding, order_finding
 
 # Errors of a rank that does something else than the others.

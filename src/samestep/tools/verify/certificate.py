@@ -13,6 +13,7 @@ from typing import Any
 
 from samestep.tools.verify.causes import where
 from samestep.tools.verify.difference import QUANTITIES
+from samestep.tools.verify.plan import in_words
 from samestep.tools.verify.verification import Verification
 
 FORMAT = 1
@@ -28,7 +29,7 @@ def certificate_data(verification: Verification) -> dict[str, Any]:
         "holds": verification.holds,
         "subject": verification.subject.name,
         "arguments": list(verification.subject.arguments),
-        "reference": f"{reference.processes} process{'es' if reference.processes > 1 else ''}",
+        "reference": in_words(reference.processes),
         "level": "bits" if conditions.tolerance is None else f"{conditions.tolerance:g} relative",
         "double": conditions.held.double,
         "reduction": rules.get("reduction"),

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.tools.verify.difference import QUANTITIES, Comparison, Difference
+from samestep.tools.verify.plan import in_words
 from samestep.tools.verify.record import Noted, Record, StepRecord
 
 
-def compare(reference: Record, other: Record, tolerance: float | None, label: str = "") -> Comparison:
+def compare(reference: Record, other: Record, tolerance: float | None) -> Comparison:
     """Compare `other` with `reference`, bit for bit or within a relative tolerance.
 
     Order, inputs, targets, counts and rates have to be equal under any tolerance.
     """
-    found = Comparison(label or other.label or f"{other.processes} processes")
+    found = Comparison(other.label or in_words(other.processes))
     for number in sorted({*reference.steps, *other.steps}):
         if number in reference.steps and number in other.steps:
             _compare_steps(reference.steps[number], other.steps[number], reference.parameters, tolerance, found)

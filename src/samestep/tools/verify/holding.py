@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from samestep.config import StepRules
 from samestep.data.batch import Shard
 from samestep.data.samples import ShardDataset
+from samestep.data.tensors import map_tensors
 from samestep.engine.buffers import ShardedBuffers
 from samestep.engine.forward import call_model
 from samestep.engine.observer import Observed
@@ -94,17 +94,11 @@ def _ignore(nthreads: int) -> None:
 def _in_double(
     module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(_double(value) for value in arguments), _double(options)
+    return map_tensors(arguments, _double), map_tensors(options, _double)
 
 
-def _double(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.double() if data.is_floating_point() else data
-    if isinstance(data, Mapping):
-        return {key: _double(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(_double(value) for value in data)
-    return data
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _ask_twice(file: Path) -> None:

@@ -14,7 +14,7 @@ from samestep.runtime.by_name import ByName
 from samestep.runtime.launch import RankError, StoppedError, launch
 from samestep.tools.verify.compare import compare
 from samestep.tools.verify.difference import Comparison
-from samestep.tools.verify.plan import Held, Subject, Trial
+from samestep.tools.verify.plan import Held, Subject, Trial, in_words
 from samestep.tools.verify.record import Record, joined, read_record
 
 _RUN = ByName("samestep.tools.verify.trial", "run")
@@ -69,7 +69,7 @@ class Lab:
         held = held or self.conditions.held
         key = (processes, held, cuts_losses, reference.folder if reference else None)
         if key not in self._known:
-            self._tell(f"{processes} process{'es' if processes > 1 else ''}{_holding(held)}")
+            self._tell(f"{in_words(processes)}{_holding(held)}")
             self._known[key] = self._run(
                 self._plan(processes, held, reference=reference, values=reference is None, cuts_losses=cuts_losses)
             )
@@ -78,7 +78,7 @@ class Lab:
     def again(self, record: Record, held: Held | None = None) -> Record:
         """The same run once more, measured against the first."""
         held = held or self.conditions.held
-        self._tell(f"{record.processes} processes once more{_holding(held)}")
+        self._tell(f"{in_words(record.processes)} once more{_holding(held)}")
         return self._run(self._plan(record.processes, held, reference=record))
 
     def killed(self, processes: int, kill_at: int, resume_on: int, reference: Record) -> Record:
@@ -113,12 +113,9 @@ class Lab:
         """What all trials hold, and something more."""
         return replace(self.conditions.held, **held)  # type: ignore[arg-type]
 
-    def _plan(self, processes: int, held: Held, **more: object) -> Trial:
+    def _plan(self, processes: int, held: Held, *, reference: Record | None, **more: object) -> Trial:
         folder = self._folder / f"trial-{next(self._numbers)}"
-        folder.mkdir(parents=True)
-        for key in ("reference",):
-            record = more.pop(key, None)
-            more[key] = record.folder if isinstance(record, Record) else None
+        folder.mkdir()
         shared = self.conditions
         return Trial(
             folder=folder,
@@ -127,6 +124,7 @@ class Lab:
             device=shared.device,
             held=held,
             patience=shared.patience,
+            reference=reference.folder if reference else None,
             **more,  # type: ignore[arg-type]
         )
 

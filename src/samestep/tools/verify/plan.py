@@ -80,3 +80,8 @@ class Trial:
     checkpoint: Path | None = None
     scratch: Path | None = None
     patience: float = 120.0
+
+
+def in_words(processes: int) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{processes} process{'es' if processes > 1 else ''}"

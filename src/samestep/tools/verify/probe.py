@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch, Shard
+from samestep.engine.held import optimizer_tensors
 from samestep.engine.loss import Loss
 from samestep.engine.observer import Observed, Observer
 from samestep.engine.result import StepResult
@@ -27,7 +28,7 @@ from samestep.tools.verify.digest import digest, digest_any, digest_rows
 from samestep.tools.verify.holding import Holding
 from samestep.tools.verify.memory import Remembered, memory_of
 from samestep.tools.verify.plan import Trial
-from samestep.tools.verify.values import Values, optimizer_tensors, state_tensors
+from samestep.tools.verify.values import Values, state_tensors
 
 Noted = dict[str, Any]
 
@@ -136,7 +137,8 @@ class Probe(Observer):
         self._values.add("gradients", gradients)
 
     def end_step(self, engine: Observed, result: StepResult) -> None:
-        state, slots = state_tensors(engine.model), optimizer_tensors(engine)
+        state = state_tensors(engine.model)
+        slots = {"/".join(key): value for key, value in optimizer_tensors(engine.model, engine.optimizer).items()}
         memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._values.add("outputs", {str(shard): outputs for shard, (_, outputs) in self._parts.items()})
         self._values.add("state", state)
@@ -160,7 +162,6 @@ class Probe(Observer):
             with preserved_generators(engine.world.device):
                 for part, outputs in self._parts.values():
                     self.note("additivity", {"step": result.step, **additivity(engine.loss, outputs, part)})
-
         if result.stop:
             self.was_stopped = True
             self._leave(engine)

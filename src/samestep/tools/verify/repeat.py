@@ -6,6 +6,7 @@ from samestep.tools.verify.causes import Cause, Finding, where
 from samestep.tools.verify.compare import compare
 from samestep.tools.verify.difference import Comparison, Difference
 from samestep.tools.verify.lab import Lab
+from samestep.tools.verify.plan import in_words
 from samestep.tools.verify.samples import inputs_finding
 
 # In float64 rounding stays far below this, and wrong mathematics far above.
@@ -60,11 +61,6 @@ def largest_distance(compared: Comparison) -> float:
         if each.step == compared.first.step and each.stage in ("outputs", "loss", "gradients")
     ]
     return max((size for size in sizes if size is not None), default=float("inf"))
-
-
-def in_words(processes: int) -> str:
-    """A number of processes in words."""
-    return f"{processes} process{'es' if processes > 1 else ''}"
 
 
 def _between_runs(compared: Comparison) -> Difference | None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from samestep.engine.observer import Observed
 from samestep.tools.verify.digest import digest, distance, largest_element, leaves
 from samestep.tools.verify.plan import Trial
 
@@ -59,17 +58,6 @@ def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if key not in module._non_persistent_buffers_set:
                 found[f"{path}.{key}" if path else key] = buffer
     return found
-
-
-def optimizer_tensors(engine: Observed) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `parameter/slot`."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
-    return {
-        f"{names[parameter]}/{slot}": value
-        for parameter, slots in engine.optimizer.state.items()
-        for slot, value in slots.items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _read(folder: Path, step: int) -> dict[str, torch.Tensor]:

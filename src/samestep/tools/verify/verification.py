@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from samestep.errors import InputError
 from samestep.runtime.launch import RankError
@@ -58,7 +58,7 @@ def verify(
     """Run the subject on each number of processes and compare with the first.
 
     Args:
-        folder: for what trials write; it is removed at the end.
+        folder: trials write into a folder of their own in it, which is removed at the end.
         kill_at: each number is also killed in this step and gone on with on `resume_on` processes.
         checks_losses: a loss that depends on how a batch is cut counts as a mistake.
         tell: hears what is run next.
@@ -67,8 +67,8 @@ def verify(
         RankError: the subject fails on the first number of processes.
         InputError: a script made no engine.
     """
-    lab = Lab(subject, conditions, folder, preload=preload, tell=tell)
-    try:
+    with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
+        lab = Lab(subject, conditions, Path(trials), preload=preload, tell=tell)
         reference = _reference(lab, processes[0], checks_losses)
         others = [lab.trial(number, reference=reference) for number in processes[1:]] or [lab.again(reference)]
         if kill_at is not None:
@@ -76,14 +76,12 @@ def verify(
             others += [lab.killed(number, kill_at, resume_on, reference) for number in processes]
         comparisons = tuple(compare(reference, other, conditions.tolerance) for other in others)
         findings = _findings(lab, reference, others, comparisons)
-        cuts = reference.noted("additivity")
-        notes = (*cut_notes(cuts), *printed_note(reference, others))
-        found = cut_finding(cuts)
-        if found is not None:
-            findings.append(found)
-        return Verification(subject, conditions, reference, comparisons, tuple(findings), notes)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        notes = printed_note(reference, others)
+    cuts = reference.noted("additivity")
+    found = cut_finding(cuts)
+    findings += [found] if found is not None else []
+    notes += cut_notes(cuts) if checks_losses else ("whether the loss is the sum of its pieces was not looked at",)
+    return Verification(subject, conditions, reference, comparisons, tuple(findings), notes)
 
 
 def _reference(lab: Lab, processes: int, checks_losses: bool) -> Record:

@@ -71,7 +71,7 @@ def changed(path: tuple[Any, ...], value: Any, ranks: int = 2) -> Comparison:
 
 
 def test_the_same_is_the_same_on_any_ranks() -> None:
-    found = compare(record(), record(2), None, "two")
+    found = compare(record(), record(2), None)
     assert found.first is None
     assert {found.verdict(quantity) for quantity in QUANTITIES} == {"bits"}
     assert found.compared["order"] == 12
