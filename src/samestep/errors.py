@@ -9,6 +9,7 @@
       RunError                the run failed; exit code 1
         NonFiniteError        a loss or a gradient is not finite
         DriftError            ranks no longer hold the same weights, buffers or optimizer state
+        CheckpointWriteError  a checkpoint cannot be written; those before it are as they were
         RollCallError         ranks do not do the same things in the same order
         PeerLostError         another rank went away: a consequence, never the first cause
 
@@ -31,6 +32,8 @@ class SamestepError(Exception):
         value: what was found, in one sentence.
         rule: the rule that it breaks.
         do: the way out.
+
+    What else went wrong because of it can be added with `add_note`.
     """
 
     exit_code = EXIT_FAILED
@@ -45,6 +48,7 @@ class SamestepError(Exception):
             lines.append(f"  rule: {self.rule}")
         if self.do:
             lines.append(f"  do:   {self.do}")
+        lines += [f"  also: {note}" for note in getattr(self, "__notes__", ())]
         return "\n".join(lines)
 
 
@@ -80,6 +84,10 @@ class NonFiniteError(RunError):
 
 class DriftError(RunError):
     """Ranks no longer hold the same weights, buffers or optimizer state."""
+
+
+class CheckpointWriteError(RunError):
+    """A checkpoint cannot be written; those before it are as they were."""
 
 
 class RollCallError(RunError):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.store import read_json
+from samestep.checkpoint.manifest import read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 

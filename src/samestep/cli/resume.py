@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.store import CheckpointFolder, read_json
+from samestep.checkpoint.manifest import read_json
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli import options
 from samestep.cli.train import run_ranks
 from samestep.config import Recipe

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 import ranks_store
 from ranks_store import FILES
 from samestep import launch
-from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_json, verify
-from samestep.errors import CheckpointError
+from samestep.checkpoint.manifest import MANIFEST, read_json, verify
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.runtime.launch import RankError
 
 
@@ -57,15 +59,54 @@ def test_equal_content_gives_equal_bytes(folder: CheckpointFolder, tmp_path: Pat
 
 def test_a_checkpoint_that_is_there_is_left_as_it_is(folder: CheckpointFolder) -> None:
     path = folder.write(1, {"a": b"first"})
-    assert folder.write(1, {"a": b"second"}) == path
-    assert (path / "a").read_bytes() == b"first"
+    before = [(file, file.stat().st_ino) for file in sorted(path.iterdir())]
+    assert folder.write(1, {"a": b"first"}) == path
+    assert [(file, file.stat().st_ino) for file in sorted(path.iterdir())] == before
     assert names(folder) == ["last", "step-000000001"]
+
+
+def test_another_one_of_the_same_step_takes_its_place(folder: CheckpointFolder) -> None:
+    path = folder.write(1, {"a": b"before an evaluation", "b": b""})
+    assert folder.write(1, {"a": b"after it"}) == path
+    verify(path)
+    assert (path / "a").read_bytes() == b"after it"
+    assert names(folder) == ["last", "step-000000001"]
+
+
+def test_one_that_was_about_to_be_replaced_counts_until_it_is(folder: CheckpointFolder) -> None:
+    folder.write(2, {"a": b"old"}, is_best=True)
+    replaced = folder.path / ".replaced-step-000000002"
+    (folder.path / "step-000000002").rename(replaced)
+    folder.clean()
+    assert [folder.find(which) for which in ("last", "best", "2")] == [replaced] * 3
+    assert folder.newest_whole() == replaced
+    folder.write(3, {"a": b"new"})
+    assert names(folder) == ["best", "last", "step-000000002", "step-000000003"]
+
+
+def test_one_that_was_replaced_is_cleaned_away(folder: CheckpointFolder) -> None:
+    path = folder.write(2, {"a": b"new"})
+    shutil.copytree(path, folder.path / ".replaced-step-000000002")
+    assert folder.steps() == [path]
+    folder.clean()
+    assert names(folder) == ["last", "step-000000002"]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_one_checkpoint_must_stay(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(InputError, match=f"keep is {keep}"):
+        CheckpointFolder(tmp_path, keep)
+
+
+def test_the_folders_above_are_made(tmp_path: Path) -> None:
+    verify(CheckpointFolder(tmp_path / "a" / "b" / "c").write(1, FILES))
 
 
 def test_a_failed_write_leaves_no_checkpoint(folder: CheckpointFolder) -> None:
     folder.write(1, FILES)
-    with pytest.raises(OSError, match="no-such-folder"):
+    with pytest.raises(CheckpointWriteError, match=r"step 2 cannot be written .*: No such file"):
         folder.write(2, {"a": b"1", "no-such-folder/b": b"2"})
+    assert names(folder) == ["last", "step-000000001"]
     assert steps(folder) == [1]
     assert folder.find("last").name == "step-000000001"
 
@@ -82,7 +123,7 @@ def test_a_kill_while_writing_leaves_what_was_there(folder: CheckpointFolder) ->
 
 
 def test_a_write_that_failed_can_be_tried_again(folder: CheckpointFolder) -> None:
-    with pytest.raises(OSError, match="no-such-folder"):
+    with pytest.raises(CheckpointWriteError):
         folder.write(2, {"a": b"1", "no-such-folder/b": b"2"})
     verify(folder.write(2, FILES))
 
@@ -227,6 +268,55 @@ def test_before_the_first_checkpoint_nothing_is_found(folder: CheckpointFolder, 
     with pytest.raises(CheckpointError) as refused:
         folder.find(which)
     assert refused.value.do == "steps: none"
+
+
+def test_the_newest_whole_one_is_the_last_that_can_be_verified(folder: CheckpointFolder) -> None:
+    assert folder.newest_whole() is None
+    folder.keep = 9
+    for step in (10, 20, 40, 30):  # somebody went back to 20
+        folder.write(step, FILES)
+    for step in (30, 20, 10, 40):
+        newest = folder.newest_whole()
+        assert newest is not None
+        assert newest.name == f"step-{step:09d}"
+        (newest / "empty").write_bytes(b"damage")
+    assert folder.newest_whole() is None
+
+
+@pytest.mark.parametrize("target", ["..", "/", "../elsewhere", "step-000000010/../../elsewhere", "elsewhere"])
+def test_links_that_lead_out_of_the_folder_are_not_followed(folder: CheckpointFolder, target: str) -> None:
+    CheckpointFolder(folder.path.parent / "elsewhere").write(10, FILES)
+    for step in (10, 20):
+        folder.write(step, FILES, is_best=True)
+    for name in ("last", "best"):
+        (folder.path / name).unlink()
+        (folder.path / name).symlink_to(target)
+    assert folder.find("last").name == "step-000000020"
+    with pytest.raises(CheckpointError):
+        folder.find("best")
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_none(folder: CheckpointFolder) -> None:
+    elsewhere = CheckpointFolder(folder.path.parent / "elsewhere").write(30, FILES)
+    folder.write(10, FILES)
+    (folder.path / "step-000000030").symlink_to(elsewhere)
+    assert steps(folder) == [10]
+    folder.write(30, {"a": b"1"})
+    assert steps(folder) == [10, 30]
+    verify(elsewhere)
+
+
+def test_names_of_other_things_are_no_checkpoints(folder: CheckpointFolder) -> None:
+    folder.write(10, FILES)
+    for name in ("step-000000020-copy", "step-20", "step-"):
+        (folder.path / name).mkdir()
+    assert steps(folder) == [10]
+
+
+def test_a_copy_without_links_has_a_last_one(folder: CheckpointFolder, tmp_path: Path) -> None:
+    folder.write(10, FILES)
+    copy = CheckpointFolder(shutil.copytree(folder.path, tmp_path / "copy"))
+    verify(copy.find("last"))
 
 
 # --- verifying --------------------------------------------------------------------------------------------
