@@ -104,7 +104,7 @@ class Meetings:
                 # Added, not copied: a rank that receives it gets 0.0 for -0.0 too.
                 rows[shard, _HEAD : _HEAD + len(message.values)] += message.values
         if self._world.size > 1 and (self._group is None or self._group.size() > 1):
-            self._world.guarded(lambda: dist.all_reduce(rows, group=self._group))
+            self._world.guarded(lambda: dist.all_reduce(rows, group=self._group), "an all-reduce of batch statistics")
         self._look_at(rows)
         first = said[0]
         if first is None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from samestep.parallel.tree import Node, ShardTree
 from samestep.runtime.world import World
 
+_NAME = "the sum in tree order"
 # Up to here the number of messages matters more than their length (tried on loopback with 4 ranks).
 _SMALL_BYTES = 2**20
 
@@ -36,13 +37,13 @@ def tree_sum(world: World, tree: ShardTree, mine: list[torch.Tensor], total: tor
     elif tree.pairs_up(world.size):
         _assign(total, mine[0])
         if total.numel() * total.element_size() <= _SMALL_BYTES:
-            world.guarded(lambda: _sum_by_doubling(world, total))
+            world.guarded(lambda: _sum_by_doubling(world, total), _NAME)
         elif world.size == 2:
             world.all_reduce(total)
         else:
-            world.guarded(lambda: _sum_by_halving(world, total))
+            world.guarded(lambda: _sum_by_halving(world, total), _NAME)
     else:
-        world.guarded(lambda: _sum_by_slices(world, tree, covers, mine, total))
+        world.guarded(lambda: _sum_by_slices(world, tree, covers, mine, total), _NAME)
     return total
 
 

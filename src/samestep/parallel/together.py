@@ -77,7 +77,7 @@ def _take_from_first(model: torch.nn.Module, world: World) -> None:
         # As bytes: the backend does not know every type.
         values = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
         if values.numel() > 0:
-            world.guarded(lambda values=values: dist.broadcast(values.view(torch.uint8), 0))  # type: ignore[misc]
+            world.guarded(lambda values=values: dist.broadcast(values.view(torch.uint8), 0), "a broadcast")  # type: ignore[misc]
             tensor.detach().copy_(values.view(tensor.shape))
 
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 import signal
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.errors import EXIT_FAILED, InputError, PeerLostError, SamestepError
+
+_SIGNAL_HINTS = {
+    "SIGKILL": "the system kills by SIGKILL when memory runs out: see its log",
+    "SIGSEGV": "a library's C code failed there: run it on one process, look at what is called innermost",
+    "SIGABRT": "a library's C code gave up there: what it said is above, or in the rank's log",
+    "SIGBUS": "shared memory or a mapped file gave out: see the room in /dev/shm and on the disk",
+    "SIGXFSZ": "a file grew past the limit of this process: see ulimit -f",
+    "SIGXCPU": "the limit of processor time was reached: see ulimit -t",
+}
+_EXIT_HINT = "look for sys.exit() or os._exit() that only this rank comes to"
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Failure:
         is_consequence: the rank only noticed that another one was gone.
         by_signal: the signal that ended the process, if one did.
         kind: the class of what was raised, by name, if something was.
+        where: what the rank did then, such as `in engine.step 7`; empty if that is not known.
     """
 
     rank: int
@@ -31,31 +43,46 @@ class Failure:
     is_consequence: bool = False
     by_signal: int | None = None
     kind: str | None = None
+    where: str = ""
 
     @classmethod
-    def of_exception(cls, rank: int, error: BaseException) -> Failure:
+    def of_exception(cls, rank: int, error: BaseException, where: str = "") -> Failure:
         """The failure that `error`, raised in `rank`, stands for."""
         when, kind = time.monotonic(), type(error).__name__
         if isinstance(error, InputError):
-            return cls(rank, when, f"error: {error}", error.exit_code, kind=kind)
+            return cls(rank, when, f"error: {error}", error.exit_code, kind=kind, where=where)
         trace = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, SamestepError):
             lost = isinstance(error, PeerLostError)
             text = f"error: {error}" if not lost else f"error: {error}\n{trace}"
-            return cls(rank, when, text, error.exit_code, is_consequence=lost, kind=kind)
-        return cls(rank, when, f"error: rank {rank} failed: {_title(error)}\n{trace}", EXIT_FAILED, kind=kind)
+            return cls(rank, when, text, error.exit_code, is_consequence=lost, kind=kind, where=where)
+        text = f"error: rank {rank} failed{_spaced(where)}: {_title(error)}\n{trace}{_way_out(error)}"
+        return cls(rank, when, text, EXIT_FAILED, kind=kind, where=where)
 
     @classmethod
-    def of_exit(cls, rank: int, code: int) -> Failure:
-        """The failure of a process that ended without a word; `code` is negative for a signal."""
+    def of_exit(cls, rank: int, code: int, where: str = "", stack: Sequence[str] = ()) -> Failure:
+        """The failure of a process that ended without a word; `code` is negative for a signal.
+
+        Args:
+            stack: the Python frames that a fatal signal left behind, outermost first.
+        """
         if code < 0:
             name = _signal_name(-code)
-            how = f"was killed by {name}"
-            hint = "the system kills by SIGKILL when memory runs out: see its log" if name == "SIGKILL" else None
+            how, hint = f"was killed by {name}{_spaced(where)}", _SIGNAL_HINTS.get(name)
         else:
-            how, hint = f"ended with exit code {code} before it was done", None
-        text = f"error: rank {rank} {how}" + (f"\n  do:   {hint}" if hint else "")
-        return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=-code if code < 0 else None)
+            how, hint = f"ended with exit code {code}{_spaced(where)}, before it was done", _EXIT_HINT
+        lines = [f"error: rank {rank} {how}"]
+        if stack:
+            lines += ["  its Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
+        if hint:
+            lines.append(f"  do:   {hint}")
+        by_signal = -code if code < 0 else None
+        return cls(rank, time.monotonic(), "\n".join(lines), EXIT_FAILED, by_signal=by_signal, where=where)
+
+    @classmethod
+    def of_hang(cls, rank: int, text: str, where: str) -> Failure:
+        """The failure of a rank that others have waited for in vain."""
+        return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", where=where)
 
 
 def first_cause(failures: list[Failure]) -> Failure:
@@ -64,9 +91,25 @@ def first_cause(failures: list[Failure]) -> Failure:
     Another rank's end can make a rank raise or abort, but does not kill it. So a rank that was killed comes first,
     though others may tell of it before the launcher sees it.
     """
+    hangs = [failure for failure in failures if failure.kind == "hang"]
+    if hangs:
+        return hangs[0]  # all that followed is our own doing
     causes = [failure for failure in failures if not failure.is_consequence]
     killed = [failure for failure in causes if failure.by_signal not in (None, signal.SIGABRT)]
     return min(killed or causes or failures, key=lambda failure: failure.when)
+
+
+def _spaced(where: str) -> str:
+    return f" {where}" if where else ""
+
+
+def _way_out(error: BaseException) -> str:
+    if isinstance(error, MemoryError) or "out of memory" in str(error):
+        return (
+            "\n  do:   let each rank hold less at once: more shards with more processes, a smaller model or smaller "
+            "samples, or fewer loader workers"
+        )
+    return ""
 
 
 def _signal_name(number: int) -> str:

@@ -9,13 +9,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from samestep.runtime.board import Board, Pulse
+from samestep.runtime.env import set_environment
 from samestep.runtime.failure import Failure
+from samestep.runtime.stacks import StackFile
+from samestep.runtime.stop import GROUP_SIGNALS, StopRequest
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,6 +31,10 @@ class Orders:
     Attributes:
         function: runs in every rank, with `arguments`; its value is sent to the launcher.
         log: where the output of this rank goes, or None for the launcher's own terminal.
+        board: where this rank shows what it does.
+        stacks: where it writes its stacks when it is asked to.
+        environment: variables to set before anything reads them.
+        timeout: how long a collective waits for the other ranks, in seconds.
     """
 
     rank: int
@@ -36,6 +44,10 @@ class Orders:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     log: Path | None
+    board: Board
+    stacks: StackFile
+    environment: Mapping[str, str]
+    timeout: float
 
 
 @dataclass(frozen=True)
@@ -72,15 +84,18 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     _die_with_launcher()
     # Ctrl-C reaches every process of the terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders.stacks.listen()
     if orders.log is not None:
         _redirect_output(orders.log)
+    set_environment(orders.environment)
+    pulse = orders.board.pulse(orders.rank)
     try:
-        value = _call(orders)
+        value = _call(orders, pulse)
     except SystemExit as error:
-        channel.send(Failure.of_exit(orders.rank, error.code if isinstance(error.code, int) else 1))
+        channel.send(Failure.of_exit(orders.rank, _exit_code(error), pulse.text))
         _leave(1)
     except BaseException as error:  # boundary: whatever ends the rank is reported to the launcher
-        channel.send(Failure.of_exception(orders.rank, error))
+        channel.send(Failure.of_exception(orders.rank, error, pulse.text))
         _leave(1)
     # torch takes a worker that was killed for one that failed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -90,15 +105,21 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     channel.send(Finished(value))
 
 
-def _call(orders: Orders) -> Any:
+def _call(orders: Orders, pulse: Pulse) -> Any:
     from samestep.runtime.session import Seat, take_seat  # torch comes with it: after output is set up
-    from samestep.runtime.stop import StopRequest
 
     stop = StopRequest()
     stop.listen()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked since the fork server
-    take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, stop))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
+    take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, stop, pulse, orders.timeout))
     return orders.function(*orders.arguments)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """What `sys.exit` was given, as Python has it: nothing is 0, and a text is printed for a 1."""
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _redirect_output(log: Path) -> None:

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from samestep.errors import PeerLostError, RollCallError
+from samestep.runtime.board import Pulse
 from samestep.runtime.call_site import call_site
 from samestep.runtime.collectives import hear_collectives
 from samestep.runtime.majority import odd_ranks, ranks_text
@@ -52,10 +53,12 @@ class RollCall:
 
     Args:
         store: the job's; a connection of its own is made to it.
+        pulse: hears of everything that ranks do together, whether the roll is called or not.
         timeout: how long a rank waits for the others.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, pulse: Pulse, *, rank: int, size: int, timeout: timedelta) -> None:
+        self._pulse = pulse
         self._job_store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._store: dist.Store | None = None
         self._restore: Callable[[], None] | None = None
@@ -102,15 +105,17 @@ class RollCall:
             PeerLostError: the store is gone.
         """
         outermost = not self._is_inside
-        if outermost and self._store is not None:
-            self._say(what)
-            self._compare(self._store)
-            self._last_call = what
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = not outermost
+        with self._pulse.during(what):
+            if outermost and self._store is not None:
+                self._say(what)
+                with self._pulse.waiting("the roll call"):
+                    self._compare(self._store)
+                self._last_call = what
+            self._is_inside = True
+            try:
+                yield
+            finally:
+                self._is_inside = not outermost
 
     def _listens(self) -> bool:
         """What runs inside of a call, or beside this thread, is ours."""

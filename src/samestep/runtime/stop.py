@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
+# What terminals and batch systems send to a whole group of processes to have it end; the ranks' launcher decides.
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+GROUP_SIGNALS = frozenset({signal.SIGINT, *REQUESTS})
+
 
 class StopRequest:
-    """Remembers that SIGTERM arrived.
+    """Remembers that SIGTERM, SIGUSR1 or SIGHUP arrived.
 
     The handler only sets a flag: ranks agree on it inside the step's own communication, so all of them end
     after the same step.
@@ -15,13 +20,32 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked = False
+        self._terminals: list[int] = []
 
     def __call__(self) -> bool:
         return self._asked
 
     def listen(self) -> None:
-        """Take over SIGTERM in this process (main thread only)."""
-        signal.signal(signal.SIGTERM, self._handle)
+        """Take over these signals in this process (main thread only)."""
+        self._terminals = terminals()
+        for number in REQUESTS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
+        if number == signal.SIGHUP:
+            leave_terminals(self._terminals)
+
+
+def terminals() -> list[int]:
+    """Which of standard output and error are terminals."""
+    return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+
+def leave_terminals(descriptors: list[int]) -> None:
+    """Send what goes to terminals that have gone away to nowhere: printing must not fail a run that is to end well."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import PeerLostError
+from samestep.runtime.board import Pulse, own_pulse
 from samestep.runtime.roll_call import RollCall
 
 
@@ -23,6 +24,7 @@ class World:
         size: number of ranks.
         device: where this rank computes.
         roll_call: in which ranks say what they are about to do together; silent until it is begun.
+        pulse: what this rank does, for who watches it.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class World:
         device: torch.device,
         stop_requested: Callable[[], bool],
         roll_call: RollCall | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._stop_requested = stop_requested
-        self.roll_call = roll_call or RollCall(dist.HashStore(), rank=0, size=1, timeout=timedelta())
+        self.pulse = pulse or own_pulse()
+        self.roll_call = roll_call or RollCall(dist.HashStore(), self.pulse, rank=0, size=1, timeout=timedelta())
 
     @property
     def is_main(self) -> bool:
@@ -50,19 +54,23 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over ranks, in place (the backend's own order of summation)."""
-        self.guarded(lambda: dist.all_reduce(tensor))
+        self.guarded(lambda: dist.all_reduce(tensor), "an all-reduce")
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.guarded(dist.barrier)
+        self.guarded(dist.barrier, "a barrier")
 
-    def guarded(self, communicate: Callable[[], Any]) -> None:
+    def guarded(self, communicate: Callable[[], Any], what: str) -> None:
         """Run a collective; a failure of the connection is a lost peer, not a fault of this rank.
+
+        Args:
+            what: its name, for who finds this rank waiting in it.
 
         Raises:
             PeerLostError: the backend reports that it cannot reach another rank.
         """
         try:
-            communicate()
+            with self.pulse.waiting(what):
+                communicate()
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error

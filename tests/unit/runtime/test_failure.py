@@ -95,15 +95,41 @@ def test_a_killed_process_names_its_signal_and_memory() -> None:
     assert (found.by_signal, found.exit_code) == (signal.SIGKILL, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGPIPE])
 def test_another_signal_is_named_without_a_guess(number: signal.Signals) -> None:
     found = Failure.of_exit(1, -number)
     assert (found.text, found.by_signal) == (f"error: rank 1 was killed by {number.name}", number)
 
 
+def test_a_crash_is_told_with_its_step_and_its_stack() -> None:
+    found = Failure.of_exit(1, -signal.SIGSEGV, "in engine.step 7", ["train.py:3 main", "net.py:9 forward"])
+    assert found.text.splitlines()[:4] == [
+        "error: rank 1 was killed by SIGSEGV in engine.step 7",
+        "  its Python stack, innermost last:",
+        "    train.py:3 main",
+        "    net.py:9 forward",
+    ]
+    assert found.where == "in engine.step 7"
+
+
+def test_a_rank_that_hangs_is_the_cause_of_all_that_follows() -> None:
+    hang = Failure.of_hang(2, "rank 2 does not come", "after engine.step 6")
+    killed = Failure.of_exit(1, -signal.SIGKILL)
+    assert first_cause([killed, hang]) is hang
+    assert hang.text == "error: rank 2 does not come"
+
+
+def test_a_lack_of_memory_comes_with_ways_out() -> None:
+    found = Failure.of_exception(0, raised(MemoryError("1 TB")), "in engine.step 2")
+    assert found.text.startswith("error: rank 0 failed in engine.step 2: MemoryError: 1 TB\nTraceback")
+    assert found.text.splitlines()[-1].startswith("  do:   let each rank hold less")
+
+
 def test_an_early_end_gives_the_exit_code() -> None:
     found = Failure.of_exit(1, 5)
-    assert found.text == "error: rank 1 ended with exit code 5 before it was done"
+    title, hint = found.text.splitlines()
+    assert title == "error: rank 1 ended with exit code 5, before it was done"
+    assert "sys.exit()" in hint
     assert found.by_signal is None
 
 

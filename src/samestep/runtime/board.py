@@ -1,0 +1,205 @@
+"""What each rank is doing, in memory that its launcher sees too.
+
+A rank writes a few numbers and a line of text into its own slot whenever it begins or ends something that ranks do
+together: some microseconds a step. Whoever reads needs nothing from the rank, so one that hangs, was stopped by a
+signal or has crashed is seen as it stood.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+# version, begun, since, steps, own_seconds, shards, saved, waits, over, length of the text
+_NUMBERS = struct.Struct("<QQdQdQq??H")
+_TEXT = 160
+_SLOT = 256
+assert _NUMBERS.size + _TEXT <= _SLOT
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank stands.
+
+    Attributes:
+        begun: how many things it has begun that ranks do together: the same on all of them, if all is well.
+        since: the machine's monotonic clock, in seconds, when it last began, ended or reached something.
+        steps: steps done since it was started.
+        own_seconds: time spent on its own share of those steps: waiting for data, forward, and backward except for
+            what overlaps with communication.
+        shards: shards computed in that time.
+        saved: checkpoints that this rank has written.
+        waits: it has done its part and waits for the others.
+        is_over: it has left `samestep.start()`.
+        text: what it does, such as `in engine.step 7`.
+    """
+
+    begun: int = 0
+    since: float = 0.0
+    steps: int = 0
+    own_seconds: float = 0.0
+    shards: int = 0
+    saved: int = 0
+    waits: bool = False
+    is_over: bool = False
+    text: str = ""
+
+
+class Pulse:
+    """One rank's slot, as that rank writes it."""
+
+    def __init__(self, memory: Any, rank: int) -> None:
+        self._memory, self._offset = memory, rank * _SLOT
+        self._lock = threading.Lock()  # communication has a thread of its own
+        self._version = 0
+        self._is_inside = False
+        self._own_since = time.monotonic()
+        self._begun = self._steps = self._shards = self._saved = 0
+        self._own_seconds = 0.0
+        self._is_over = False
+        self._text = ""
+        self._waiting: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What this rank does, such as `in engine.step 7`; empty before it does anything."""
+        return self._text
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """The outermost thing that ranks do together while the block runs; what is inside it has no name."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        self._begun += 1
+        self._show(f"in {what}")
+        try:
+            yield
+        finally:
+            self._is_inside = False
+        self._own_since = time.monotonic()
+        self._show(f"after {what}")  # not where it raised: what is told then is where
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """This rank waits for the others while the block runs."""
+        self._waiting.append(what)
+        self._show()
+        try:
+            yield
+        finally:
+            self._waiting.remove(what)
+            self._show()
+
+    def arrive(self, shards: int) -> None:
+        """This rank has computed its shards of the step, save for what goes on beside communication."""
+        self._own_seconds += time.monotonic() - self._own_since
+        self._shards += shards
+        self._steps += 1
+        self._show()
+
+    def tick(self) -> None:
+        """This rank is getting on with something long."""
+        self._show()
+
+    def save(self) -> None:
+        """A checkpoint is there."""
+        self._saved += 1
+        self._show()
+
+    def end(self) -> None:
+        """What this rank does from here on is its own business."""
+        self._is_over = True
+        self._show("after the end of samestep.start()")
+
+    def _show(self, text: str | None = None) -> None:
+        with self._lock:
+            self._text = self._text if text is None else text
+            shown = ", waiting in ".join([self._text, *self._waiting[-1:]]).encode()[:_TEXT]
+            start = self._offset + _NUMBERS.size
+            struct.pack_into("<Q", self._memory, self._offset, self._version + 1)  # odd while the slot is being written
+            self._memory[start : start + len(shown)] = shown
+            self._version += 2
+            _NUMBERS.pack_into(
+                self._memory,
+                self._offset,
+                self._version,
+                self._begun,
+                time.monotonic(),
+                self._steps,
+                self._own_seconds,
+                self._shards,
+                self._saved,
+                bool(self._waiting),
+                self._is_over,
+                len(shown),
+            )
+
+
+def own_pulse() -> Pulse:
+    """A pulse that nobody reads, of a process that has no launcher of ours."""
+    return Pulse(bytearray(_SLOT), 0)
+
+
+class Board:
+    """The slots of all ranks; it can be handed to a process that is being started.
+
+    Args:
+        descriptor: a file of `size` slots, which has no name: it is gone when nobody holds it.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._memory = mmap.mmap(descriptor, size * _SLOT)
+
+    @classmethod
+    def create(cls, size: int) -> Board:
+        """A board for `size` ranks, none of which has done anything yet."""
+        descriptor = nameless_file("samestep-board")
+        os.ftruncate(descriptor, size * _SLOT)
+        return cls(descriptor, size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self._descriptor), self._size)
+
+    def pulse(self, rank: int) -> Pulse:
+        """The slot of a rank, to write."""
+        return Pulse(self._memory, rank)
+
+    def read(self, rank: int) -> Position:
+        """Where a rank stands."""
+        offset = rank * _SLOT
+        for _ in range(100):
+            version, *numbers, length = _NUMBERS.unpack_from(self._memory, offset)
+            text = self._memory[offset + _NUMBERS.size : offset + _NUMBERS.size + length]
+            if version % 2 == 0 and struct.unpack_from("<Q", self._memory, offset)[0] == version:
+                break
+        # A rank that was killed while it wrote leaves a slot that is half new; its numbers are still of use.
+        return Position(*numbers, text.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+        os.close(self._descriptor)
+
+
+def nameless_file(title: str) -> int:
+    """A descriptor of a new file that no name leads to, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(title)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _received(handle: Any, size: int) -> Board:
+    return Board(handle.detach(), size)

@@ -1,0 +1,163 @@
+"""Watches from outside whether ranks get on: finds who hangs, and tells of who is slow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from samestep.runtime.board import Position
+from samestep.runtime.majority import odd_ranks, ranks_text
+
+# A rank is slow when a shard takes it so many times what it takes the median rank, over so many seconds.
+_SLOW_FACTOR = 1.5
+_SLOW_SECONDS = 20.0
+# Below this a shard is too small to say anything: seconds that the slow rank needs more, for each.
+_SLOW_MARGIN = 0.005
+_FRAMES_SHOWN = 10
+
+Common = TypeVar("Common", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank as the watchdog sees it.
+
+    Attributes:
+        has_ended: its process has ended, without failing.
+        state: the kernel's letter for what its process does (proc(5)), `T` where a signal has stopped it; empty where
+            the system does not tell.
+    """
+
+    position: Position
+    has_ended: bool = False
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that do not come, and ranks that wait for them.
+
+    Attributes:
+        culprits: who is waited for; empty where nobody can tell.
+        seconds: for how long nothing has happened.
+        hang_after: for how long nothing may happen, in seconds.
+        seen: all ranks.
+    """
+
+    culprits: tuple[int, ...]
+    seconds: float
+    hang_after: float
+    seen: Mapping[int, Seen]
+
+
+class Watchdog:
+    """Looks at the ranks of one launch, now and then.
+
+    Args:
+        hang_after: seconds without any progress of any rank that make a hang.
+    """
+
+    def __init__(self, hang_after: float) -> None:
+        self._hang_after = hang_after
+        self._base: dict[int, Position] = {}
+        self._base_time = time.monotonic()
+        self._told: set[int] = set()
+
+    def hang(self, seen: Mapping[int, Seen]) -> Hang | None:
+        """The hang that has lasted long enough, if there is one.
+
+        Before the first rank has come to `samestep.start()`, and when the last has left it, ranks are not watched: what
+        a program does there is its own business.
+        """
+        watched = {rank: each for rank, each in seen.items() if not each.has_ended and not each.position.is_over}
+        if not watched or not any(each.position.begun for each in watched.values()):
+            return None
+        seconds = time.monotonic() - max(each.position.since for each in watched.values())
+        if seconds < self._hang_after:
+            return None
+        return Hang(tuple(_culprits(seen)), seconds, self._hang_after, dict(seen))
+
+    def slow(self, seen: Mapping[int, Seen]) -> str | None:
+        """What there is to tell of a rank that has become slow; once for each rank."""
+        now = time.monotonic()
+        if not self._base or now - self._base_time < _SLOW_SECONDS:
+            self._base = self._base or {rank: each.position for rank, each in seen.items()}
+            return None
+        before, self._base, self._base_time = self._base, {rank: each.position for rank, each in seen.items()}, now
+        cost = {rank: _seconds_a_shard(before[rank], each.position) for rank, each in seen.items()}
+        known = {rank: value for rank, value in cost.items() if value is not None}
+        if len(known) < 2 or len(known) < len(seen):
+            return None
+        slowest = max(known, key=lambda rank: known[rank])
+        median = statistics.median(value for rank, value in known.items() if rank != slowest)
+        more = known[slowest] - median
+        if slowest in self._told or known[slowest] < _SLOW_FACTOR * median or more < _SLOW_MARGIN:
+            return None
+        self._told.add(slowest)
+        return (
+            f"rank {slowest} is slow: {known[slowest]:.3f} s a shard, data included, where the others take "
+            f"{median:.3f} s and wait for it"
+        )
+
+
+def hang_text(hang: Hang, stacks: Mapping[int, Sequence[str]]) -> str:
+    """The report on a hang: who is where, and the Python stack of each."""
+    who = ranks_text(hang.culprits) if hang.culprits else "no rank"
+    verb = "does not come" if len(hang.culprits) == 1 else "do not come"
+    head = f"{who} {verb}: nothing" if hang.culprits else "the ranks hang: nothing"
+    lines = [f"{head} has happened for {hang.seconds:.1f} s"]
+    where = {rank: _where(each) for rank, each in hang.seen.items()}
+    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(where, hang.culprits).items()]
+    traced = {rank: tuple(found[-_FRAMES_SHOWN:]) for rank, found in stacks.items()}
+    for found, ranks in _grouped(traced, hang.culprits).items():
+        lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
+        lines += [f"    {frame}" for frame in found] or ["    none: the process does not answer"]
+    lines.append(
+        f"  rule: every rank reaches the next step within --hang-after {hang.hang_after:g} s of the one before"
+    )
+    where_to_look = who if hang.culprits else "each rank"
+    lines.append(
+        f"  do:   look at the innermost lines of {where_to_look}; if it only needs longer, give it: --hang-after"
+    )
+    return "\n".join(lines)
+
+
+def _culprits(seen: Mapping[int, Seen]) -> list[int]:
+    """Who is waited for: who ended or left while others go on, else who is behind, else who does not wait."""
+    gone = [rank for rank, each in seen.items() if each.has_ended or each.position.is_over]
+    if gone:
+        return gone
+    stopped = [rank for rank, each in seen.items() if each.state == "T"]
+    if stopped:
+        return stopped
+    furthest = max(each.position.begun for each in seen.values())
+    behind = [rank for rank, each in seen.items() if each.position.begun < furthest]
+    if behind:
+        return behind
+    busy = [rank for rank, each in seen.items() if not each.position.waits]
+    if 0 < len(busy) < len(seen):
+        return busy
+    return odd_ranks({rank: each.position.text for rank, each in seen.items()})
+
+
+def _where(seen: Seen) -> str:
+    text = seen.position.text or "before samestep.start()"
+    if seen.has_ended:
+        return f"has ended, {text}"
+    return f"{text}; its process is stopped by a signal (SIGSTOP, a debugger)" if seen.state == "T" else text
+
+
+def _grouped(found: Mapping[int, Common], first: Sequence[int]) -> dict[Common, list[int]]:
+    """Ranks by what they have in common, the culprits first."""
+    groups: dict[Common, list[int]] = {}
+    for rank in sorted(found, key=lambda rank: (rank not in first, rank)):
+        groups.setdefault(found[rank], []).append(rank)
+    return groups
+
+
+def _seconds_a_shard(before: Position, now: Position) -> float | None:
+    shards = now.shards - before.shards
+    return (now.own_seconds - before.own_seconds) / shards if shards else None
