@@ -106,6 +106,26 @@ def asked_to_end(world: World) -> list[bool]:
     return [first, engine.step(random_batch(mine, SIZE, SHARDS)).stop]
 
 
+def wants_saved(world: World) -> list[bool]:
+    """What steps tell when rank 0 wants a checkpoint after the second."""
+    engine = engine_of(world, seeded(0, Perceptron))
+    wishes = (False, world.is_main, False)
+    return [engine.step(random_batch(world, SIZE, SHARDS), save=wish).save for wish in wishes]
+
+
+def given_up(world: World) -> list[object]:
+    """Two evaluations that may be given up: the last rank is asked to end in the first, then nobody is."""
+    asked = [False, world.rank == world.size - 1]
+    mine = World(
+        rank=world.rank, size=world.size, device=world.device, stop_requested=lambda: bool(asked and asked.pop(0))
+    )
+    engine = engine_of(mine, seeded(0, Perceptron))
+    batches = [random_batch(mine, SIZE, SHARDS) for _ in range(3)]
+    first = engine.evaluate_until_stop(batches)
+    asked.clear()
+    return [first, engine.evaluate_until_stop(batches)]
+
+
 def idle_parameter(world: World, reduction: str) -> str:
     """What a step says of a parameter that no shard uses."""
     model = seeded(0, Perceptron)
@@ -125,6 +145,8 @@ CHECKS: dict[str, Callable[[World], Any]] = {
     "draws": draws,
     "draws outside": draws_outside,
     "asked to end": asked_to_end,
+    "wants saved": wants_saved,
+    "given up": given_up,
     "scaled": scaled,
     **{
         f"{what.__name__} {reduction} {kind}": lambda world, what=what, reduction=reduction, kind=kind: what(

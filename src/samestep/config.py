@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -216,6 +217,7 @@ class RunOptions:
         workers: loader processes a rank; None means as many as there are cores to spare where samples are read from
             files, else none.
         checkpoint_every: optimizer steps between checkpoints besides those at the ends of epochs, or None.
+        lose_at_most: seconds of work that a kill may cost; checkpoints are written often enough. None for no bound.
         keep: how many of the newest checkpoints stay, besides the best.
         check_every: optimizer steps between comparisons of what ranks hold, or None for none.
         quiet: no progress, only the summary.
@@ -224,6 +226,7 @@ class RunOptions:
     device: DeviceKind = "auto"
     workers: int | None = None
     checkpoint_every: int | None = None
+    lose_at_most: float | None = None
     keep: int = 2
     check_every: int | None = None
     quiet: bool = False
@@ -233,6 +236,13 @@ class RunOptions:
         _require(workers is None or workers >= 0, f"workers is {workers}", "workers >= 0", "--workers 0")
         _require(
             every is None or every >= 1, f"checkpoint_every is {every}", "at least 1 step", "--checkpoint-every 100"
+        )
+        lose = self.lose_at_most
+        _require(
+            lose is None or 0 < lose < math.inf,
+            f"lose_at_most is {lose}",
+            "a number of seconds above 0",
+            "--lose-at-most 30s",
         )
         check = self.check_every
         _require(check is None or check >= 1, f"check_every is {check}", "at least 1 step", "--check-every 100")

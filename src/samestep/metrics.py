@@ -58,8 +58,13 @@ class CountMetric:
             assert not state.is_floating_point(), f"{self.name}: {name} is not a count"
             world.all_reduce(state)
         value = float(self._metric.compute())
-        self._metric.reset()
+        self.reset()
         return value
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        if "_metric" in vars(self):  # making it takes seconds
+            self._metric.reset()
 
     @cached_property
     def _metric(self) -> Any:

@@ -53,13 +53,13 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
-    """A JSON object of a checkpoint, after verifying all of it.
+def read_json(checkpoint: Path, name: str, *others: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint, after verifying all of it, `others` being part of it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the file holds something else.
     """
-    verify(checkpoint, name)
+    verify(checkpoint, name, *others)
     try:
         said = json.loads((checkpoint / name).read_bytes())
     except (ValueError, RecursionError) as error:

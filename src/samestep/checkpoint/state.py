@@ -6,16 +6,18 @@ Nothing in it knows how many ranks wrote it: names are the model's own, the posi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.manifest import read_json
+from samestep.checkpoint.manifest import foreign, read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 
@@ -75,34 +77,58 @@ def load(checkpoint: Path, training: Training) -> Progress:
     """Set `training` to what a checkpoint says, after verifying it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer, or was not written here.
     """
-    state = read_json(checkpoint, STATE)
-    _load_tensors(checkpoint, state["aliases"], training.model)
-    _load_optimizer(training, load_file(checkpoint / OPTIMIZER), state["optimizer"])
-    if training.scheduler is not None and state["scheduler"] is not None:
-        training.scheduler.load_state_dict(state["scheduler"])
-    if state["scaler"]:
-        training.scaler.load_state_dict(state["scaler"])
-    return _progress(state)
+    state = read_json(checkpoint, STATE, MODEL, OPTIMIZER)
+    with _read_as_written(checkpoint):
+        progress = _progress(state)
+        slots = _tensors(checkpoint, OPTIMIZER)
+        _load_model(checkpoint, state["aliases"], training.model)
+        _load_optimizer(training, slots, state["optimizer"])
+        if training.scheduler is not None and state["scheduler"] is not None:
+            training.scheduler.load_state_dict(state["scheduler"])
+        if state["scaler"]:
+            training.scaler.load_state_dict(state["scaler"])
+    return progress
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Set the weights and buffers of `model` alone, after verifying the checkpoint."""
-    _load_tensors(checkpoint, read_json(checkpoint, STATE)["aliases"], model)
+    """Set the weights and buffers of `model` alone, after verifying the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model.
+    """
+    with _read_as_written(checkpoint):
+        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL)["aliases"], model)
 
 
-def _load_tensors(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module) -> None:
-    tensors = load_file(checkpoint / MODEL)
+@contextmanager
+def _read_as_written(checkpoint: Path) -> Iterator[None]:
+    """A checkpoint whose files fit its manifest can still hold what nobody here has written."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise foreign(checkpoint, f"{type(error).__name__}: {error}") from error
+
+
+def _tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(checkpoint / name)
+    except SafetensorError as error:
+        raise foreign(checkpoint / name, str(error)) from error
+
+
+def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module) -> None:
+    tensors = _tensors(checkpoint, MODEL)
     for name, source in aliases.items():
         tensors[name] = tensors[source]
     expected = model.state_dict()
     wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
-    foreign = [name for name in tensors if name not in expected]
-    if wrong or foreign:
+    unknown = [name for name in tensors if name not in expected]
+    if wrong or unknown:
         raise CheckpointError(
             f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
-            f"({', '.join(wrong[:3]) or '-'}), {len(foreign)} unknown ({', '.join(foreign[:3]) or '-'})",
+            f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
             rule="names and shapes of a checkpoint are those of the model",
             do="build the model that was trained; model.pretrained takes what matches of another one",
         )

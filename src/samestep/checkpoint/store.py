@@ -151,9 +151,9 @@ class CheckpointFolder:
     def _put(self, aside: Path, final: Path, manifest: bytes) -> None:
         """Give the new checkpoint its name; there is a whole one of the step at every moment if there was before."""
         replaced = self.path / f"{_REPLACED}{final.name}"
-        if os.path.lexists(final):
-            final.rename(replaced)
         try:
+            if os.path.lexists(final) and not _holds(final, manifest):
+                final.rename(replaced)
             aside.rename(final)
         except OSError:
             if not _holds(final, manifest):  # else another rank wrote the same bytes first

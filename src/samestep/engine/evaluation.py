@@ -23,25 +23,45 @@ class Metric(Protocol):
         """Count one shard: what the model returned for it, and its targets."""
 
     def compute(self, world: World) -> float:
-        """The value over what all ranks counted."""
+        """The value over what all ranks counted; the counts start anew."""
+
+    def reset(self) -> None:
+        """Forget what was counted."""
 
 
 def evaluate(
-    model: torch.nn.Module, batches: Iterable[GlobalBatch], metrics: Sequence[Metric], forward: Forward, world: World
-) -> dict[str, float]:
+    model: torch.nn.Module,
+    batches: Iterable[GlobalBatch],
+    metrics: Sequence[Metric],
+    forward: Forward,
+    world: World,
+    *,
+    give_up: bool,
+) -> dict[str, float] | None:
     """`loss`, each part of a loss that has several, `samples` and every metric over `batches`.
 
     Losses are gathered shard by shard and summed with one rounding, so the result has the same bits on every
     number of ranks. No shard is padded; a rank without samples in a batch just waits for the sum at the end.
+
+    Args:
+        give_up: a rank that is asked to end leaves off after the batch it is in, and so do all in the end.
+
+    Returns:
+        None if a rank left off.
 
     Raises:
         RunError: the loss counts nothing.
     """
     found: list[tuple[int, list[float]]] = []
     slots = 0
+    left_off = False
     model.eval()
     with torch.no_grad(), preserved_generators(world.device):
         for position, batch in enumerate(batches):
+            if give_up and world.stop_requested:
+                left_off = True
+                break
+            world.pulse.tick()
             for part in batch.parts:
                 outputs, losses = forward.parts(model, part, "evaluation", position)
                 numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
@@ -49,6 +69,10 @@ def evaluate(
                 for metric in metrics:
                     metric.update(outputs, part.data[1])
             slots += batch.shards
+    if give_up and _any(left_off, world):
+        for metric in metrics:
+            metric.reset()
+        return None
     gathered = torch.zeros(2 * forward.part_count + 1, slots, dtype=torch.float64, device=world.device)
     for slot, numbers in found:
         gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
@@ -56,3 +80,10 @@ def evaluate(
     *totals, samples = (rounded_sum(row) for row in gathered.tolist())
     values = forward.values(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
     return values | {metric.name: metric.compute(world) for metric in metrics}
+
+
+def _any(mine: bool, world: World) -> bool:
+    """Whether any rank says so."""
+    said = torch.tensor([float(mine)], device=world.device)
+    world.all_reduce(said)
+    return bool(said > 0)

@@ -11,6 +11,7 @@ from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.buffers import ShardedBuffers
 from samestep.engine.finite import is_finite
 from samestep.engine.forward import Forward
+from samestep.engine.loss import Loss
 from samestep.engine.observer import Observer
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
 from samestep.errors import UnusedParameterError
@@ -43,11 +44,12 @@ class ShardGradients:
         self._buffers, self._scaler = buffers, scaler
         self._names, self._world, self._observers = names, world, observers
 
-    def compute(self, batch: GlobalBatch, position: int) -> Tally:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> Tally:
         """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples.
 
         Args:
             position: steps done before this one; random states count them.
+            save: this rank wants a checkpoint after the step.
         """
         tree = ShardTree(batch.shards, batch.size)
         vectors: dict[int, torch.Tensor] = {}
@@ -58,10 +60,12 @@ class ShardGradients:
             for part in batch.parts:
                 last = part is batch.parts[-1]
                 with self._strategy.shard(tree, part.number, last=last):
-                    loss = self._shard_loss(batch, part, position, vectors)
+                    loss = self._shard_loss(batch, part, position)
+                    vectors[part.number] = self._vector(batch, part, loss, self._buffers, save)
                     if last:
+                        self._world.pulse.arrive(len(batch.parts))
                         total = self._strategy.sum_vectors(tree, vectors, length)
-                    self._backward(loss, batch.size)
+                    self._backward(loss.sum, batch.size)
                     self._require_used(self._names)
         total = total or self._strategy.sum_vectors(tree, vectors, length)
         self._strategy.finish(tree)
@@ -77,9 +81,7 @@ class ShardGradients:
             self._strategy.abandon()
             raise
 
-    def _shard_loss(
-        self, batch: GlobalBatch, part: Shard, position: int, vectors: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def _shard_loss(self, batch: GlobalBatch, part: Shard, position: int) -> Loss:
         if part is not batch.parts[0]:
             self._buffers.restore()
         for observer in self._observers:
@@ -87,9 +89,12 @@ class ShardGradients:
         outputs, loss = self._forward(self._strategy.module, part, "shard", position)
         for observer in self._observers:
             observer.end_shard(part, outputs, loss)
+        return loss
+
+    def _vector(self, batch: GlobalBatch, part: Shard, loss: Loss, buffers: ShardedBuffers, save: bool) -> torch.Tensor:
+        """What one shard tells all ranks."""
         stop = self._world.stop_requested
-        vectors[part.number] = write_tally(batch.shards, part.number, loss.sum, loss.count, stop, self._buffers.read())
-        return loss.sum
+        return write_tally(batch.shards, part.number, loss.sum, loss.count, buffers.read(), stop=stop, save=save)
 
     def bad_losses(self, batch: GlobalBatch, tally: Tally) -> list[int]:
         """The shards that made a loss not finite, in the step that was just computed; the same on every rank."""

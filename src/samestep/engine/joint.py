@@ -16,7 +16,7 @@ from samestep.engine.lockstep import Task, Track, run_in_lockstep
 from samestep.engine.meeting import Meetings, Members
 from samestep.engine.norm import join_layers, norm_layers
 from samestep.engine.replica import Replica, replicate, require_untouched
-from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
+from samestep.engine.tally import Tally, read_tally, tally_length
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.threads import Threads
 
@@ -35,7 +35,7 @@ class JointGradients(ShardGradients):
         self._members = Members(self._world)
         self._meetings: Meetings | None = None
 
-    def compute(self, batch: GlobalBatch, position: int) -> Tally:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> Tally:
         tree = ShardTree(batch.shards, batch.size)
         vectors: dict[int, torch.Tensor] = {}
         gradients: dict[int, list[torch.Tensor | None]] = {}
@@ -48,9 +48,7 @@ class JointGradients(ShardGradients):
             outputs, loss = self._forward(replica.module, part, "shard", position)
             for observer in self._observers:
                 observer.end_shard(part, outputs, loss)
-            vectors[part.number] = write_tally(
-                batch.shards, part.number, loss.sum, loss.count, self._world.stop_requested, buffers.read()
-            )
+            vectors[part.number] = self._vector(batch, part, loss, buffers, save)
             aliases = {replica.parameters[parameter]: name for parameter, name in self._names.items()}
             self._backward(loss.sum, batch.size)
             require_untouched(list(self._names))
@@ -60,6 +58,7 @@ class JointGradients(ShardGradients):
         self._buffers.begin()
         with self._undone_on_failure():
             self._run(tree, batch, shard_of)
+            self._world.pulse.arrive(len(batch.parts))
             for part in batch.parts:
                 with self._strategy.shard(tree, part.number, last=part is batch.parts[-1]):
                     for parameter, gradient in zip(self._names, gradients.pop(part.number), strict=True):

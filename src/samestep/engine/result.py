@@ -17,6 +17,7 @@ class StepResult:
         grad_norm: global 2-norm of the gradient, before clipping.
         skipped: the update was left out, for a loss or gradient that is not finite.
         stop: a rank was asked to end; leave the loop after this step.
+        save: a rank wants a checkpoint of what this step led to (`Engine.step(save=True)`).
     """
 
     step: int
@@ -26,3 +27,4 @@ class StepResult:
     grad_norm: float
     skipped: bool
     stop: bool
+    save: bool

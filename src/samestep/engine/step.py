@@ -91,8 +91,11 @@ class Engine:
         """The name of the strategy in use."""
         return self._strategy.name
 
-    def step(self, batch: GlobalBatch) -> StepResult:
+    def step(self, batch: GlobalBatch, *, save: bool = False) -> StepResult:
         """One optimizer step from one global batch.
+
+        Args:
+            save: this rank wants a checkpoint of what the step leads to; every rank hears of it as `result.save`.
 
         Raises:
             NonFiniteError: loss or gradient is not finite, and the rules say `stop`; nothing was changed.
@@ -103,17 +106,17 @@ class Engine:
         """
         with self.world.roll_call.during(f"{self._call_name}.step {self.steps + 1}"):
             self._drift.begin_step(self.steps)
-            result = self._step(batch)
+            result = self._step(batch, save)
             self._drift.end_step(result.step)
         return result
 
-    def _step(self, batch: GlobalBatch) -> StepResult:
+    def _step(self, batch: GlobalBatch, save: bool) -> StepResult:
         for observer in self._observers:
             observer.begin_step(self, batch)
         set_modes(self._modes)
         self.optimizer.zero_grad(set_to_none=True)
         self._forward.begin_step(batch, self.world)
-        tally = self._gradients.compute(batch, self.steps)
+        tally = self._gradients.compute(batch, self.steps, save=save)
         self._divide(batch, tally)
         for observer in self._observers:
             observer.end_gradients(self)
@@ -131,17 +134,36 @@ class Engine:
         self.scaler.update()
         self._advance_schedule()
         self.steps += 1
-        result = StepResult(self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop)
+        result = StepResult(
+            self.steps, tally.loss, tally.count, lr, float(norm), not finite_step, tally.stop, tally.save
+        )
         for observer in self._observers:
             observer.end_step(self, result)
         return result
 
     def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """`loss` (and its parts), `samples` and the metrics over `batches`, each sample counted once."""
+        values = self._evaluate(batches, metrics, give_up=False)
+        assert values is not None
+        return values
+
+    def evaluate_until_stop(
+        self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric] = ()
+    ) -> dict[str, float] | None:
+        """As `evaluate`; None, on every rank, if one of them was asked to end before it was through.
+
+        Metrics are as if nothing had been counted then.
+        """
+        return self._evaluate(batches, metrics, give_up=True)
+
+    def _evaluate(
+        self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric], *, give_up: bool
+    ) -> dict[str, float] | None:
         with self.world.roll_call.during(f"{self._call_name}.evaluate"):
-            values = evaluate(self.model, batches, metrics, self._forward, self.world)
-        for observer in self._observers:
-            observer.end_evaluation(self, values)
+            values = evaluate(self.model, batches, metrics, self._forward, self.world, give_up=give_up)
+        if values is not None:
+            for observer in self._observers:
+                observer.end_evaluation(self, values)
         return values
 
     def check(self) -> None:

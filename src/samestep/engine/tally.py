@@ -1,4 +1,4 @@
-"""The small message of a step: what each shard's loss was, whether somebody wants to stop, and the buffers.
+"""The small message of a step: what each shard's loss was, whether somebody wants to stop or save, and the buffers.
 
 One float64 vector a shard, summed over shards like the gradients. Losses and counts have a slot a shard, so that
 their sum is all of them side by side.
@@ -20,12 +20,14 @@ class Tally:
         losses: each shard's summed loss; 0 where a shard has no samples.
         counts: each shard's count.
         stop: some rank was asked to end.
+        save: some rank wants a checkpoint.
         buffers: the sum over shards of the buffers' values.
     """
 
     losses: list[float]
     counts: list[float]
     stop: bool
+    save: bool
     buffers: torch.Tensor
 
     @property
@@ -54,22 +56,30 @@ def rounded_sum(values: list[float]) -> float:
 
 def tally_length(shards: int, buffers: int) -> int:
     """Elements of the vector of a shard."""
-    return 2 * shards + 1 + buffers
+    return 2 * shards + 2 + buffers
 
 
 def write_tally(
-    shards: int, shard: int, loss: torch.Tensor, count: torch.Tensor | float, stop: bool, buffers: torch.Tensor
+    shards: int,
+    shard: int,
+    loss: torch.Tensor,
+    count: torch.Tensor | float,
+    buffers: torch.Tensor,
+    *,
+    stop: bool,
+    save: bool,
 ) -> torch.Tensor:
     """The vector that one shard contributes."""
     vector = torch.zeros(tally_length(shards, len(buffers)), dtype=torch.float64, device=loss.device)
     vector[shard] = loss.detach().double()
     vector[shards + shard] = count
     vector[2 * shards] = float(stop)
-    vector[2 * shards + 1 :] = buffers
+    vector[2 * shards + 1] = float(save)
+    vector[2 * shards + 2 :] = buffers
     return vector
 
 
 def read_tally(shards: int, total: torch.Tensor) -> Tally:
     """The sum of all shards' vectors, taken apart."""
-    head = total[: 2 * shards + 1].tolist()
-    return Tally(head[:shards], head[shards : 2 * shards], head[2 * shards] > 0, total[2 * shards + 1 :])
+    *head, stop, save = total[: 2 * shards + 2].tolist()
+    return Tally(head[:shards], head[shards:], stop > 0, save > 0, total[2 * shards + 2 :])

@@ -12,13 +12,14 @@ class Stopwatch:
 
     Attributes:
         last_wait: seconds that the loop last waited for data.
+        last_step: seconds of the last step, its wait included.
         last_speed: samples a second of the last step, its wait included.
     """
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._samples, self._busy = 0, 0.0
-        self.last_wait, self.last_speed = 0.0, 0.0
+        self.last_wait, self.last_step, self.last_speed = 0.0, 0.0, 0.0
 
     @property
     def elapsed(self) -> float:
@@ -42,7 +43,7 @@ class Stopwatch:
         """Time a step over `samples` samples."""
         began = time.perf_counter()
         yield
-        seconds = self.last_wait + time.perf_counter() - began
+        self.last_step = self.last_wait + time.perf_counter() - began
         self._samples += samples
-        self._busy += seconds
-        self.last_speed = samples / seconds
+        self._busy += self.last_step
+        self.last_speed = samples / self.last_step

@@ -32,7 +32,12 @@ class Seen:
         self.sizes.append((len(outputs), len(targets)))
 
     def compute(self, world: World) -> float:
-        return float(sum(outputs for outputs, _ in self.sizes))
+        value = float(sum(outputs for outputs, _ in self.sizes))
+        self.reset()
+        return value
+
+    def reset(self) -> None:
+        self.counted, self.sizes = self.sizes, []
 
 
 def engine_of(world: World, model: Any, loss: Any = samestep.cross_entropy) -> Engine:
@@ -59,7 +64,7 @@ def test_the_loss_is_the_mean_over_all_samples(alone: World, sizes: list[int]) -
     inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
     expected = float(functional.cross_entropy(engine.model(inputs), targets).detach())
     assert values == {"loss": pytest.approx(expected, rel=1e-12), "samples": sum(sizes), "seen": sum(sizes)}
-    assert all(outputs == targets > 0 for outputs, targets in seen.sizes)
+    assert all(outputs == targets > 0 for outputs, targets in seen.counted)
 
 
 def test_tokens_are_counted_one_by_one(alone: World) -> None:
@@ -125,3 +130,31 @@ def test_what_a_model_draws_in_evaluation_is_the_same_each_time_and_not_training
     training, first, second = found
     assert first == second
     assert len({*training.values(), *first.values()}) == 8
+
+
+def asked_after(world: World, looks: int) -> World:
+    """A world that is asked to end when it has been looked at so often."""
+    left = iter(range(looks))
+    return World(rank=0, size=1, device=world.device, stop_requested=lambda: next(left, None) is None)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_an_evaluation_is_given_up_at_the_next_batch_and_leaves_no_counts(alone: World, looks: int) -> None:
+    world = asked_after(alone, looks)
+    engine, seen = engine_of(world, seeded(0, Normed)), Seen()
+    batches = [random_batch(alone, 8, 4, seed=seed) for seed in range(3)]
+    assert engine.evaluate_until_stop(batches, [seen]) is None
+    assert len(seen.counted) == 4 * looks
+    assert engine.evaluate(batches, [seen])["seen"] == 24
+
+
+def test_a_request_after_the_last_batch_comes_too_late(alone: World) -> None:
+    engine = engine_of(asked_after(alone, 2), seeded(0, Normed))
+    values = engine.evaluate_until_stop([random_batch(alone, 8, 4, seed=seed) for seed in range(2)])
+    assert values is not None
+    assert values["samples"] == 16
+
+
+def test_evaluate_does_not_end_early(alone: World) -> None:
+    engine = engine_of(asked_after(alone, 0), seeded(0, Normed))
+    assert engine.evaluate([random_batch(alone, 8, 4)])["samples"] == 8

@@ -167,6 +167,12 @@ def test_a_request_to_end_is_told(alone: World) -> None:
     assert (first, engine.step(random_batch(world, 4, 2)).stop) == (False, True)
 
 
+def test_a_wish_to_save_is_told(alone: World) -> None:
+    engine = engine_of(alone, seeded(0, Perceptron))
+    told = [engine.step(random_batch(alone, 4, 2), save=save).save for save in (False, True, False)]
+    assert told == [False, True, False]
+
+
 # --- clipping ---------------------------------------------------------------------------------------------
 
 

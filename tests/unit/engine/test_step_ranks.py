@@ -90,6 +90,17 @@ def test_a_request_to_one_rank_is_told_to_all(found: dict[int, Found]) -> None:
     assert all(told == [False, True] for told in by_all(found, "asked to end"))
 
 
+def test_a_wish_to_save_of_rank_0_is_heard_by_all(found: dict[int, Found]) -> None:
+    assert all(told == [False, True, False] for told in by_all(found, "wants saved"))
+
+
+def test_an_evaluation_that_one_rank_gives_up_is_given_up_by_all(found: dict[int, Found]) -> None:
+    first, *others = by_all(found, "given up")
+    assert first[0] is None
+    assert first[1]["samples"] == 3 * ranks_step.SIZE
+    assert all(other == first for other in others)
+
+
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_an_idle_parameter_is_refused_on_all_ranks(found: dict[int, Found], reduction: str) -> None:
     assert set(by_all(found, f"idle parameter {reduction}")) == {"1 trained parameters took no part in the loss: idle"}

@@ -13,40 +13,44 @@ numbers = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
 
 def tally(losses: list[float], counts: list[float] | None = None) -> Tally:
-    return Tally(losses, counts or [1.0] * len(losses), False, torch.empty(0))
+    return Tally(losses, counts or [1.0] * len(losses), False, False, torch.empty(0))
 
 
-@given(st.lists(st.tuples(numbers, st.integers(0, 2**50), st.booleans()), min_size=1, max_size=9))
-def test_the_sum_of_the_vectors_is_all_of_them(shards: list[tuple[float, int, bool]]) -> None:
+def vector(shards: int, shard: int, loss: torch.Tensor, count: object, buffers: torch.Tensor) -> torch.Tensor:
+    return write_tally(shards, shard, loss, count, buffers, stop=False, save=False)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 2**50), st.booleans(), st.booleans()), min_size=1, max_size=9))
+def test_the_sum_of_the_vectors_is_all_of_them(shards: list[tuple[float, int, bool, bool]]) -> None:
     V, none = len(shards), torch.empty(0, dtype=torch.float64)
     vectors = [
-        write_tally(V, s, torch.tensor(loss, dtype=torch.float64), count, stop, none)
-        for s, (loss, count, stop) in enumerate(shards)
+        write_tally(V, s, torch.tensor(loss, dtype=torch.float64), count, none, stop=stop, save=save)
+        for s, (loss, count, stop, save) in enumerate(shards)
     ]
     found = read_tally(V, torch.stack(vectors).sum(0))
-    assert found.losses == [loss for loss, _, _ in shards]
-    assert found.counts == [count for _, count, _ in shards]
-    assert found.stop == any(stop for _, _, stop in shards)
+    assert found.losses == [loss for loss, _, _, _ in shards]
+    assert found.counts == [count for _, count, _, _ in shards]
+    assert found.stop == any(stop for _, _, stop, _ in shards)
+    assert found.save == any(save for _, _, _, save in shards)
     assert len(found.buffers) == 0
 
 
 def test_buffers_are_summed() -> None:
     buffers = [torch.tensor([1.0, 2.0], dtype=torch.float64) * s for s in range(3)]
-    vectors = [write_tally(3, s, torch.tensor(0.0), 1, False, buffers[s]) for s in range(3)]
+    vectors = [vector(3, s, torch.tensor(0.0), 1, buffers[s]) for s in range(3)]
     assert read_tally(3, torch.stack(vectors).sum(0)).buffers.tolist() == [3.0, 6.0]
     assert {len(vector) for vector in vectors} == {tally_length(3, 2)}
 
 
 def test_counts_may_be_tensors_and_losses_of_any_precision() -> None:
-    vector = write_tally(1, 0, torch.tensor(1 / 3, dtype=torch.float32), torch.tensor(5), False, torch.empty(0))
-    found = read_tally(1, vector)
+    said = vector(1, 0, torch.tensor(1 / 3, dtype=torch.float32), torch.tensor(5), torch.empty(0))
+    found = read_tally(1, said)
     assert found.losses == [float(torch.tensor(1 / 3, dtype=torch.float32))]
     assert found.counts == [5.0]
 
 
 def test_shards_without_samples_say_nothing() -> None:
-    vector = write_tally(4, 2, torch.tensor(1.5), 2, False, torch.empty(0))
-    found = read_tally(4, vector)
+    found = read_tally(4, vector(4, 2, torch.tensor(1.5), 2, torch.empty(0)))
     assert (found.losses, found.counts) == ([0, 0, 1.5, 0], [0, 0, 2, 0])
 
 
