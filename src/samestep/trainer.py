@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samestep.checkpoint.background import Saved, Saver
+from samestep.checkpoint.loss_bound import LossBound
 from samestep.checkpoint.state import Progress, Training, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
@@ -18,7 +21,7 @@ from samestep.data.loader import Loader
 from samestep.engine.evaluation import Metric
 from samestep.engine.result import StepResult
 from samestep.engine.step import Engine
-from samestep.errors import InputError
+from samestep.errors import CheckpointWriteError, InputError
 from samestep.record.events import Recorder
 from samestep.record.stopwatch import Stopwatch
 
@@ -72,9 +75,12 @@ class Trainer:
         options: RunOptions,
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
-        self._folder, self._recorder, self._epochs, self._options = folder, recorder, epochs, options
+        self._recorder, self._epochs, self._options = recorder, epochs, options
         self._progress = Progress(recipe=recipe)
         self._stopwatch = Stopwatch()
+        self._saver = Saver(folder, self._tell_saved, engine.world.pulse.tick)
+        self._bound = LossBound(options.lose_at_most)
+        self._evaluation_seconds = 0.0
         self._last_evaluation: dict[str, float] = {}
 
     def resume(self, checkpoint: Path) -> None:
@@ -94,36 +100,50 @@ class Trainer:
         Raises:
             SamestepError: the run failed; the newest checkpoint is as good as it was.
         """
-        if self._progress.loss_count and not self._progress.cursor.samples:
-            self._end_epoch()  # the run ended between the last step of an epoch and its evaluation
-        elif self._progress.cursor.epoch >= self._epochs:
-            self._last_evaluation = self._evaluate()
-        stopped = False
-        while self._progress.cursor.epoch < self._epochs and not stopped:
-            stopped = self._epoch()
+        self._bound.begin_save()
+        with self._saver:
+            stopped = self._catch_up()
+            while self._progress.cursor.epoch < self._epochs and not stopped:
+                stopped = self._epoch()
+            if stopped:
+                self._save()
+            self._saver.wait()  # before anybody is told that the run is done
         if stopped:
-            self._save()
             self._recorder.tell("stop", step=self._progress.step, text=f"stopped after step {self._progress.step}")
         summary = self._summary(stopped=stopped)
         self._recorder.tell("end", stopped=stopped, step=summary.step, seconds=round(summary.seconds, 3))
         return summary
 
+    def _catch_up(self) -> bool:
+        """The evaluation that a resumed run begins with, if any; whether somebody asked to end."""
+        if self._progress.loss_count and not self._progress.cursor.samples:
+            return self._end_epoch()  # the run ended between the last step of an epoch and its evaluation
+        if self._progress.cursor.epoch >= self._epochs:
+            values = self._evaluate()
+            self._last_evaluation = values or {}
+            return values is None
+        return False
+
     def _epoch(self) -> bool:
         """One epoch, or what is left of it; whether somebody asked to end."""
         batches = iter(self._train)
-        every, stop = self._options.checkpoint_every, False
+        every = self._options.checkpoint_every
         while (batch := self._next(batches)) is not None:
+            is_last = batch.end.epoch > batch.begin.epoch
             with self._stopwatch.training(batch.size):
-                result = self._engine.step(batch)
+                result = self._engine.step(batch, save=self._wants_save(is_last))
             self._count(batch, result)
-            stop = result.stop
-            is_inside = batch.end.epoch == batch.begin.epoch
-            if is_inside and stop:
-                return True
-            if is_inside and every and result.step % every == 0:
+            self._saver.look()
+            if result.stop:
+                return True  # before the evaluation, if one is due: the run goes on with it
+            if result.save or (every and result.step % every == 0 and not is_last):
                 self._save()
-        self._end_epoch()
-        return stop
+        return self._end_epoch()
+
+    def _wants_save(self, is_last: bool) -> bool:
+        """Whether this rank wants a checkpoint after the step that comes, the last one of its epoch or not."""
+        ahead = 2 * self._stopwatch.last_step + (self._evaluation_seconds if is_last else 0.0)
+        return self._engine.world.is_main and self._bound.is_due(ahead)
 
     def _next(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
         with self._saving_when_data_is_bad(), self._stopwatch.waiting():
@@ -134,9 +154,13 @@ class Trainer:
         """Bad data costs no work done: every rank holds the whole state, so the one that met it saves it."""
         try:
             yield
-        except InputError:
+        except InputError as error:
             if self._progress.step:
-                self._write(is_best=False)
+                try:
+                    self._write(is_best=False)
+                    self._saver.wait()
+                except CheckpointWriteError as failure:
+                    error.add_note(str(failure))
             raise
 
     def _count(self, batch: GlobalBatch, result: StepResult) -> None:
@@ -163,8 +187,11 @@ class Trainer:
             data_seconds=round(self._stopwatch.last_wait, 6),
         )
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self) -> bool:
+        """Evaluate and save; whether somebody asked to end before that was done."""
         values = self._evaluate()
+        if values is None:
+            return True
         self._last_evaluation = values
         is_best = self._is_best(values)
         progress = self._progress
@@ -181,11 +208,15 @@ class Trainer:
         best = self._deciding(values) if is_best else progress.best
         self._progress = replace(progress, best=best, loss_sum=0.0, loss_count=0.0)
         self._save(is_best=is_best)
+        return False
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float] | None:
         self._evaluation.cursor = Cursor()
+        began = time.perf_counter()
         with self._saving_when_data_is_bad():
-            return self._engine.evaluate(self._evaluation, self._metrics)
+            values = self._engine.evaluate_until_stop(self._evaluation, self._metrics)
+        self._evaluation_seconds = time.perf_counter() - began
+        return values
 
     def _deciding(self, values: dict[str, float]) -> float:
         return values[self._metrics[0].name] if self._metrics else -values["loss"]
@@ -200,8 +231,13 @@ class Trainer:
             self._write(is_best=is_best)
 
     def _write(self, *, is_best: bool) -> None:
-        path = self._folder.write(self._progress.step, pack(self._training, self._progress), is_best=is_best)
-        self._recorder.tell("checkpoint", step=self._progress.step, path=path.name, is_best=is_best)
+        self._bound.begin_save()
+        self._saver.save(self._progress.step, lambda: pack(self._training, self._progress), is_best=is_best)
+
+    def _tell_saved(self, saved: Saved) -> None:
+        self._engine.world.pulse.save()
+        self._bound.end_save(saved.seconds)
+        self._recorder.tell("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
 
     def _summary(self, *, stopped: bool) -> Summary:
         watch = self._stopwatch

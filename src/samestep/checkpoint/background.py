@@ -53,8 +53,8 @@ class Saver:
         Raises:
             CheckpointWriteError: the one before could not be written.
         """
-        self.wait()
         began = time.monotonic()
+        self.wait()
         self._writing = _Writing(self._folder, step, make(), is_best, began)
         self._writing.start()
 

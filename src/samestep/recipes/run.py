@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 import samestep.checkpoint.state as checkpoints
+from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.recipes.build import Built, build
@@ -27,34 +29,43 @@ from samestep.trainer import Trainer
 def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int) -> dict[str, Any]:
     """Train `recipe` in the run directory `run`, from `checkpoint` if there is one; the summary as plain data."""
     rules = recipe.step
-    with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
-        built = build(recipe, options, world)
-        folder = CheckpointFolder(run / "checkpoints", options.keep)
-        recorder = _recorder(world, options, run, first_step)
-        trainer = Trainer(
-            built.engine,
-            built.train,
-            built.evaluation,
-            list(built.metrics),
-            folder=folder,
-            recorder=recorder,
-            recipe=recipe_data(recipe),
-            epochs=recipe.epochs,
-            options=options,
-        )
-        if world.is_main:
-            folder.clean()
-            append_environment(run / "environment.json", _environment(built, world, recipe, first_step))
-        if checkpoint is not None:
-            trainer.resume(checkpoint)
-        else:
-            for note in built.notes:
-                recorder.tell("note", text=note)
-        try:
-            summary = trainer.fit()
-        finally:
-            recorder.close()
-        return asdict(summary)
+    with (
+        start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world,
+        FolderLock(run) if world.is_main else nullcontext(),
+    ):
+        return _train(recipe, options, run, checkpoint, first_step, world)
+
+
+def _train(
+    recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int, world: World
+) -> dict[str, Any]:
+    built = build(recipe, options, world)
+    folder = CheckpointFolder(run / "checkpoints", options.keep)
+    recorder = _recorder(world, options, run, first_step)
+    trainer = Trainer(
+        built.engine,
+        built.train,
+        built.evaluation,
+        list(built.metrics),
+        folder=folder,
+        recorder=recorder,
+        recipe=recipe_data(recipe),
+        epochs=recipe.epochs,
+        options=options,
+    )
+    if world.is_main:
+        folder.clean()
+        append_environment(run / "environment.json", _environment(built, world, recipe, first_step))
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    else:
+        for note in built.notes:
+            recorder.tell("note", text=note)
+    try:
+        summary = trainer.fit()
+    finally:
+        recorder.close()
+    return asdict(summary)
 
 
 def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str, float]:
