@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.durations import seconds
 from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
 from samestep.record.events import one_line
@@ -48,9 +49,14 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_saving_options(parser: argparse.ArgumentParser) -> None:
-    """`--checkpoint-every` and `--keep`."""
+    """`--checkpoint-every`, `--lose-at-most` and `--keep`."""
     group = parser.add_argument_group("checkpoints")
     group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also within epochs, every so many steps")
+    group.add_argument(
+        "--lose-at-most",
+        metavar="TIME",
+        help="also whenever a kill would cost more work than this: 30s, 5m, 1h",
+    )
     group.add_argument("--keep", type=int, default=2, metavar="K", help="how many of the newest stay (default 2)")
 
 
@@ -83,10 +89,12 @@ def number_of_processes(text: str) -> int:
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of a command as data."""
+    lose_at_most = getattr(arguments, "lose_at_most", None)
     return RunOptions(
         device=arguments.device,
         workers=arguments.workers,
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
+        lose_at_most=None if lose_at_most is None else seconds("--lose-at-most", lose_at_most),
         keep=getattr(arguments, "keep", 2),
         check_every=getattr(arguments, "check_every", None),
         quiet=arguments.json,
