@@ -130,6 +130,13 @@ def test_options_out_of_range(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
+@pytest.mark.parametrize("time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "３", "9" * 400])
+def test_times_that_are_none(refused: Refused, time: str) -> None:
+    err = refused("train", "digits", f"--lose-at-most={time}")
+    assert f"--lose-at-most {time}" in err.splitlines()[0]
+    assert "--lose-at-most 30s" in err
+
+
 @pytest.mark.parametrize(
     "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["resume", "--folder"], []]
 )

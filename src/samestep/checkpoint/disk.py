@@ -57,9 +57,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, where they are missing."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)  # another rank may be as far
         sync_folder(folder.parent)
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,5 +122,6 @@ def _let_go(key: Path) -> None:
         # A fork of the process has the descriptor too, but the lock is its parent's.
         if held.holders == 0 and held.process == os.getpid():
             del _held[key]
-            fcntl.flock(held.descriptor, fcntl.LOCK_UN)  # closing is not enough where a fork has it open
+            with suppress(OSError):  # of a file system without locks
+                fcntl.flock(held.descriptor, fcntl.LOCK_UN)  # closing is not enough where a fork has it open
             os.close(held.descriptor)
