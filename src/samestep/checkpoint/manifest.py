@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep.errors import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 _FORMAT = 1
 
 
@@ -67,6 +67,19 @@ def read_json(checkpoint: Path, name: str, *others: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise foreign(checkpoint / name, f"a {type(said).__name__} in the place of an object")
     return said
+
+
+def read_origin(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """The step of a checkpoint and the resolved recipe that led to it, after verifying all of it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or holds something else.
+    """
+    state = read_json(checkpoint, STATE)
+    try:
+        return int(state["progress"]["step"]), dict(state["progress"]["recipe"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise foreign(checkpoint / STATE, f"{type(error).__name__}: {error}") from error
 
 
 def damaged(path: Path, how: str) -> CheckpointError:

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.manifest import foreign, read_json
+from samestep.checkpoint.manifest import STATE, foreign, read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
 @dataclass(frozen=True)

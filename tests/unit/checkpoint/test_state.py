@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.checkpoint import state
-from samestep.checkpoint.state import MODEL, OPTIMIZER, STATE, Progress, Training, load_model, pack
+from samestep.checkpoint.manifest import STATE
+from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load_model, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
