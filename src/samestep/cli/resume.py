@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.manifest import read_json
+from samestep.checkpoint.manifest import read_origin
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli import options
 from samestep.cli.train import run_ranks
@@ -49,9 +49,9 @@ def open_run(folder: Path, which: str, overrides: list[str]) -> tuple[Recipe, Pa
     if not (folder / "recipe.yaml").is_file():
         raise InputError(f"{folder} is not a run", rule="a run directory has a recipe.yaml", do="look at the path")
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
-    progress = read_json(checkpoint, "state.json")["progress"]
+    step, origin = read_origin(checkpoint)
     recipe = read_recipe(folder / "recipe.yaml", overrides)
-    before = recipe_data(make_recipe(progress["recipe"], (), origin=str(checkpoint)))
+    before = recipe_data(make_recipe(origin, (), origin=str(checkpoint)))
     changed = differences(before, recipe_data(recipe))
     if changed:
         raise CheckpointError(
@@ -60,4 +60,4 @@ def open_run(folder: Path, which: str, overrides: list[str]) -> tuple[Recipe, Pa
             do=f"undo that, or start a new run from these weights: samestep train ... "
             f"--set model.pretrained={checkpoint}/model.safetensors",
         )
-    return recipe, checkpoint, int(progress["step"])
+    return recipe, checkpoint, step
