@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from samestep.cli import options
+from samestep.cli import ranks
 from samestep.config import Recipe
 from samestep.errors import InputError
 from samestep.sharding import require_enough_shards
@@ -35,9 +35,9 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
         raise InputError(
             f"--per-device-batch-size {size}", rule="at least 1 sample a device", do="--per-device-batch-size 32"
         )
-    if processes == "auto":
+    if not processes.isdigit():
         raise InputError(
-            f"--per-device-batch-size {size} with --processes auto",
+            f"--per-device-batch-size {size} with --processes {processes}",
             rule="batch_size counts the samples of all processes together, and no machine decides it",
             do=f"say the number, as --processes 2 for batch_size={2 * size}; or --set batch_size={2 * size} instead",
         )
@@ -48,7 +48,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
             rule="the global batch size is said once",
             do="leave one of them out",
         )
-    return [*given, f"batch_size={size * options.number_of_processes(processes)}"]
+    return [*given, f"batch_size={size * ranks.number_of_processes(processes)}"]
 
 
 def told(arguments: argparse.Namespace, recipe: Recipe) -> str | None:
@@ -60,7 +60,7 @@ def told(arguments: argparse.Namespace, recipe: Recipe) -> str | None:
     size = arguments.per_device_batch_size
     if size is None:
         return None
-    count = options.number_of_processes(arguments.processes)
+    count = ranks.number_of_processes(arguments.processes)
     require_enough_shards(recipe.shards, count)
     return (
         f"global batch {recipe.batch_size} = {size} per device x {count} process{'es' if count > 1 else ''}; "

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options
+from samestep.cli import options, ranks
 from samestep.config import Recipe
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.recipes.parse import load_recipe, shipped_recipes
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             kill_at=arguments.kill_at,
             resume_on=arguments.resume_on,
             checks_losses=not arguments.loss_of_shards,
-            preload=options.PRELOAD,
+            preload=ranks.PRELOAD,
             tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False, soft_wrap=True),
         )
     data = certificate_data(found)

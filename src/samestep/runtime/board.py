@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -185,7 +185,7 @@ class Board:
             if version % 2 == 0 and struct.unpack_from("<Q", self._memory, offset)[0] == version:
                 break
         # A rank that was killed while it wrote leaves a slot that is half new; its numbers are still of use.
-        return Position(*numbers, text.decode(errors="replace"))
+        return replace(Position(*numbers), text=text.decode(errors="replace"))
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from samestep.errors import EXIT_STOPPED, SamestepError
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, SamestepError
 from samestep.runtime.board import Board
 from samestep.runtime.failure import Failure, first_cause
 from samestep.runtime.rank import Finished, Orders, run_rank
@@ -44,6 +44,13 @@ class RankError(SamestepError):
         super().__init__(failure.text.removeprefix("error: "))
         self.failure, self.steps, self.saved = failure, steps, saved
         self.exit_code = failure.exit_code
+
+    def with_way_out(self, text: str) -> RankError:
+        """The same, with a line more on what to do; without, where it is bad input or has nothing to go on with."""
+        if not text or self.exit_code != EXIT_FAILED:
+            return self
+        failure = replace(self.failure, text=f"{self.failure.text}\n  then: {text}")
+        return RankError(failure, self.steps, self.saved)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RankError, (self.failure, self.steps, self.saved)

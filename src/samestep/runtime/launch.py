@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ def launch(
     environment: Mapping[str, str] | None = None,
     hang_after: float = HANG_AFTER,
     grace: float | None = None,
-    until_saved: bool = False,
 ) -> Any:
     """Run `function(*arguments)` in `processes` ranks on this machine.
 
@@ -64,7 +64,6 @@ def launch(
         environment: variables to set in each rank, before torch looks for devices.
         hang_after: seconds without any progress after which a run is ended, with the stacks of all ranks.
         grace: seconds that ranks have to end once they are asked to; None for as long as they need.
-        until_saved: ask the ranks to end when they have written a checkpoint.
 
     Returns:
         What rank 0's function returned.
@@ -74,11 +73,39 @@ def launch(
         RankError: a rank failed; the others were ended.
         StoppedError: a request to end came before the ranks could take it.
     """
-    _require_launchable(processes, hang_after, grace)
+    terms = Terms(hang_after, grace, log_dir=log_dir)
+    return run_crew(
+        function, *arguments, processes=processes, terms=terms, preload=preload, environment=environment or {}
+    ).value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended, if it ended well.
+
+    Attributes:
+        value: what rank 0's function returned.
+        asked_by: the signal by which somebody asked it to end, if one did.
+    """
+
+    value: Any
+    asked_by: int | None
+
+
+def run_crew(
+    function: Callable[..., Any],
+    *arguments: Any,
+    processes: int,
+    terms: Terms,
+    preload: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """As `launch`, for commands: terms as one object, and who ended it is told."""
+    _require_launchable(processes, terms)
     prepare_torch_environment(loopback=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    terms = Terms(hang_after, grace, until_saved, log_dir)
+    log_dir = terms.log_dir
     with _listener() as listener, ExitStack() as stack:
         board = Board.create(processes)
         stack.callback(board.close)
@@ -100,15 +127,16 @@ def launch(
                     board=board,
                     stacks=stacks,
                     environment=environment or {},
-                    timeout=hang_after + _LATER_SECONDS,
+                    timeout=terms.hang_after + _LATER_SECONDS,
                 )
                 crew.start(context, orders)
-            return crew.wait_for_all()
+            return Outcome(crew.wait_for_all(), crew.asked_by)
         finally:
             crew.end()
 
 
-def _require_launchable(processes: int, hang_after: float, grace: float | None) -> None:
+def _require_launchable(processes: int, terms: Terms) -> None:
+    hang_after, grace = terms.hang_after, terms.grace
     if processes < 1:
         raise InputError(f"processes is {processes}", rule="processes >= 1", do="--processes 1, or --processes auto")
     if not hang_after > 0:

@@ -108,10 +108,8 @@ def run_rank(orders: Orders, channel: Connection) -> None:
 def _call(orders: Orders, pulse: Pulse) -> Any:
     from samestep.runtime.session import Seat, take_seat  # torch comes with it: after output is set up
 
-    stop = StopRequest()
-    stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
-    take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, stop, pulse, orders.timeout))
+    take_seat(Seat(orders.rank, orders.size, orders.port, orders.listener, StopRequest(), pulse, orders.timeout))
     return orders.function(*orders.arguments)
 
 

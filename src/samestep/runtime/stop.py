@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 
 # What terminals and batch systems send to a whole group of processes to have it end; the ranks' launcher decides.
@@ -26,7 +27,9 @@ class StopRequest:
         return self._asked
 
     def listen(self) -> None:
-        """Take over these signals in this process (main thread only)."""
+        """Take over these signals in this process; outside the main thread they are somebody else's."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         self._terminals = terminals()
         for number in REQUESTS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
