@@ -24,6 +24,8 @@ FLOORS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.runtime.env"
+# Sends functions and results between processes of one launch, as multiprocessing itself does.
+PICKLER = f"{PACKAGE}.runtime.by_value"
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
@@ -184,6 +186,8 @@ def environment_reads(module: Module) -> list[str]:
 
 def unpickling(module: Module) -> list[str]:
     """Pickle imports, torch.load without weights_only=True, allow_pickle=True, object collectives."""
+    if module.name == PICKLER:
+        return []
     known, broken = aliases(module), []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

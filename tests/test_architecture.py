@@ -153,6 +153,7 @@ KEPT: list[tuple[Rule, str, str]] = [
     (environment_reads, "runtime/rank.py", "import os\nx = os.cpu_count()"),
     (unpickling, "data/cache.py", "import torch\ntorch.load('x', weights_only=True)"),
     (unpickling, "data/cache.py", "import json\njson.load(open('x'))"),
+    (unpickling, "runtime/by_value.py", "import cloudpickle"),
     (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept OSError:\n    pass"),
     (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept Exception:\n    if x:\n        raise"),
     (

@@ -6,10 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options
-from samestep.cli.resume import open_run
+from samestep.cli import member, options, ranks
+from samestep.cli.member import Plan
+from samestep.cli.opened import open_run
 from samestep.errors import EXIT_DONE
 from samestep.record.values import shown
+from samestep.runtime.crew import Terms
+from samestep.runtime.launch import HANG_AFTER
 
 
 def add_parser(commands: Any) -> None:
@@ -29,15 +32,46 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print `loss`, `samples` and the metrics."""
-    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint, [])
-    chosen = options.run_options(arguments)
-    values = options.launch_ranks(
-        "evaluate", recipe, chosen, checkpoint, processes=arguments.processes, device=arguments.device, log_dir=None
-    )
+    found = member.settled(arguments)
+    if found is not None:
+        plan, values = member.take_part(
+            arguments,
+            found,
+            "evaluate",
+            lambda restarts: _plan(arguments),
+            lambda evaluate, plan: evaluate(plan.recipe, options.run_options(arguments), plan.checkpoint),
+        )
+        if found.rank != 0:
+            return EXIT_DONE
+    else:
+        plan = _plan(arguments)
+        values = _launched(arguments, plan)
     if arguments.json:
-        options.print_json({"checkpoint": str(checkpoint), "step": step, **values})
+        options.print_json({"checkpoint": str(plan.checkpoint), "step": plan.step, **values})
         return EXIT_DONE
-    lines = [f"{'checkpoint':<12}{checkpoint}"]
+    lines = [f"{'checkpoint':<12}{plan.checkpoint}"]
     lines += [f"{name:<12}{shown(name, value)}" for name, value in values.items()]
     print("\n".join(lines))
     return EXIT_DONE
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint, [])
+    return Plan(recipe, arguments.folder, checkpoint, step)
+
+
+def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, float]:
+    devices = ranks.devices(arguments.devices, arguments.device)
+    _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
+    terms = Terms(HANG_AFTER)
+    outcome = ranks.launch_ranks(
+        "evaluate",
+        plan.recipe,
+        options.run_options(arguments),
+        plan.checkpoint,
+        processes=processes,
+        terms=terms,
+        devices=devices,
+    )
+    values: dict[str, float] = outcome.value
+    return values

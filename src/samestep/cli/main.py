@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from samestep.cli import evaluate, resume, train, verify
+from samestep.cli import evaluate, resume, run_script, train, verify
+from samestep.cli.member import LeaveError, leave
 from samestep.errors import EXIT_STOPPED, SamestepError
 
-_COMMANDS = (train, resume, evaluate, verify)
+_COMMANDS = (train, resume, evaluate, run_script, verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         code: int = chosen.run(chosen)
+    except LeaveError as error:
+        leave(error.exit_code)
     except SamestepError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.config import Recipe
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
@@ -71,35 +71,17 @@ class Plan:
 
 
 def settled(arguments: argparse.Namespace) -> Rendezvous | None:
-    """Which rank of another launcher's job this process is, if it is one; `--processes` is its world then.
+    """Which rank of another launcher's job this process is, if it is one.
+
+    `--processes` is said from here on: it is the size of the job, or one a device, or 1 where nothing is given.
 
     Raises:
-        InputError: an option asks for something else than the launcher has done.
+        InputError: the launcher's variables cannot be.
     """
     found = read_rendezvous()
-    if found is None:
-        return None
-    size = str(found.world_size)
-    if arguments.processes not in (None, size):
-        raise InputError(
-            f"--processes {arguments.processes}, but {found.launcher} has started {size} processes, of which this is "
-            f"rank {found.rank}",
-            rule="every process that another launcher starts is one rank",
-            do=f"leave --processes out, or start the command without {found.launcher}",
-        )
-    if arguments.devices is not None:
-        raise InputError(
-            f"--devices {arguments.devices}, but {found.launcher} has started this process",
-            rule="another launcher gives its ranks their devices",
-            do="leave --devices out; CUDA_VISIBLE_DEVICES narrows what ranks see",
-        )
-    if getattr(arguments, "max_restarts", 0):
-        raise InputError(
-            f"--max-restarts {arguments.max_restarts}, but {found.launcher} has started this process",
-            rule="who starts ranks starts them again",
-            do="leave --max-restarts out; give it to torchrun, or let Slurm requeue the job",
-        )
-    arguments.processes = size
+    if arguments.processes is None:
+        devices = arguments.devices.count(",") + 1 if arguments.devices else 1
+        arguments.processes = str(found.world_size if found is not None else devices)
     return found
 
 
@@ -119,6 +101,7 @@ def refuse_launchers(command: str) -> None:
 
 
 def take_part(
+    arguments: argparse.Namespace,
     found: Rendezvous,
     function: str,
     settle: Callable[[int], Plan],
@@ -142,6 +125,7 @@ def take_part(
     job, plan = None, None
     try:
         job = join_job(found)
+        _require_possible(arguments, found)
         plan = _share(job, settle)
         require_enough_shards(plan.recipe.shards, job.size)
         value = call(getattr(import_module("samestep.recipes.run"), function), plan)
@@ -154,11 +138,33 @@ def take_part(
     return plan, value
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process without tearing down a group whose other ranks may be stuck."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _require_possible(arguments: argparse.Namespace, found: Rendezvous) -> None:
+    size, launcher = found.world_size, found.launcher
+    if arguments.processes != str(size):
+        raise InputError(
+            f"--processes {arguments.processes}, but {launcher} has started {size} processes",
+            rule="every process that another launcher starts is one rank",
+            do=f"leave --processes out, or start the command without {launcher}",
+        )
+    if arguments.devices is not None:
+        raise InputError(
+            f"--devices {arguments.devices}, but {launcher} has started this process",
+            rule="another launcher gives its ranks their devices",
+            do="leave --devices out; CUDA_VISIBLE_DEVICES narrows what ranks see",
+        )
+    if getattr(arguments, "max_restarts", 0):
+        raise InputError(
+            f"--max-restarts {arguments.max_restarts}, but {launcher} has started this process",
+            rule="who starts ranks starts them again",
+            do="leave --max-restarts out; give it to torchrun, or let Slurm requeue the job",
+        )
 
 
 def _share(job: Job, settle: Callable[[int], Plan]) -> Plan:

@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli.durations import seconds
-from samestep.config import Recipe, RunOptions
-from samestep.errors import InputError
+from samestep.config import RunOptions
 from samestep.record.events import one_line
-from samestep.runtime.by_name import ByName
-from samestep.runtime.env import read_environment
-from samestep.runtime.launch import launch
-from samestep.sharding import require_enough_shards
-
-# Imported once for all ranks, beside what the launcher itself names.
-PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +19,14 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine (results do not depend on it)")
     group.add_argument(
         "--processes",
-        default="1",
         metavar="N",
         help="number of ranks, or auto: one a GPU, or one a core where there is no GPU (default 1)",
+    )
+    group.add_argument(
+        "--devices",
+        metavar="I,J,...",
+        help="the GPUs of the ranks, by position among those that this process sees; one rank each unless --processes "
+        "says fewer (default: the first ones)",
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
     group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
@@ -76,17 +73,6 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
 
 
-def number_of_processes(text: str) -> int:
-    """What `--processes` says where it is a number.
-
-    Raises:
-        InputError: it is none.
-    """
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise InputError(f"--processes {text}", rule="a positive number, or auto", do="--processes 2")
-    return int(text)
-
-
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of a command as data."""
     lose_at_most = getattr(arguments, "lose_at_most", None)
@@ -101,16 +87,6 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     )
 
 
-def launch_ranks(
-    function: str, recipe: Recipe, *arguments: Any, processes: str, device: str, log_dir: Path | None
-) -> Any:
-    """Run a function of `samestep.recipes.run` in as many ranks as `--processes` says."""
-    count = _count(processes, recipe.shards, device)
-    return launch(
-        ByName("samestep.recipes.run", function), recipe, *arguments, processes=count, log_dir=log_dir, preload=PRELOAD
-    )
-
-
 def free_name(runs: Path, stem: str) -> str:
     """`stem`, date and time, and a number where several runs begin in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -120,15 +96,3 @@ def free_name(runs: Path, stem: str) -> str:
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on standard output."""
     print(one_line(value), flush=True)
-
-
-def _count(processes: str, shards: int, device: str) -> int:
-    if processes == "auto":
-        # Asked in a fork of the warm server: this process does not import torch.
-        gpus = (
-            launch(ByName("samestep.recipes.run", "count_gpus"), processes=1, preload=PRELOAD) if device != "cpu" else 0
-        )
-        return min(shards, gpus or read_environment().cores)
-    count = number_of_processes(processes)
-    require_enough_shards(shards, count)
-    return count

@@ -6,13 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.manifest import read_origin
-from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli import options
-from samestep.cli.train import run_ranks
-from samestep.config import Recipe
-from samestep.errors import CheckpointError, InputError
-from samestep.recipes.parse import differences, make_recipe, read_recipe, recipe_data
+from samestep.cli import member, options
+from samestep.cli.member import Plan
+from samestep.cli.opened import open_run, plan_to_go_on
+from samestep.cli.restarts import add_fault_options
+from samestep.cli.train import run_as_member, run_ranks
 
 
 def add_parser(commands: Any) -> None:
@@ -29,35 +27,22 @@ def add_parser(commands: Any) -> None:
     options.add_machine_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
+    add_fault_options(parser)
     options.add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Resume; exit codes as those of train."""
-    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint, arguments.overrides)
-    return run_ranks(arguments, recipe, options.run_options(arguments), arguments.folder, checkpoint, step)
+    found = member.settled(arguments)
+    if found is not None:
+        return run_as_member(arguments, found, lambda restarts: _plan(arguments, restarts))
+    return run_ranks(arguments, _plan(arguments))
 
 
-def open_run(folder: Path, which: str, overrides: list[str]) -> tuple[Recipe, Path, int]:
-    """The recipe of a run, one of its checkpoints, verified, and the step of that.
-
-    Raises:
-        InputError: there is no such run.
-        CheckpointError: the checkpoint is damaged, or the recipe is not the one that led to it.
-    """
-    if not (folder / "recipe.yaml").is_file():
-        raise InputError(f"{folder} is not a run", rule="a run directory has a recipe.yaml", do="look at the path")
-    checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
-    step, origin = read_origin(checkpoint)
-    recipe = read_recipe(folder / "recipe.yaml", overrides)
-    before = recipe_data(make_recipe(origin, (), origin=str(checkpoint)))
-    changed = differences(before, recipe_data(recipe))
-    if changed:
-        raise CheckpointError(
-            "the recipe differs from the one that led to this checkpoint:\n    " + "\n    ".join(changed),
-            rule="a run keeps its recipe from the first step to the last",
-            do=f"undo that, or start a new run from these weights: samestep train ... "
-            f"--set model.pretrained={checkpoint}/model.safetensors",
-        )
-    return recipe, checkpoint, step
+def _plan(arguments: argparse.Namespace, restarts: int = 0) -> Plan:
+    folder, overrides = arguments.folder, arguments.overrides
+    if restarts and arguments.checkpoint == "last":
+        return plan_to_go_on(folder, overrides)
+    recipe, checkpoint, step = open_run(folder, arguments.checkpoint, overrides)
+    return Plan(recipe, folder, checkpoint, step)

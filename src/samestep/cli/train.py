@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import device_batch, options
-from samestep.config import Recipe, RunOptions
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.cli import device_batch, member, options, ranks
+from samestep.cli.member import Plan
+from samestep.cli.opened import plan_to_go_on
+from samestep.cli.restarts import add_fault_options, keep_going
+from samestep.config import Recipe
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, SamestepError
 from samestep.recipes.parse import load_recipe, shipped_recipes, write_recipe
 from samestep.record.values import shown
+from samestep.runtime.crew import RankError, Terms
+from samestep.runtime.launch import Outcome
+from samestep.runtime.rendezvous import Rendezvous
 
 
 def add_parser(commands: Any) -> None:
@@ -29,6 +37,7 @@ def add_parser(commands: Any) -> None:
     options.add_machine_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
+    add_fault_options(parser)
     group = parser.add_argument_group("where it goes")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
     group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")
@@ -38,47 +47,87 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all epochs are done, 130 when somebody asked to end."""
-    recipe = load_recipe(arguments.recipe, device_batch.overrides(arguments))
-    chosen = options.run_options(arguments)
-    folder: Path = arguments.runs / (arguments.name or options.free_name(arguments.runs, Path(arguments.recipe).stem))
-    is_first = not folder.parent.exists()
-    meant = device_batch.told(arguments, recipe)
-    _create(folder, recipe)
-    if meant and not arguments.json:
-        print(meant, file=sys.stderr)
+    found = member.settled(arguments)
+    made: list[Path] = []
+    is_first = not (arguments.runs / (arguments.name or "name")).parent.exists()
     try:
-        return run_ranks(arguments, recipe, chosen, folder)
+        if found is not None:
+            return run_as_member(arguments, found, lambda restarts: _plan(arguments, made, restarts))
+        return run_ranks(arguments, _plan(arguments, made))
     except SamestepError as error:
-        if error.exit_code in (InputError.exit_code, EXIT_STOPPED):
-            _remove_if_empty(folder, with_parent=is_first)
+        if made and error.exit_code in (InputError.exit_code, EXIT_STOPPED):
+            _remove_if_empty(made[0], with_parent=is_first)
         raise
 
 
-def run_ranks(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    chosen: RunOptions,
-    folder: Path,
-    checkpoint: Path | None = None,
-    first_step: int = 0,
-) -> int:
-    """Train in `folder`, from a checkpoint if one is given, and print the summary."""
-    summary = options.launch_ranks(
+def _plan(arguments: argparse.Namespace, made: list[Path], restarts: int = 0) -> Plan:
+    """A new run, which is then in `made`; the run of that name where a launcher has started the command anew."""
+    if restarts and arguments.name and (arguments.runs / arguments.name).exists():
+        return plan_to_go_on(arguments.runs / arguments.name, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, device_batch.overrides(arguments))
+    options.run_options(arguments)  # what cannot be is refused before there is a run
+    folder: Path = arguments.runs / (arguments.name or options.free_name(arguments.runs, Path(arguments.recipe).stem))
+    meant = device_batch.told(arguments, recipe)
+    _create(folder, recipe)
+    made.append(folder)
+    if restarts:
+        print(f"restart {restarts} begins a new run, {folder}: no --name says which to go on with", file=sys.stderr)
+    if meant and not arguments.json:
+        print(meant, file=sys.stderr)
+    return Plan(recipe, folder)
+
+
+def run_as_member(arguments: argparse.Namespace, found: Rendezvous, settle: Callable[[int], Plan]) -> int:
+    """Train as one rank of another launcher's job; rank 0 settles what, and prints the summary."""
+    plan, summary = member.take_part(
+        arguments,
+        found,
         "train",
-        recipe,
-        chosen,
-        folder,
-        checkpoint,
-        first_step,
-        processes=arguments.processes,
-        device=arguments.device,
-        log_dir=folder / "logs",
+        settle,
+        lambda train, plan: train(plan.recipe, options.run_options(arguments), plan.run, plan.checkpoint, plan.step),
     )
-    if arguments.json:
+    return _finish(arguments, summary, plan.run, is_told=found.rank == 0)
+
+
+def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
+    """Launch ranks that train as planned, and print the summary."""
+    folder, first_step, chosen = plan.run, plan.step, options.run_options(arguments)
+    begin = [(plan.checkpoint, first_step)]  # of the attempt to come
+    devices = ranks.devices(arguments.devices, arguments.device)
+
+    def attempt(processes: int, terms: Terms) -> Outcome:
+        given = (plan.recipe, chosen, folder, *begin[-1])
+        return ranks.launch_ranks("train", *given, processes=processes, terms=terms, devices=devices)
+
+    def newest() -> int:
+        found = CheckpointFolder(folder / "checkpoints").newest_whole()
+        begin.append((found, _step_of(found) if found else 0))
+        return begin[-1][1]
+
+    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
+    logs = folder / "logs"
+    try:
+        summary = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)
+    except RankError as error:
+        raise error.with_way_out(_way_out(folder)) from None
+    return _finish(arguments, summary, folder)
+
+
+def _finish(arguments: argparse.Namespace, summary: dict[str, Any], folder: Path, *, is_told: bool = True) -> int:
+    if arguments.json and is_told:
         options.print_json({**summary, "run": str(folder)})
-    else:
+    elif is_told:
         _print_summary(summary, folder)
     return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _way_out(folder: Path) -> str:
+    saved = CheckpointFolder(folder / "checkpoints").steps()
+    return f"once it is mended, go on after step {_step_of(saved[-1])} with: samestep resume {folder}" if saved else ""
 
 
 def _create(folder: Path, recipe: Recipe) -> None:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-# What torchrun and its peers set; Slurm's and MPI's own names are not read yet.
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from samestep.errors import InputError
+from samestep.runtime.rendezvous import READ, Rendezvous, find_rendezvous
 
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where one rank of a job that somebody else started finds the others.
-
-    Attributes:
-        has_store: the launcher itself hosts the store at that address; else rank 0 does.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    address: str
-    port: int
-    has_store: bool
+_TOKEN = "SAMESTEP_TOKEN"
+_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -31,28 +20,50 @@ class Environment:
     """One reading of the environment.
 
     Attributes:
-        rendezvous: set when another launcher (torchrun) started this process.
         cores: processors this process may run on.
+        token: what the ranks of one job have in common and others do not know, if somebody gave one.
+        visible_devices: the devices that CUDA is told to use, as numbers or names with commas between; None for all.
+        device_order: how CUDA numbers devices, if somebody said so.
+        gloo_interface: the network interface that gloo is told to use, if it is told.
     """
 
-    rendezvous: Rendezvous | None
     cores: int
+    token: str | None = None
+    visible_devices: str | None = None
+    device_order: str | None = None
+    gloo_interface: str | None = None
 
 
 def read_environment() -> Environment:
-    """Read everything Samestep takes from the environment, once."""
+    """Read what Samestep takes from the environment besides who started this process.
+
+    Raises:
+        InputError: SAMESTEP_TOKEN is set and empty.
+    """
     env = os.environ
-    rendezvous = None
-    if all(name in env for name in _TORCHRUN):
-        rendezvous = Rendezvous(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            address=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-    return Environment(rendezvous, cores=len(os.sched_getaffinity(0)))
+    if env.get(_TOKEN) == "":
+        raise InputError(f"{_TOKEN} is empty", rule="a secret that all ranks share", do=f"set it, or unset {_TOKEN}")
+    return Environment(
+        cores=len(os.sched_getaffinity(0)),
+        token=env.get(_TOKEN),
+        visible_devices=env.get(_VISIBLE),
+        device_order=env.get(_ORDER),
+        gloo_interface=env.get(_GLOO_INTERFACE),
+    )
+
+
+def read_rendezvous() -> Rendezvous | None:
+    """Who started this process as one rank of several; None where nobody did.
+
+    Raises:
+        InputError: variables that belong together are there in part, or a value cannot be.
+    """
+    return find_rendezvous(os.environ)
+
+
+def launch_variables() -> dict[str, str]:
+    """The variables of launchers that are set, in the order in which they are looked at."""
+    return {name: os.environ[name] for name in READ if name in os.environ}
 
 
 def prepare_torch_environment(*, loopback: bool) -> None:
@@ -66,4 +77,9 @@ def prepare_torch_environment(*, loopback: bool) -> None:
     # Counting GPUs through NVML leaves CUDA untouched, so that the process may still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set what a launcher wants this process to have."""
+    os.environ.update(variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from samestep.runtime.roll_in import job_prefix, roll_in
 
 TIMEOUT = timedelta(minutes=10)
 _LOOPBACK = "127.0.0.1"
+_NAP_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
 
 
 @dataclass(frozen=True)
@@ -96,22 +98,34 @@ def hosted(listener: socket.socket, address: str, port: int, size: int, timeout:
 
 def _connected(found: Rendezvous, timeout: timedelta) -> dist.Store:
     assert found.address is not None and found.port is not None
+    _resolved(found.address, found.port)
+    # Tried here first: torch's own attempts end with pages of C++ frames.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _answers(found.address, found.port):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"rank {found.rank} of {found.world_size} reached nobody at {found.address}:{found.port} within "
+                f"{timeout.total_seconds():g} s",
+                rule="rank 0, or the launcher, listens there",
+                do=_hint(found),
+            )
+        time.sleep(_NAP_SECONDS)
+    return dist.TCPStore(found.address, found.port, found.world_size, False, timeout, wait_for_workers=False)
+
+
+def _answers(address: str, port: int) -> bool:
     try:
-        return dist.TCPStore(found.address, found.port, found.world_size, False, timeout, wait_for_workers=False)
-    except dist.DistError as error:
-        raise RunError(
-            f"rank {found.rank} of {found.world_size} did not reach a store at {found.address}:{found.port} within "
-            f"{timeout.total_seconds():g} s: {error}",
-            rule="rank 0, or the launcher, listens there",
-            do=_hint(found),
-        ) from error
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
-def _listener(address: str, port: int) -> socket.socket:
-    """A socket on that address alone if it is one of this machine's, else (behind a proxy, say) on all of them.
+def _resolved(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Families and addresses of a host.
 
     Raises:
-        InputError: the address has no meaning here, or somebody has the port.
+        InputError: nobody knows it.
     """
     try:
         known = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -121,9 +135,19 @@ def _listener(address: str, port: int) -> socket.socket:
             rule="MASTER_ADDR, or the first host of the Slurm step, is the host of rank 0",
             do="set MASTER_ADDR to an address that all ranks can reach",
         ) from error
+    return [(family, place) for family, _, _, _, place in known]
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    """A socket on that address alone if it is one of this machine's, else (behind a proxy, say) on all of them.
+
+    Raises:
+        InputError: the address has no meaning here, or somebody has the port.
+    """
+    known = _resolved(address, port)
     # The file of hosts may give a machine's own name a loopback address: then nobody can tell which one others reach.
-    named_loopback = any(is_loopback(str(place[0])) for *_, place in known) and not is_loopback(address)
-    for family, _, _, _, place in [] if named_loopback else known:
+    named_loopback = any(is_loopback(str(place[0])) for _, place in known) and not is_loopback(address)
+    for family, place in [] if named_loopback else known:
         try:
             return _bound(family, place)
         except OSError as error:

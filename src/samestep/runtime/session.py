@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction
-from samestep.errors import InputError, RunError
-from samestep.runtime.env import Environment, prepare_torch_environment, read_environment
+from samestep.errors import InputError
+from samestep.runtime.board import Pulse, own_pulse
+from samestep.runtime.env import prepare_torch_environment, read_environment, read_rendezvous
+from samestep.runtime.job import TIMEOUT, hosted, join_job
+from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.roll_call import RollCall
-from samestep.runtime.stop import StopRequest
+from samestep.runtime.roll_in import job_prefix, roll_in
+from samestep.runtime.stop import REQUESTS, StopRequest
 from samestep.runtime.world import World
-
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Seat:
         port: where rank 0's store listens, on the loopback interface.
         listener: the bound socket behind `port`, in rank 0 only; nobody else can take the port in between.
         stop: the request to end that this process listens for.
+        pulse: where this rank shows its launcher what it does.
+        timeout: how long a collective waits for the other ranks, in seconds, where `start` is not told.
     """
 
     rank: int
@@ -38,9 +45,15 @@ class Seat:
     port: int
     listener: socket.socket | None
     stop: StopRequest
+    pulse: Pulse
+    timeout: float
 
 
 _seats: list[Seat] = []
+_worlds: list[str] = []  # those that this process has entered with others
+_hosted: list[dist.Store] = []  # the store of a launch, in its rank 0
+_rolled_in: list[dist.Store] = []
+_left: list[dist.ProcessGroup | None] = []
 
 
 def take_seat(seat: Seat) -> None:
@@ -53,20 +66,26 @@ def seat() -> tuple[int, int]:
     return (_seats[-1].rank, _seats[-1].size) if _seats else (0, 1)
 
 
+def seat_port() -> int:
+    """The port on the loopback interface where the store of the launch listens."""
+    return _seats[-1].port
+
+
 @contextmanager
 def start(
-    *, device: DeviceKind = "auto", reduction: Reduction = "exact", threads: int = 1, timeout: timedelta = _TIMEOUT
+    *, device: DeviceKind = "auto", reduction: Reduction = "exact", threads: int = 1, timeout: timedelta | None = None
 ) -> Iterator[World]:
     """Join the other ranks; alone where nobody started others.
 
-    Ranks come from `samestep.launch` or the `samestep` command, else from the variables that torchrun sets,
-    else this process is the only one.
+    Ranks come from `samestep.launch` or the `samestep` command, else from the variables that torchrun, Slurm's srun or
+    MPI's mpirun sets (docs/launching.md), else this process is the only one.
 
     Args:
         device: `auto` takes this rank's GPU where torch sees one, else the CPU.
         reduction: under `exact`, torch is asked for deterministic kernels.
         threads: intra-operation threads of this rank. More are faster, but another number changes bits.
-        timeout: how long a collective waits for the other ranks.
+        timeout: how long a collective waits for the other ranks; None means 10 minutes, and under a launcher that
+            watches its ranks a little longer than it lets them hang.
 
     Yields:
         The world, whose process group ends with the block.
@@ -80,22 +99,26 @@ def start(
             rule="one samestep.start() a process, and no init_process_group beside it",
             do="pass the world you have on to the code that needs one",
         )
-    env = read_environment()
     taken = _seats[-1] if _seats else None
-    on_one_machine = taken is not None or env.rendezvous is None
-    prepare_torch_environment(loopback=on_one_machine)
-    rank, size, local_rank = _place(taken, env)
-    place = _device(device, local_rank)
+    found = read_rendezvous() if taken is None else None
+    timeout = timeout or (timedelta(seconds=taken.timeout) if taken else TIMEOUT)
+    prepare_torch_environment(loopback=found is None or found.is_on_one_machine)
+    rank, size, local_rank = _place(taken, found)
+    place = _device(device, local_rank, found)
     torch.set_num_threads(threads)
     _determinism(reduction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    store = _store(taken, env, rank, size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    pulse = taken.pulse if taken else own_pulse()
+    with pulse.during("samestep.start()"), pulse.waiting("the rendezvous"):
+        store = _store(taken, found, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     stop = taken.stop if taken else StopRequest()
-    roll_call = RollCall(store, rank=rank, size=size, timeout=timeout)
-    world = World(rank=rank, size=size, device=place, stop_requested=stop, roll_call=roll_call)
+    if taken:
+        stop.listen()  # not before: a script that knows nothing of it must end by SIGTERM
+    roll_call = RollCall(store, pulse, rank=rank, size=size, timeout=timeout)
+    world = World(rank=rank, size=size, device=place, stop_requested=stop, roll_call=roll_call, pulse=pulse)
     try:
-        with roll_call.until_end():
+        with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
     except BaseException:
         # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
@@ -104,22 +127,47 @@ def start(
         raise
     # Ranks leave in step: one that destroys its group while another still talks can abort at exit.
     world.barrier()
+    pulse.end()
+    if taken:
+        # When a model under DDP is dropped later, and the group with it, torch waits for threads of gloo that may wait
+        # for Python's lock in turn. A rank ends soon.
+        _left.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
-def _place(seat: Seat | None, env: Environment) -> tuple[int, int, int]:
+@contextmanager
+def _listening(stop: StopRequest) -> Iterator[None]:
+    """Hear requests to end while the block runs, Ctrl-C once too; outside of the main thread they are not ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *REQUESTS)}
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.raise_signal(signal.SIGTERM)
+
+    stop.listen()
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _place(seat: Seat | None, found: Rendezvous | None) -> tuple[int, int, int]:
     if seat is not None:
         return seat.rank, seat.size, seat.rank
-    if env.rendezvous is not None:
-        found = env.rendezvous
-        return found.rank, found.world_size, found.local_rank
-    return 0, 1, 0
+    return (found.rank, found.world_size, found.local_rank) if found is not None else (0, 1, 0)
 
 
-def _device(kind: DeviceKind, local_rank: int) -> torch.device:
+def _device(kind: DeviceKind, local_rank: int, found: Rendezvous | None) -> torch.device:
     gpus = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and gpus == 0):
         return torch.device("cpu")
+    if gpus == 1 and found is not None and found.launcher != "torchrun":
+        local_rank = 0  # srun --gpus-per-task=1 and its like show each rank its own device alone
     if local_rank >= gpus:
         raise InputError(
             f"this rank is number {local_rank} on its machine but torch sees {gpus} GPUs",
@@ -138,21 +186,37 @@ def _determinism(reduction: Reduction) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _store(seat: Seat | None, env: Environment, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    if seat is None and env.rendezvous is None:
+def _store(seat: Seat | None, found: Rendezvous | None, timeout: timedelta) -> dist.Store:
+    """The part of the job's store that this world has for itself."""
+    if seat is None and found is None:
         return dist.HashStore()
-    if seat is None:
-        assert env.rendezvous is not None
-        found = env.rendezvous
-        is_host = rank == 0 and not found.has_store
-        return dist.TCPStore(found.address, found.port, size, is_host, timeout)
-    if rank != 0:
-        return dist.TCPStore("127.0.0.1", seat.port, size, False, timeout)
-    if seat.listener is None or seat.listener.fileno() < 0:
-        raise RunError(
-            "samestep.start() was entered twice in one launched process",
-            rule="one block a launch",
-            do="put both parts into one block, or launch twice",
-        )
-    # A store that opens its own port listens on every interface; one that is given a socket does not.
-    return dist.TCPStore("127.0.0.1", seat.port, size, True, timeout, master_listen_fd=seat.listener.detach())
+    job = _seat_store(seat, timeout) if seat is not None else _job_store(found, timeout)
+    _worlds.append(f"world-{len(_worlds)}")  # all ranks enter them in one order
+    return dist.PrefixStore(_worlds[-1], job)
+
+
+def _job_store(found: Rendezvous | None, timeout: timedelta) -> dist.Store:
+    assert found is not None
+    return join_job(found, timeout).store
+
+
+def _seat_store(seat: Seat, timeout: timedelta) -> dist.Store:
+    if not _rolled_in:
+        host_store(timeout)
+        store = _hosted[0] if _hosted else _connect(seat, timeout)
+        part = dist.PrefixStore(job_prefix(read_environment().token), store)
+        hint = "look at the output of the ranks that are missing"
+        _rolled_in.append(roll_in(part, rank=seat.rank, size=seat.size, restarts=0, timeout=timeout, hint=hint)[0])
+    return _rolled_in[0]
+
+
+def host_store(timeout: timedelta) -> None:
+    """In rank 0 of a launch: open the store of the job, which then stays open as long as this process."""
+    taken = _seats[-1]
+    if taken.rank == 0 and not _hosted:
+        assert taken.listener is not None
+        _hosted.append(hosted(taken.listener, "127.0.0.1", taken.port, taken.size, timeout))
+
+
+def _connect(seat: Seat, timeout: timedelta) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", seat.port, seat.size, False, timeout, wait_for_workers=False)
