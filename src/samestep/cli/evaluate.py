@@ -64,14 +64,7 @@ def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, float]:
     devices = ranks.devices(arguments.devices, arguments.device)
     _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
     terms = Terms(HANG_AFTER)
-    outcome = ranks.launch_ranks(
-        "evaluate",
-        plan.recipe,
-        options.run_options(arguments),
-        plan.checkpoint,
-        processes=processes,
-        terms=terms,
-        devices=devices,
-    )
+    given = (plan.recipe, options.run_options(arguments), plan.checkpoint)
+    outcome = ranks.launch_ranks("evaluate", *given, processes=processes, terms=terms, devices=devices)
     values: dict[str, float] = outcome.value
     return values

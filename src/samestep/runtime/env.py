@@ -76,6 +76,8 @@ def prepare_torch_environment(*, loopback: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Counting GPUs through NVML leaves CUDA untouched, so that the process may still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # So that the number of a device is the one that nvidia-smi shows.
+    os.environ.setdefault(_ORDER, "PCI_BUS_ID")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
 

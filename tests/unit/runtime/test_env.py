@@ -4,38 +4,47 @@ import os
 
 import pytest
 
-from samestep.runtime.env import Rendezvous, prepare_torch_environment, read_environment
+from samestep.errors import InputError
+from samestep.runtime.env import launch_variables, prepare_torch_environment, read_environment, read_rendezvous
+from samestep.runtime.rendezvous import READ
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
-SET = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKET_IFNAME")
+SET = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER")
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables in question, and all of them as they were afterwards."""
-    for name in (*TORCHRUN, *SET, "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in (*READ, *SET, "SAMESTEP_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def test_nobody_started_this_process() -> None:
-    assert read_environment().rendezvous is None
+    assert read_rendezvous() is None
+    assert launch_variables() == {}
 
 
 def test_another_launcher_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    expected = Rendezvous(rank=3, world_size=4, local_rank=1, address="node-0", port=29500, has_store=False)
-    assert read_environment().rendezvous == expected
-
-
-@pytest.mark.parametrize(("value", "has_store"), [("True", True), ("False", False)])
-def test_torchruns_agent_may_host_the_store(monkeypatch: pytest.MonkeyPatch, value: str, has_store: bool) -> None:
-    for name, given in {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": value}.items():
-        monkeypatch.setenv(name, given)
-    found = read_environment().rendezvous
+    found = read_rendezvous()
     assert found is not None
-    assert found.has_store is has_store
+    assert (found.rank, found.world_size, found.address, found.port) == (3, 4, "node-0", 29500)
+    assert launch_variables() == TORCHRUN
+
+
+def test_token_and_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_TOKEN", "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    found = read_environment()
+    assert (found.token, found.visible_devices) == ("secret", "2,3")
+
+
+def test_an_empty_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_TOKEN", "")
+    with pytest.raises(InputError, match="SAMESTEP_TOKEN is empty"):
+        read_environment()
 
 
 def test_cores_are_those_this_process_may_use() -> None:
@@ -52,6 +61,7 @@ def test_torch_is_told_to_be_reproducible() -> None:
     prepare_torch_environment(loopback=False)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -64,4 +74,4 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SET:
         monkeypatch.setenv(name, "mine")
     prepare_torch_environment(loopback=True)
-    assert [os.environ[name] for name in SET] == ["mine"] * 3
+    assert [os.environ[name] for name in SET] == ["mine"] * len(SET)
