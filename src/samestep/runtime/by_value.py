@@ -12,10 +12,9 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
-
-import cloudpickle
 
 from samestep.errors import InputError, RunError
 
@@ -40,17 +39,22 @@ class _Packed:
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (self._data,)
+        return ForkingPickler.loads, (self._data,)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
-    """Sends tensors with their numbers, and those of other devices as they are on the CPU."""
+@cache
+def _pickler() -> Any:
+    """A pickler that sends tensors with their numbers, and those of other devices as they are on the CPU."""
+    import cloudpickle  # not above: a launcher only needs it for a notebook
 
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.cpu().__reduce_ex__(self.proto)
-        return super().reducer_override(value)
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
+        def reducer_override(self, value: Any) -> Any:
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+                return value.cpu().__reduce_ex__(self.proto)
+            return super().reducer_override(value)
+
+    return Pickler
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +89,7 @@ def pack(value: Any) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(value)
+        _pickler()(buffer).dump(value)
     except Exception as error:  # boundary: whatever a value's own way to be sent raises
         raise RunError(
             f"what the function returned ({type(value).__name__}) cannot be sent: {error}",
@@ -97,18 +101,20 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """What `pack` was given."""
-    return cloudpickle.loads(data)
+    return ForkingPickler.loads(data)
 
 
 def _packed_function(function: Callable[..., Any]) -> bytes:
+    buffer = io.BytesIO()
     try:
-        return bytes(cloudpickle.dumps(function))
+        _pickler()(buffer).dump(function)
     except Exception as error:  # boundary: whatever the way to send something that it refers to raises
         raise InputError(
             f"the function cannot be sent to ranks: {error}",
             rule="ranks are fresh processes; a function of a notebook is sent with all variables that it uses",
             do="make within the function what cannot be sent (open files, locks, generators)",
         ) from error
+    return buffer.getvalue()
 
 
 def _is_interactive(function: Callable[..., Any]) -> bool:

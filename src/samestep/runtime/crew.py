@@ -163,7 +163,7 @@ class Crew:
             if member.is_running:
                 member.process.kill()
 
-    def wait_for_all(self) -> Any:
+    def wait_for_all(self) -> bytes:
         """Rank 0's value, once every rank has ended well; else the first cause, once every rank has ended."""
         next_look = time.monotonic()
         while running := [member for member in self._members if member.is_running]:
@@ -184,7 +184,7 @@ class Crew:
             self._raise(first_cause(failures), failures)
         main = self._members[0].outcome
         assert isinstance(main, Finished)
-        return main.value
+        return main.packed
 
     def end(self) -> None:
         """Kill what still runs and take in what was said last."""

@@ -12,12 +12,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import InputError
 from samestep.runtime.board import Board
+from samestep.runtime.by_value import portable, unpack
 from samestep.runtime.crew import RANK_NAME, Crew, RankError, StoppedError, Terms
 from samestep.runtime.env import prepare_torch_environment
 from samestep.runtime.rank import Orders
@@ -31,6 +33,7 @@ PRELOAD = (
     "torch",
     "torch._dynamo",
     "torch.nn.parallel",
+    "cloudpickle",
     "samestep.engine.step",
     "samestep.data.loader",
 )
@@ -57,7 +60,7 @@ def launch(
     end at a step boundary; a second SIGINT ends everything at once. No rank outlives this process.
 
     Args:
-        function: importable by name, as for `multiprocessing`.
+        function: importable by name, as for `multiprocessing`, or defined in a notebook.
         processes: number of ranks, at least 1.
         log_dir: where the output of ranks other than 0 goes, one file each; None leaves it on the terminal.
         preload: further modules to import once for all ranks (those of the first launch in a process count).
@@ -66,7 +69,7 @@ def launch(
         grace: seconds that ranks have to end once they are asked to; None for as long as they need.
 
     Returns:
-        What rank 0's function returned.
+        What rank 0's function returned, tensors on the CPU.
 
     Raises:
         InputError: `processes` or a number of seconds is not positive, or this process is a rank itself.
@@ -74,9 +77,8 @@ def launch(
         StoppedError: a request to end came before the ranks could take it.
     """
     terms = Terms(hang_after, grace, log_dir=log_dir)
-    return run_crew(
-        function, *arguments, processes=processes, terms=terms, preload=preload, environment=environment or {}
-    ).value
+    call = portable(partial(function, *arguments))
+    return run_crew(call, processes=processes, terms=terms, preload=preload, environment=environment or {}).value
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def run_crew(
                     timeout=terms.hang_after + _LATER_SECONDS,
                 )
                 crew.start(context, orders)
-            return Outcome(crew.wait_for_all(), crew.asked_by)
+            return Outcome(unpack(crew.wait_for_all()), crew.asked_by)
         finally:
             crew.end()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.runtime.board import Board, Pulse
+from samestep.runtime.by_value import pack
 from samestep.runtime.env import set_environment
 from samestep.runtime.failure import Failure
 from samestep.runtime.stacks import StackFile
@@ -52,9 +53,9 @@ class Orders:
 
 @dataclass(frozen=True)
 class Finished:
-    """The function returned `value`."""
+    """The function returned; `packed` is what rank 0's did, by value."""
 
-    value: Any
+    packed: bytes
 
 
 def die_with_parent() -> None:
@@ -91,6 +92,7 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     pulse = orders.board.pulse(orders.rank)
     try:
         value = _call(orders, pulse)
+        packed = pack(value) if orders.rank == 0 else b""
     except SystemExit as error:
         channel.send(Failure.of_exit(orders.rank, _exit_code(error), pulse.text))
         _leave(1)
@@ -102,7 +104,7 @@ def run_rank(orders: Orders, channel: Connection) -> None:
     # Loaders' workers ignore SIGTERM as this process does, so nobody else could end them now.
     for worker in multiprocessing.active_children():
         worker.kill()
-    channel.send(Finished(value))
+    channel.send(Finished(packed))
 
 
 def _call(orders: Orders, pulse: Pulse) -> Any:
