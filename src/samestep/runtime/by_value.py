@@ -112,7 +112,7 @@ def _packed_function(function: Callable[..., Any]) -> bytes:
         raise InputError(
             f"the function cannot be sent to ranks: {error}",
             rule="ranks are fresh processes; a function of a notebook is sent with all variables that it uses",
-            do="make within the function what cannot be sent (open files, locks, generators)",
+            do="make within the function what cannot be sent (locks, generators, connections)",
         ) from error
     return buffer.getvalue()
 
