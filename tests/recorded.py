@@ -105,13 +105,15 @@ def infinite_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss
 
 
 def held_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
-    """As `loss`, but it tells of calls in evaluation too, and waits in the second of a process while `hold` says so."""
+    """As `loss`, but it tells of calls in evaluation too, and waits in the second of a process while there is
+    `hold-evaluation`.
+    """
     value = loss(outputs, indices)
     if not outputs.requires_grad:
         _evaluated.append(indices)
         with Path(f"evaluated-{dist.get_rank()}-{os.getpid()}").open("a", encoding="utf-8") as file:
             file.write("\n")
-        while len(_evaluated) == 2 and Path("hold").exists():
+        while len(_evaluated) == 2 and Path("hold-evaluation").exists():
             time.sleep(0.01)
     return value
 

@@ -130,7 +130,9 @@ def test_options_out_of_range(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
-@pytest.mark.parametrize("time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "３", "9" * 400])
+@pytest.mark.parametrize(
+    "time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "\uff13", "9" * 400]
+)
 def test_times_that_are_none(refused: Refused, time: str) -> None:
     err = refused("train", "digits", f"--lose-at-most={time}")
     assert f"--lose-at-most {time}" in err.splitlines()[0]

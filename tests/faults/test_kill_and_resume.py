@@ -32,13 +32,20 @@ def seen_files(place: Path) -> set[Path]:
     return set(place.glob("seen-*"))
 
 
-def stopped_in(call: int, place: Path, *arguments: object, number: signal.Signals) -> int:
-    """Run a command, send its launcher a signal while rank 0 is in a training call of its loss; the exit code."""
+def stopped_in(
+    call: int, place: Path, *arguments: object, number: signal.Signals, saved: tuple[Path, int] | None = None
+) -> int:
+    """Run a command, send its launcher a signal while rank 0 is in a training call of its loss; the exit code.
+
+    With `saved`, a run and a step, not before the checkpoint of that step is there: it is written beside training.
+    """
     hold = place / "hold"
     hold.write_text(f"0 {call}", encoding="utf-8")
     before = seen_files(place)
     with Running(*arguments, cwd=place) as running:
         running.until(lambda: calls_of_rank_0(seen_files(place) - before) == call, f"call {call} of rank 0")
+        if saved is not None:
+            running.until(lambda: is_saved(*saved), f"a checkpoint of step {saved[1]}")
         running.kill(number)
         if number == signal.SIGKILL:
             code = running.wait(10).code
@@ -47,6 +54,11 @@ def stopped_in(call: int, place: Path, *arguments: object, number: signal.Signal
             hold.unlink()
             code = running.wait(20).code
     return code
+
+
+def is_saved(run: Path, step: int) -> bool:
+    """Whether a checkpoint is there, and nothing of a save that still goes on."""
+    return steps_saved(run)[-1:] == [step] and not list((run / "checkpoints").glob(".*"))
 
 
 def calls_of_rank_0(files: set[Path]) -> int:
@@ -79,7 +91,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     arguments = ("resume", run, "--processes", 3, "--checkpoint-every", 5)
     # Step 19: rank 0 of 3 has one shard of each step.
-    code = stopped_in(19 - stopped, place, *arguments, number=signal.SIGKILL)
+    code = stopped_in(19 - stopped, place, *arguments, number=signal.SIGKILL, saved=(run, 15))
     assert code == -signal.SIGKILL
     second = Part(stopped, steps_saved(run)[-1], 3, sorted(seen_files(place) - before))
     killed = shutil.copytree(run, place / "killed" / "a", symlinks=True)
@@ -169,7 +181,7 @@ def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_the
 def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
-    code = stopped_in(4 * SHARDS + 1, place, *arguments, number=signal.SIGKILL)
+    code = stopped_in(4 * SHARDS + 1, place, *arguments, number=signal.SIGKILL, saved=(damaged, 15))
     assert code == -signal.SIGKILL
     assert here("resume", damaged, cwd=place) == 0
     assert weights(damaged) == story.whole
