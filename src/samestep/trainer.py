@@ -236,7 +236,8 @@ class Trainer:
 
     def _tell_saved(self, saved: Saved) -> None:
         self._engine.world.pulse.save()
-        self._bound.end_save(saved.seconds)
+        if self._bound.end_save(saved.seconds):
+            self._recorder.tell("note", text=f"a save takes {saved.seconds:.1f} s: more than --lose-at-most allows")
         self._recorder.tell("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
 
     def _summary(self, *, stopped: bool) -> Summary:

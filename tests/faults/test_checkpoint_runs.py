@@ -181,6 +181,8 @@ def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, whole: Pa
     assert weights(run) == weights(whole)
     assert told(run) == told(whole)
     assert state_of(run) == state_of(whole)
+    notes = [event["text"] for event in events(run, "note")]
+    assert [note for note in notes if "more than --lose-at-most allows" in note] == notes[-1:]
     saved = [event["step"] for event in events(run, "checkpoint")]
     assert set(saved) == set(range(1, 40))
     assert [step for step in saved if saved.count(step) == 2] == [13, 13, 26, 26, 39, 39]  # before its evaluation too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class LossBound:
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
-        self._state_time = clock()
+        self._state_time, self._is_broken = clock(), False
         self._durations: deque[float] = deque(maxlen=_REMEMBERED)
 
     def is_due(self, ahead: float) -> bool:
@@ -36,6 +37,12 @@ class LossBound:
         """The state of this moment is being saved."""
         self._state_time = self._clock()
 
-    def end_save(self, seconds: float) -> None:
-        """A save is on the disk, so many seconds after the moment whose state it holds."""
+    def end_save(self, seconds: float) -> bool:
+        """A save is on the disk, so many seconds after the moment whose state it holds.
+
+        Returns:
+            Whether that alone, for the first time, took longer than what may be lost.
+        """
         self._durations.append(seconds)
+        was_broken, self._is_broken = self._is_broken, self._is_broken or seconds > (self._seconds or math.inf)
+        return self._is_broken and not was_broken

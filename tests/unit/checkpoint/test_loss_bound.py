@@ -41,6 +41,12 @@ def test_the_longest_of_the_last_saves_counts() -> None:
     assert not bound.is_due(8.9)
 
 
+def test_a_save_that_takes_longer_than_the_bound_is_told_once() -> None:
+    bound = LossBound(1.0)
+    assert [bound.end_save(seconds) for seconds in (0.9, 1.1, 0.5, 1.2)] == [False, True, False, False]
+    assert not LossBound(None).end_save(1e9)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kill_at_any_moment_costs_no_more_than_the_bound(seed: int) -> None:
     """Steps of up to half a second, saves of one to two, beside training; the bound is ten seconds."""
