@@ -187,7 +187,7 @@ def _tell(job: Job | None, failure: Failure, run: Path | None) -> int:
 
     is_first, code = True, failure.exit_code
     if job is not None:
-        is_first, code = tell_once(job.store, failure, rank=job.rank, size=job.size)
+        is_first, code = tell_once(job, failure)
     if is_first:
         print(failure.text, file=sys.stderr, flush=True)
     elif run is not None and run.is_dir():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options, ranks
+from samestep.cli import member, options, ranks
 from samestep.config import Recipe
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.recipes.parse import load_recipe, shipped_recipes
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from samestep.tools.verify.certificate import certificate_data, explanation, summary, table, write_certificate
     from samestep.tools.verify.verification import verify
 
+    member.refuse_launchers("verify")
     subject = _subject(arguments)
     processes = _processes(arguments.processes)
     _check(arguments, subject, processes)

@@ -33,12 +33,18 @@ class Job:
     Attributes:
         store: seen by the ranks of this attempt alone.
         restarts: how often this job was started anew; the same on every rank.
+        host: address and port of whoever hosts the store.
     """
 
     rank: int
     size: int
     store: dist.Store
     restarts: int
+    host: tuple[str, int]
+
+    def is_store_there(self) -> bool:
+        """Whether somebody still listens where the store is: torch prints pages when it finds out by itself."""
+        return _answers(*self.host)
 
 
 _joined: list[Job] = []
@@ -53,7 +59,7 @@ def join_job(found: Rendezvous, timeout: timedelta = TIMEOUT) -> Job:
     """
     if not _joined:
         prepare_torch_environment(loopback=found.is_on_one_machine)
-        with _store(found, timeout) as store:
+        with _store(found, timeout) as (store, host):
             part = dist.PrefixStore(job_prefix(read_environment().token), store)
             # The agent's store outlives an attempt. Its count of restarts does not tell: on several machines each
             # agent counts its own.
@@ -66,29 +72,31 @@ def join_job(found: Rendezvous, timeout: timedelta = TIMEOUT) -> Job:
                 timeout=timeout,
                 hint=_hint(found),
             )
-        _joined.append(Job(found.rank, found.world_size, here, restarts))
+        _joined.append(Job(found.rank, found.world_size, here, restarts, host))
     return _joined[0]
 
 
 @contextmanager
-def _store(found: Rendezvous, timeout: timedelta) -> Iterator[dist.Store]:
-    """The store of the job; where its port is published, it is for as long as the block runs."""
+def _store(found: Rendezvous, timeout: timedelta) -> Iterator[tuple[dist.Store, tuple[str, int]]]:
+    """The store of the job, and where it is; where its port is published, it is for as long as the block runs."""
     if found.port is None:
         job = found.job or f"mpi-{_parent()}"
         if found.rank == 0:
             listener = free_loopback_socket()
             port = listener.getsockname()[1]
             with published(job, port):
-                yield hosted(listener, _LOOPBACK, port, found.world_size, timeout)
+                yield hosted(listener, _LOOPBACK, port, found.world_size, timeout), (_LOOPBACK, port)
         else:
-            here = replace(found, address=_LOOPBACK, port=wait_for_port(job, timeout.total_seconds()))
-            yield _connected(here, timeout)
-    elif found.rank == 0 and not found.has_store:
-        assert found.address is not None
+            port = wait_for_port(job, timeout.total_seconds())
+            yield _connected(replace(found, address=_LOOPBACK, port=port), timeout), (_LOOPBACK, port)
+        return
+    assert found.address is not None
+    if found.rank == 0 and not found.has_store:
         listener = _listener(found.address, found.port)
-        yield hosted(listener, found.address, found.port, found.world_size, timeout)
+        store = hosted(listener, found.address, found.port, found.world_size, timeout)
     else:
-        yield _connected(found, timeout)
+        store = _connected(found, timeout)
+    yield store, (found.address, found.port)
 
 
 def hosted(listener: socket.socket, address: str, port: int, size: int, timeout: timedelta) -> dist.Store:

@@ -7,6 +7,7 @@ import time
 import torch.distributed as dist
 
 from samestep.runtime.failure import Failure
+from samestep.runtime.job import Job
 
 _NAP_SECONDS = 0.02
 # How long a rank that lost another one waits for that one's report.
@@ -24,22 +25,25 @@ def somebody_told(store: dist.Store) -> bool:
         return True
 
 
-def tell_once(store: dist.Store, failure: Failure, *, rank: int, size: int) -> tuple[bool, int]:
+def tell_once(job: Job, failure: Failure) -> tuple[bool, int]:
     """Whether this rank is the one to tell, and the exit code of the failure that is told.
 
     A rank that merely lost another one tells only if nobody else does. Where the store is gone, rank 0 or the launcher
     is gone: it has told, or was killed, which is told by who started it.
     """
+    store = job.store
+    if job.rank != 0 and not job.is_store_there():
+        return False, failure.exit_code
     try:
         if failure.is_consequence:
             _wait(store, [_TOLD], _SETTLE_SECONDS)
         is_first = store.add(_TELLERS, 1) == 1
         if is_first:
             store.set(_TOLD, str(failure.exit_code))
-        store.set(f"{_SEEN}/{rank}", "")
+        store.set(f"{_SEEN}/{job.rank}", "")
         code = int(store.get(_TOLD))
-        if rank == 0 and not failure.is_consequence:
-            _wait(store, [f"{_SEEN}/{other}" for other in range(1, size)], _PARTING_SECONDS)
+        if job.rank == 0 and not failure.is_consequence:
+            _wait(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _PARTING_SECONDS)
     except dist.DistError:
         return False, failure.exit_code
     return is_first, code

@@ -1,0 +1,198 @@
+"""Commands as ranks of torchrun, Slurm and MPI: one run, told once, with the bits of `samestep train`."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from started import Variables, as_mpirun, as_srun, as_torchrun, free_port, python, ranks
+from system import COMMAND, Done, events, here, state_of, until, weights
+
+RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+PLAIN = ("--set", "epochs=1")
+TORCHRUN = python("-m", "torch.distributed.run")
+
+
+def launchers() -> dict[str, Callable[[Path], Variables]]:
+    return {
+        "torchrun": lambda place: as_torchrun(free_port()),
+        "srun": lambda place: as_srun(str(abs(hash(place)))),
+        "mpirun": lambda place: as_mpirun,
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run, of two processes that `samestep train` launched."""
+    place = tmp_path_factory.mktemp("launchers")
+    assert here("train", RECIPE, *PLAIN, "--name", "launched", "--processes", 2, cwd=place) == 0
+    return place
+
+
+def one_told(ended: list[Done], code: int) -> str:
+    """What the one rank said that told of a failure."""
+    assert [each.code for each in ended] == [code] * len(ended), ended
+    said = [each.err for each in ended if "error:" in each.err]
+    assert len(said) == 1, ended
+    return said[0]
+
+
+@pytest.mark.parametrize("name", launchers())
+def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
+    variables = launchers()[name](place)
+    with ranks(variables, 2, "train", RECIPE, *PLAIN, "--name", name, cwd=place) as started:
+        ended = started.wait()
+    assert [each.code for each in ended] == [0, 0], ended
+    assert f"runs/{name}" in ended[0].out
+    assert ended[1].out == ended[1].err == ""
+    assert weights(place / "runs" / name) == weights(place / "runs" / "launched")
+    (environment,) = json.loads((place / "runs" / name / "environment.json").read_text(encoding="utf-8"))
+    assert environment["processes"] == 2
+
+
+@pytest.mark.slow
+def test_torchrun_itself_trains_to_the_same_bits(place: Path) -> None:
+    arguments = ["--nproc-per-node", "2", "--master-port", free_port(), "-m", "samestep", "train", RECIPE]
+    with ranks(lambda r, s: {}, 1, *arguments, *PLAIN, "--name", "real", cwd=place, command=TORCHRUN) as started:
+        (ended,) = started.wait()
+    assert ended.code == 0, ended
+    assert weights(place / "runs" / "real") == weights(place / "runs" / "launched")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+def test_mpirun_itself_trains_to_the_same_bits(place: Path) -> None:
+    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "--oversubscribe", "-n", "2", *COMMAND]
+    arguments = ["train", RECIPE, *PLAIN, "--name", "mpi"]
+    with ranks(lambda r, s: more, 1, *arguments, cwd=place, command=command) as started:
+        (ended,) = started.wait()
+    assert ended.code == 0, ended
+    assert weights(place / "runs" / "mpi") == weights(place / "runs" / "launched")
+
+
+def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
+    run = place / "runs" / "stopped"
+    hold = place / "hold"
+    hold.write_text("0 20", encoding="utf-8")
+    with ranks(as_srun("4711"), 2, "train", RECIPE, *PLAIN, "--name", "stopped", cwd=place) as started:
+        until(lambda: len(events(run, "step")) >= 8, "8 steps", 60)
+        started.kill(signal.SIGTERM)
+        hold.unlink()
+        ended = started.wait()
+    assert [each.code for each in ended] == [130, 130], ended
+    assert f"samestep resume runs/{run.name}" in ended[0].out
+    assert 0 < state_of(run)["step"] < 13
+    with ranks(as_mpirun, 3, "resume", run, cwd=place) as started:
+        assert [each.code for each in started.wait()] == [0, 0, 0]
+    assert weights(run) == weights(place / "runs" / "launched")
+    with ranks(as_srun("4712"), 2, "eval", run, "--json", cwd=place) as started:
+        first, second = started.wait()
+    assert (first.code, second.code, second.out) == (0, 0, "")
+    assert json.loads(first.out)["samples"] == 30
+
+
+def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
+    run = place / "runs" / "requeued"
+    arguments = ["train", RECIPE, *PLAIN, "--name", "requeued", "--checkpoint-every", 4]
+    hold = place / "hold"
+    hold.write_text("0 20", encoding="utf-8")
+    with ranks(as_srun("99"), 2, *arguments, cwd=place) as started:
+        until((run / "checkpoints" / "step-000000008").is_dir, "a checkpoint of step 8", 60)
+        started.kill(signal.SIGKILL)
+        hold.unlink()
+        started.wait()
+    with ranks(as_srun("99", restarts=1), 3, *arguments, cwd=place) as started:
+        ended = started.wait()
+    assert [each.code for each in ended] == [0, 0, 0], ended
+    assert [event["step"] for event in events(run, "resume")] == [8]
+    assert weights(run) == weights(place / "runs" / "launched")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", RECIPE, "--name", "launched"], "the run runs/launched exists"),
+        (["train", RECIPE, "--processes", 3], "--processes 3, but Slurm has started 2 processes"),
+        (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started this process"),
+        (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started this process"),
+        (["train", RECIPE, "--set", "shards=1"], "2 ranks share the data"),
+        (["resume", "runs/none"], "runs/none is not a run"),
+    ],
+)
+def test_bad_input_is_told_once(arguments: list[object], message: str, place: Path) -> None:
+    before = sorted((place / "runs").iterdir())
+    with ranks(as_srun("5"), 2, *arguments, cwd=place) as started:
+        said = one_told(started.wait(), 2)
+    assert said.startswith("error: ")
+    assert message in said
+    assert sorted((place / "runs").iterdir()) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_told_once(rank: int, place: Path) -> None:
+    name = f"fails-{rank}"
+    failing = ["loss.name=recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
+    options = ["--set", *failing, "--name", name]
+    with ranks(as_srun(f"6{rank}"), 3, "train", RECIPE, *options, cwd=place) as started:
+        ended = started.wait()
+    assert ended[rank].err.count("error:") == 1
+    assert f"error: rank {rank} failed" in ended[rank].err
+    assert "the sum does not add up" in ended[rank].err
+    assert all(each.code == 1 for each in ended)
+    assert not any("error" in each.err.lower() for each in ended if each is not ended[rank]), ended
+    others = [number for number in range(3) if number != rank]
+    for other in others:
+        assert "lost its connection" in (place / "runs" / name / "logs" / f"rank-{other}.log").read_text()
+
+
+def test_commands_that_start_ranks_of_their_own_refuse_to_be_one(tmp_path: Path) -> None:
+    with ranks(as_srun("8"), 2, "verify", "digits", cwd=tmp_path) as started:
+        ended = started.wait()
+    assert [each.code for each in ended] == [2, 2]
+    assert "samestep verify is rank 0 of 2 processes that Slurm started" in ended[0].err
+
+
+def test_variables_in_part_are_refused(tmp_path: Path) -> None:
+    with ranks(lambda r, s: {"RANK": "0", "WORLD_SIZE": "2"}, 1, "train", "digits", cwd=tmp_path) as started:
+        (ended,) = started.wait()
+    assert ended.code == 2
+    assert "RANK and WORLD_SIZE are set but LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net")
+def test_nothing_listens_beyond_this_machine(place: Path) -> None:
+    hold = place / "hold"
+    hold.write_text("0 12", encoding="utf-8")
+    run = place / "runs" / "listens"
+    with ranks(as_torchrun(free_port()), 2, "train", RECIPE, *PLAIN, "--name", "listens", cwd=place) as started:
+        until(lambda: len(events(run, "step")) >= 4, "4 steps", 60)
+        found = [listening(process.pid) for process in started.processes]
+        hold.unlink()
+        started.wait()
+    assert all(addresses for addresses in found)
+    assert {address for addresses in found for address in addresses} == {"127.0.0.1"}
+
+
+def listening(process: int) -> set[str]:
+    """The addresses on which a process listens: proc(5), states of sockets."""
+    sockets = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+        except FileNotFoundError:
+            continue  # it was closed while we looked
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                found.add(".".join(str(byte) for byte in reversed(raw)) if len(raw) == 4 else raw.hex())
+    return found
