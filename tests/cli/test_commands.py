@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "processes",
     "strategy",
     "device",
+    "visible_devices",
     "threads",
     "python",
     "torch",

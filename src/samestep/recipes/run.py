@@ -21,6 +21,7 @@ from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
 from samestep.record.events import EventFile, Recorder
 from samestep.record.progress import ProgressLine
+from samestep.runtime.env import read_environment
 from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.trainer import Trainer
@@ -82,6 +83,11 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_names() -> list[str]:
+    """What the GPUs that torch sees are called, in torch's order."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
 def _recorder(world: World, options: RunOptions, run: Path, first_step: int) -> Recorder:
     if not world.is_main:
         return Recorder([])
@@ -95,6 +101,7 @@ def _environment(built: Built, world: World, recipe: Recipe, first_step: int) ->
         "from_step": first_step,
         "processes": world.size,
         "strategy": built.engine.strategy,
+        "visible_devices": read_environment().visible_devices if gpu else None,
         "device": gpu or platform.processor() or platform.machine(),
         "threads": recipe.step.threads,
         "python": platform.python_version(),
