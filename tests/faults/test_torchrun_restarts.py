@@ -1,0 +1,48 @@
+"""torchrun starts four ranks again when one is killed, and the run goes on from its newest whole checkpoint."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from started import free_port, python, ranks
+from system import events, here, until, weights
+
+RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+OPTIONS = ("--set", "epochs=1")
+
+
+def process_of_rank(rank: int, run: Path) -> int:
+    """The process that is this rank of the command that trains `run`."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line, environment = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if run.name.encode() in line and b"samestep" in line and f"RANK={rank}".encode() in environment:
+                return int(folder.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_rank_costs_what_came_after_the_checkpoint(killed: int, tmp_path: Path) -> None:
+    name = f"killed-{os.getpid()}-{killed}"
+    run, hold = tmp_path / "runs" / name, tmp_path / "hold"
+    hold.write_text("0 9", encoding="utf-8")
+    torchrun = python("-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1")
+    arguments = ["--master-port", free_port(), "-m", "samestep", "train", RECIPE, *OPTIONS, "--name", name]
+    command = [*arguments, "--checkpoint-every", 3]
+    with ranks(lambda rank, size: {}, 1, *command, cwd=tmp_path, command=torchrun) as started:
+        until((run / "checkpoints" / "step-000000006").is_dir, "a checkpoint of step 6", 60)
+        os.kill(process_of_rank(killed, run), signal.SIGKILL)
+        hold.unlink()
+        (ended,) = started.wait()
+    assert ended.code == 0, ended
+    assert [event["step"] for event in events(run, "resume")] == [6]
+    assert len(re.findall(r"^evaluated", ended.out, re.MULTILINE)) == 1
+    assert here("train", RECIPE, *OPTIONS, "--name", "whole", "--processes", 2, cwd=tmp_path) == 0
+    assert weights(run) == weights(tmp_path / "runs" / "whole")
