@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep import Loss, cross_entropy
+from samestep.errors import DataError
 from samestep.recipes.splits import Splits
 
 CLASSES = 5
@@ -53,6 +54,20 @@ class Broken(Indexed):
 def load_broken() -> Splits:
     """As `load`, with a sample that cannot be made."""
     return Splits(train=Broken(102), evaluation=Indexed(30), classes=load().classes)
+
+
+class Unreadable(Indexed):
+    """One of its samples is refused."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 40:
+            raise DataError("sample 40 cannot be read", rule="samples can be read", do="mend it")
+        return super().__getitem__(index)
+
+
+def load_unreadable() -> Splits:
+    """As `load`, with a sample that is refused."""
+    return Splits(train=Unreadable(102), evaluation=Indexed(30), classes=load().classes)
 
 
 class Net(nn.Sequential):

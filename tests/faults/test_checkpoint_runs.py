@@ -124,6 +124,21 @@ def test_the_last_save_of_a_run_is_there_or_the_run_has_failed(tmp_path: Path) -
     assert not events(run, "end")
 
 
+def test_data_that_cannot_be_used_is_told_first_and_what_could_not_be_saved_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    release = hold(tmp_path, 1)
+    data = ("--set", "data.name=recorded:load_unreadable", "data.options={}")
+    with Running("train", RECIPE, "--name", "a", *data, cwd=tmp_path) as running:
+        running.until(lambda: calls(tmp_path) == 1, "the first step")
+        (run / "checkpoints").touch()
+        release()
+        done = running.wait(60)
+    assert done.code == 2
+    first, *others = done.err[done.err.index("error:") :].splitlines()
+    assert "sample 40" in first
+    assert any(line.startswith("  also: the checkpoint of step ") for line in others)
+
+
 # --- a request to end in an evaluation --------------------------------------------------------------------
 
 

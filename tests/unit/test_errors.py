@@ -42,3 +42,9 @@ def test_an_error_crosses_processes_whole() -> None:
     got = pickle.loads(pickle.dumps(sent))
     assert type(got) is errors.DataError
     assert (got.value, got.rule, got.do) == (sent.value, sent.rule, sent.do)
+
+
+def test_what_else_went_wrong_is_told_last() -> None:
+    error = errors.InputError("a sample is bad", rule="all are good", do="mend it")
+    error.add_note("nor can anything be saved")
+    assert str(error).splitlines()[-1] == "  also: nor can anything be saved"
