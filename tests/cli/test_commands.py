@@ -137,6 +137,7 @@ def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> N
         "tensorboard",
         "checkpoints",
         "logs",
+        ".lock",
     }
     assert {path.name for path in (trained.run / "logs").iterdir()} == {"rank-1.log", "rank-2.log"}
     assert {path.name for path in (trained.run / "checkpoints" / "last").iterdir()} == {
