@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -134,7 +132,6 @@ def take_part(
     except BaseException as error:  # boundary: whatever ends this rank is told once among all ranks
         code = _tell(job, Failure.of_exception(found.rank, error), plan.run if plan else None)
         raise LeaveError(code) from error
-    _end_workers()
     return plan, value
 
 
@@ -196,10 +193,3 @@ def _tell(job: Job | None, failure: Failure, run: Path | None) -> int:
         with log.open("a", encoding="utf-8") as file:
             file.write(failure.text + "\n")
     return code
-
-
-def _end_workers() -> None:
-    """End loaders' workers: they ignore the SIGTERM by which Python would end them, as this process did."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes a worker that was killed for one that failed
-    for worker in multiprocessing.active_children():
-        worker.kill()

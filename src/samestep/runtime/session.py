@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
 import socket
 import threading
@@ -116,7 +118,15 @@ def start(
     if taken:
         stop.listen()  # not before: a script that knows nothing of it must end by SIGTERM
     roll_call = RollCall(store, pulse, rank=rank, size=size, timeout=timeout)
-    world = World(rank=rank, size=size, device=place, stop_requested=stop, roll_call=roll_call, pulse=pulse)
+    world = World(
+        rank=rank,
+        size=size,
+        device=place,
+        stop_requested=stop,
+        roll_call=roll_call,
+        pulse=pulse,
+        stop_signal=lambda: stop.number,
+    )
     try:
         with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
@@ -149,11 +159,21 @@ def _listening(stop: StopRequest) -> Iterator[None]:
 
     stop.listen()
     signal.signal(signal.SIGINT, on_interrupt)
+    atexit.unregister(_end_workers)
+    atexit.register(_end_workers)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_workers() -> None:
+    """End loaders' workers that still run: they ignore the SIGTERM by which Python would, as this process did."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes a worker that was killed for one that failed
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def _place(seat: Seat | None, found: Rendezvous | None) -> tuple[int, int, int]:
