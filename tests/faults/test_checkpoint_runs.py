@@ -48,6 +48,7 @@ def is_saved(run: Path, step: int) -> bool:
 # --- two runs in one directory ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused_and_harms_nothing(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 13)  # step 7, of one of two ranks
@@ -159,7 +160,7 @@ def ended_in_evaluation(place: Path, processes: int, *command: object) -> Done:
         return running.wait(60)
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_request_in_an_evaluation_ends_it_and_resume_makes_it(tmp_path: Path, whole: Path, processes: int) -> None:
     run = tmp_path / "runs" / "a"
     done = ended_in_evaluation(tmp_path, processes, "train", RECIPE, "--name", "a", *HELD)
