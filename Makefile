@@ -4,9 +4,10 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a run of its own, however often it is started.
 DEMO ?= train digits --processes auto
+KILLS ?= 100
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint types format bench clean
+.PHONY: demo test test-slow faults soak lint types format bench clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -16,6 +17,14 @@ test: lint
 
 test-slow: types
 	$(PY) -m pytest -m "slow and not gpu"
+
+# Tries every fault and writes what it sees to docs/faults.md.
+faults: .venv/.installed
+	$(PY) -m pytest tests/faults/test_faults.py --faults-page
+
+# Kills a run at random moments; some four seconds a kill.
+soak: .venv/.installed
+	PYTHONPATH=tests $(PY) tests/soak.py --kills $(KILLS)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

@@ -41,3 +41,7 @@ def alone() -> Iterator[samestep.World]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults-page", action="store_true", help="write docs/faults.md from what is seen")

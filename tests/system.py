@@ -89,6 +89,14 @@ class Running:
         assert process in self.processes()
         _kill(process, number)
 
+    def try_kill_process(self, process: int, number: signal.Signals) -> None:
+        """Send a signal to one of its processes, which may have ended by now."""
+        _kill(process, number)
+
+    def is_running(self) -> bool:
+        """Whether the launcher has not ended yet."""
+        return self._process.poll() is None
+
     def kill_group(self, number: signal.Signals) -> None:
         """Send a signal to the whole process group, as a terminal or a batch system does."""
         os.killpg(self.launcher, number)

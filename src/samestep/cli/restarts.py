@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.durations import seconds
 from samestep.runtime.crew import RankError, Terms
 from samestep.runtime.launch import HANG_AFTER, Outcome
 from samestep.runtime.restarts import Restarts
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-
-def add_fault_options(parser: argparse.ArgumentParser) -> None:
-    """`--max-restarts`, `--hang-after` and `--grace`."""
+def add_fault_options(parser: argparse.ArgumentParser) -> Any:
+    """`--max-restarts`, `--hang-after` and `--grace`; the group that they are in."""
     group = parser.add_argument_group("faults (results do not depend on them)")
     group.add_argument(
         "--max-restarts",
@@ -28,27 +26,18 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hang-after",
-        type=seconds,
-        default=HANG_AFTER,
+        default=f"{HANG_AFTER:g}s",
         metavar="TIME",
         help="end the run, with the stacks of all ranks, when none has got on for so long, such as 90s or 10m "
         "(default 10m)",
     )
     group.add_argument(
         "--grace",
-        type=seconds,
         metavar="TIME",
         help="asked to end (Ctrl-C, SIGTERM, SIGUSR1, closed terminal), end at once if step and checkpoint take longer "
         "than this (default: as long as they take)",
     )
-
-
-def seconds(text: str) -> float:
-    """`30`, `30s`, `5m` or `1h` in seconds; for argparse, which tells of what is not."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if not found or not float(found[1]) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: a positive number with s, m or h, such as 30s")
-    return float(found[1]) * _UNITS[found[2]]
+    return group
 
 
 def keep_going(
@@ -59,8 +48,8 @@ def keep_going(
     log_dir: Path | None,
     first_step: int = 0,
     newest: Callable[[], int] = lambda: 0,
-) -> Any:
-    """What rank 0's function returns in the attempt that ends well.
+) -> Outcome:
+    """How the attempt ended that ended well.
 
     Args:
         bounds: with how few ranks the run goes on, and with how many it begins.
@@ -72,9 +61,11 @@ def keep_going(
         RankError: a rank failed, and the run is not to be started again.
     """
     restarts = Restarts(arguments.max_restarts, *bounds)
+    hang_after = seconds("--hang-after", arguments.hang_after)
+    grace = seconds("--grace", arguments.grace) if arguments.grace is not None else None
     begun = first_step
     while True:
-        terms = Terms(arguments.hang_after, arguments.grace, until_saved=restarts.is_short, log_dir=log_dir)
+        terms = Terms(hang_after, grace, until_saved=restarts.is_short, log_dir=log_dir)
         try:
             outcome = attempt(restarts.processes, terms)
         except RankError as error:
@@ -83,7 +74,7 @@ def keep_going(
                 raise
         else:
             if outcome.asked_by is not None or not terms.until_saved or not _is_stopped(outcome):
-                return outcome.value
+                return outcome
             told = restarts.grow()
         begun = newest()
         print(f"{told}; going on after step {begun}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import member, options
+from samestep.cli import member, options, requeue
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run, plan_to_go_on
 from samestep.cli.restarts import add_fault_options
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     options.add_machine_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
-    add_fault_options(parser)
+    requeue.add_option(add_fault_options(parser))
     options.add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = member.settled(arguments)
     if found is not None:
         return run_as_member(arguments, found, lambda restarts: _plan(arguments, restarts))
-    return run_ranks(arguments, _plan(arguments))
+    return run_ranks(arguments, _plan(arguments, requeue.restarts(arguments)))
 
 
 def _plan(arguments: argparse.Namespace, restarts: int = 0) -> Plan:

@@ -44,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not script.is_file():
         raise InputError(f"{script} is not a file", rule="a Python script", do="look at the path")
     log_dir = arguments.runs / options.free_name(arguments.runs, script.stem) / "logs"
-    asked: list[int] = []
     starts = [0]
 
     def attempt(processes: int, terms: Terms) -> Outcome:
@@ -54,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = run_crew(
             function, script, tuple(arguments.arguments), restart, most, processes=processes, terms=terms
         )
-        asked.extend([outcome.asked_by] if outcome.asked_by is not None else [])
         return outcome
 
-    keep_going(arguments, ranks.bounds(arguments.processes, "auto"), attempt, log_dir=log_dir)
-    return EXIT_STOPPED if asked else EXIT_DONE
+    outcome = keep_going(arguments, ranks.bounds(arguments.processes, "auto"), attempt, log_dir=log_dir)
+    return EXIT_STOPPED if outcome.asked_by is not None else EXIT_DONE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli import device_batch, member, options, ranks
+from samestep.cli import device_batch, member, options, ranks, requeue
 from samestep.cli.member import Plan
 from samestep.cli.opened import plan_to_go_on
 from samestep.cli.restarts import add_fault_options, keep_going
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     options.add_machine_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
-    add_fault_options(parser)
+    requeue.add_option(add_fault_options(parser))
     group = parser.add_argument_group("where it goes")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
     group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if found is not None:
             return run_as_member(arguments, found, lambda restarts: _plan(arguments, made, restarts))
-        return run_ranks(arguments, _plan(arguments, made))
+        return run_ranks(arguments, _plan(arguments, made, requeue.restarts(arguments)))
     except SamestepError as error:
         if made and error.exit_code in (InputError.exit_code, EXIT_STOPPED):
             _remove_if_empty(made[0], with_parent=is_first)
@@ -107,17 +107,28 @@ def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
     count = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
     logs = folder / "logs"
     try:
-        summary = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)
+        outcome = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)
     except RankError as error:
         raise error.with_way_out(_way_out(folder)) from None
-    return _finish(arguments, summary, folder)
+    return _finish(arguments, outcome.value, folder, asked_by=outcome.asked_by)
 
 
-def _finish(arguments: argparse.Namespace, summary: dict[str, Any], folder: Path, *, is_told: bool = True) -> int:
+def _finish(
+    arguments: argparse.Namespace,
+    summary: dict[str, Any],
+    folder: Path,
+    *,
+    is_told: bool = True,
+    asked_by: int | None = None,
+) -> int:
+    asked_by = asked_by or summary["stop_signal"]
+    del summary["stop_signal"]
     if arguments.json and is_told:
         options.print_json({**summary, "run": str(folder)})
     elif is_told:
         _print_summary(summary, folder)
+    if summary["stopped"] and is_told:
+        requeue.requeue_if_asked(arguments, asked_by)
     return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
 
 

@@ -28,7 +28,10 @@ from samestep.trainer import Trainer
 
 
 def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int) -> dict[str, Any]:
-    """Train `recipe` in the run directory `run`, from `checkpoint` if there is one; the summary as plain data."""
+    """Train `recipe` in the run directory `run`, from `checkpoint` if there is one; the summary as plain data.
+
+    `stop_signal` in it is the signal that asked this rank to end, if one did.
+    """
     rules = recipe.step
     with (
         start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world,
@@ -62,11 +65,9 @@ def _train(
     else:
         for note in built.notes:
             recorder.tell("note", text=note)
-    try:
+    with recorder:
         summary = trainer.fit()
-    finally:
-        recorder.close()
-    return asdict(summary)
+    return {**asdict(summary), "stop_signal": world.stop_signal}
 
 
 def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str, float]:

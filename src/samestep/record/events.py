@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
+
+from samestep.errors import RunError
 
 Event = Mapping[str, Any]
 
@@ -56,11 +60,37 @@ class Recorder:
         self._listeners = listeners
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Pass on one event."""
-        for listener in self._listeners:
-            listener.hear({"event": kind, **facts})
+        """Pass on one event.
 
-    def close(self) -> None:
-        """Close every listener."""
-        for listener in self._listeners:
-            listener.close()
+        Raises:
+            RunError: it cannot be written.
+        """
+        with _named_failure():
+            for listener in self._listeners:
+                listener.hear({"event": kind, **facts})
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close every listener; what cannot be written now is told where nothing else went wrong."""
+        try:
+            with _named_failure(), ExitStack() as stack:
+                for listener in self._listeners:
+                    stack.callback(listener.close)
+        except RunError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+
+@contextmanager
+def _named_failure() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"what the run has to tell cannot be written: {error.strerror or error}",
+            rule="events and curves go to the run's folder, and progress to the terminal",
+            do="make room on the disk, or see who closed the terminal",
+        ) from error

@@ -30,6 +30,8 @@ RANK_NAME = "samestep-rank-"
 # After the first failure, how long the other ranks may take to report theirs before they are killed.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+# What multiprocessing gives as the exit code of a fork whose server can no longer tell.
+_SERVER_GONE = 255
 
 
 class RankError(SamestepError):
@@ -180,6 +182,8 @@ class Crew:
                 next_look = time.monotonic() + _LOOK_SECONDS
         self.end()
         failures = [member.outcome for member in self._members if isinstance(member.outcome, Failure)]
+        if failures and all(member.process.exitcode == _SERVER_GONE for member in self._members):
+            self._raise(Failure.of_server(failures[0].where), failures)
         if failures:
             self._raise(first_cause(failures), failures)
         main = self._members[0].outcome
@@ -229,8 +233,8 @@ class Crew:
         if self._terms.until_saved and seen[0].position.saved and not self.asked_to_stop:
             self.asked_to_stop = 1
             self._forward_stop()
-        if hang := self._watchdog.hang(seen):
-            self._end_hang(hang)
+        if seconds := self._watchdog.idle(seen):
+            self._end_hang(Hang(seconds, self._terms.hang_after, seen, self._stacks()))
         elif told := self._watchdog.slow(seen):
             self._terms.tell(told)
 
@@ -238,14 +242,16 @@ class Crew:
         state = _state(member.process.pid) if member.is_running else ""
         return Seen(self._board.read(member.rank), isinstance(member.outcome, Finished), state)
 
-    def _end_hang(self, hang: Hang) -> None:
-        stacks = {
+    def _stacks(self) -> dict[int, list[str]]:
+        return {
             member.rank: member.stacks.ask(member.process.pid)
             for member in self._members
             if member.is_running and member.process.pid is not None
         }
-        culprit = hang.culprits[0] if hang.culprits else 0
-        failure = Failure.of_hang(culprit, hang_text(hang, stacks), hang.seen[culprit].position.text)
+
+    def _end_hang(self, hang: Hang) -> None:
+        culprit = next(iter(hang.culprits), 0)
+        failure = Failure.of_hang(culprit, hang_text(hang), hang.seen[culprit].position.text)
         self._members[culprit].outcome = failure
         self._deadline = time.monotonic()
 

@@ -61,6 +61,24 @@ def read_rendezvous() -> Rendezvous | None:
     return find_rendezvous(os.environ)
 
 
+@dataclass(frozen=True)
+class SlurmJob:
+    """The job of Slurm's that this process belongs to, in a step of it or in its batch script.
+
+    Attributes:
+        restarts: how often it was requeued.
+    """
+
+    id: str
+    restarts: int
+
+
+def read_slurm_job() -> SlurmJob | None:
+    """The job of Slurm's that this process belongs to, if there is one."""
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "")
+    return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0) if job else None
+
+
 def launch_variables() -> dict[str, str]:
     """The variables of launchers that are set, in the order in which they are looked at."""
     return {name: os.environ[name] for name in READ if name in os.environ}
@@ -80,6 +98,14 @@ def prepare_torch_environment(*, loopback: bool) -> None:
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+
+
+def quiet_torch() -> None:
+    """Have torch's C++ code keep its warnings to itself; call it before torch is imported.
+
+    A rank that asks whether a lost one has told why may find the store gone, which torch warns of with pages of frames.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def set_environment(variables: Mapping[str, str]) -> None:

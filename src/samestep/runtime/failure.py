@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import traceback
@@ -18,6 +19,7 @@ _SIGNAL_HINTS = {
     "SIGXFSZ": "a file grew past the limit of this process: see ulimit -f",
     "SIGXCPU": "the limit of processor time was reached: see ulimit -t",
 }
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _EXIT_HINT = "look for sys.exit() or os._exit() that only this rank comes to"
 
 
@@ -80,6 +82,15 @@ class Failure:
         return cls(rank, time.monotonic(), "\n".join(lines), EXIT_FAILED, by_signal=by_signal, where=where)
 
     @classmethod
+    def of_server(cls, where: str) -> Failure:
+        """The failure of all ranks at once, because the process was killed that they are forks of."""
+        text = (
+            f"error: the fork server of the ranks was killed{_spaced(where)}, and they ended with it\n"
+            "  do:   look for who kills processes on this machine: its memory, its administrators"
+        )
+        return cls(0, time.monotonic(), text, EXIT_FAILED, by_signal=signal.SIGKILL, where=where)
+
+    @classmethod
     def of_hang(cls, rank: int, text: str, where: str) -> Failure:
         """The failure of a rank that others have waited for in vain."""
         return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", where=where)
@@ -104,7 +115,7 @@ def _spaced(where: str) -> str:
 
 
 def _way_out(error: BaseException) -> str:
-    if isinstance(error, MemoryError) or "out of memory" in str(error):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return (
             "\n  do:   let each rank hold less at once: more shards with more processes, a smaller model or smaller "
             "samples, or fewer loader workers"

@@ -95,12 +95,7 @@ def start(
     Raises:
         InputError: `device` is not there, or the block is nested in another one.
     """
-    if dist.is_initialized():
-        raise InputError(
-            "a process group exists already in this process",
-            rule="one samestep.start() a process, and no init_process_group beside it",
-            do="pass the world you have on to the code that needs one",
-        )
+    _require_no_group()
     taken = _seats[-1] if _seats else None
     found = read_rendezvous() if taken is None else None
     timeout = timeout or (timedelta(seconds=taken.timeout) if taken else TIMEOUT)
@@ -143,6 +138,15 @@ def start(
         # for Python's lock in turn. A rank ends soon.
         _left.append(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _require_no_group() -> None:
+    if dist.is_initialized():
+        raise InputError(
+            "a process group exists already in this process",
+            rule="one samestep.start() a process, and no init_process_group beside it",
+            do="pass the world you have on to the code that needs one",
+        )
 
 
 @contextmanager

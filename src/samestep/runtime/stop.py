@@ -17,14 +17,17 @@ class StopRequest:
 
     The handler only sets a flag: ranks agree on it inside the step's own communication, so all of them end
     after the same step.
+
+    Attributes:
+        number: the signal that arrived first, if one did.
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self.number: int | None = None
         self._terminals: list[int] = []
 
     def __call__(self) -> bool:
-        return self._asked
+        return self.number is not None
 
     def listen(self) -> None:
         """Take over these signals in this process; outside the main thread they are somebody else's."""
@@ -36,7 +39,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self.number = self.number or number
         if number == signal.SIGHUP:
             leave_terminals(self._terminals)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,12 +12,14 @@ from typing import TypeVar
 from samestep.runtime.board import Position
 from samestep.runtime.majority import odd_ranks, ranks_text
 
-# A rank is slow when a shard takes it so many times what it takes the median rank, over so many seconds.
+# A rank is slow when a shard takes it so many times what it takes the median rank, twice over so many seconds.
 _SLOW_FACTOR = 1.5
-_SLOW_SECONDS = 20.0
+_SLOW_SECONDS = 5.0
 # Below this a shard is too small to say anything: seconds that the slow rank needs more, for each.
 _SLOW_MARGIN = 0.005
 _FRAMES_SHOWN = 10
+_WAITING = ", waiting in "
+_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 
 Common = TypeVar("Common", bound=Hashable)
 
@@ -41,16 +44,37 @@ class Hang:
     """Ranks that do not come, and ranks that wait for them.
 
     Attributes:
-        culprits: who is waited for; empty where nobody can tell.
         seconds: for how long nothing has happened.
         hang_after: for how long nothing may happen, in seconds.
         seen: all ranks.
+        stacks: the Python frames of each, outermost first; empty where a rank does not answer.
     """
 
-    culprits: tuple[int, ...]
     seconds: float
     hang_after: float
     seen: Mapping[int, Seen]
+    stacks: Mapping[int, Sequence[str]]
+
+    @property
+    def culprits(self) -> list[int]:
+        """Who is waited for; empty where nobody can tell.
+
+        Who ended or left while others go on, else who is stopped by a signal, else who does not wait, else who waits
+        elsewhere than most, else who is behind.
+        """
+        seen = self.seen
+        gone = [rank for rank, each in seen.items() if each.has_ended or each.position.is_over]
+        stopped = [rank for rank, each in seen.items() if each.state == "T"]
+        busy = [rank for rank in seen if not self._waits(rank)]
+        where = {rank: each.position.text.partition(_WAITING)[0] for rank, each in seen.items()}
+        furthest = max(each.position.begun for each in seen.values())
+        behind = [rank for rank, each in seen.items() if each.position.begun < furthest]
+        found = (gone, stopped, busy, odd_ranks(where), behind)
+        return next((ranks for ranks in found if 0 < len(ranks) < len(seen)), [])
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a rank waits for others: in a collective of ours, or in one that a person called."""
+        return self.seen[rank].position.waits or any(_DISTRIBUTED in frame for frame in self.stacks.get(rank, ())[-3:])
 
 
 class Watchdog:
@@ -64,10 +88,11 @@ class Watchdog:
         self._hang_after = hang_after
         self._base: dict[int, Position] = {}
         self._base_time = time.monotonic()
+        self._suspect: int | None = None
         self._told: set[int] = set()
 
-    def hang(self, seen: Mapping[int, Seen]) -> Hang | None:
-        """The hang that has lasted long enough, if there is one.
+    def idle(self, seen: Mapping[int, Seen]) -> float | None:
+        """For how many seconds nothing has happened, if that is a hang.
 
         Before the first rank has come to `samestep.start()`, and when the last has left it, ranks are not watched: what
         a program does there is its own business.
@@ -76,9 +101,7 @@ class Watchdog:
         if not watched or not any(each.position.begun for each in watched.values()):
             return None
         seconds = time.monotonic() - max(each.position.since for each in watched.values())
-        if seconds < self._hang_after:
-            return None
-        return Hang(tuple(_culprits(seen)), seconds, self._hang_after, dict(seen))
+        return seconds if seconds >= self._hang_after else None
 
     def slow(self, seen: Mapping[int, Seen]) -> str | None:
         """What there is to tell of a rank that has become slow; once for each rank."""
@@ -89,12 +112,16 @@ class Watchdog:
         before, self._base, self._base_time = self._base, {rank: each.position for rank, each in seen.items()}, now
         cost = {rank: _seconds_a_shard(before[rank], each.position) for rank, each in seen.items()}
         known = {rank: value for rank, value in cost.items() if value is not None}
-        if len(known) < 2 or len(known) < len(seen):
+        suspect, self._suspect = self._suspect, None
+        if len(known) < 2 or len(known) < len(seen) or not all(each.shards for each in before.values()):
             return None
         slowest = max(known, key=lambda rank: known[rank])
         median = statistics.median(value for rank, value in known.items() if rank != slowest)
         more = known[slowest] - median
         if slowest in self._told or known[slowest] < _SLOW_FACTOR * median or more < _SLOW_MARGIN:
+            return None
+        self._suspect = slowest
+        if suspect != slowest:
             return None
         self._told.add(slowest)
         return (
@@ -103,44 +130,25 @@ class Watchdog:
         )
 
 
-def hang_text(hang: Hang, stacks: Mapping[int, Sequence[str]]) -> str:
+def hang_text(hang: Hang) -> str:
     """The report on a hang: who is where, and the Python stack of each."""
-    who = ranks_text(hang.culprits) if hang.culprits else "no rank"
-    verb = "does not come" if len(hang.culprits) == 1 else "do not come"
-    head = f"{who} {verb}: nothing" if hang.culprits else "the ranks hang: nothing"
+    culprits = hang.culprits
+    who = ranks_text(culprits) if culprits else "each rank"
+    head = (
+        f"{who} {'does' if len(culprits) == 1 else 'do'} not come: nothing" if culprits else "the ranks hang: nothing"
+    )
     lines = [f"{head} has happened for {hang.seconds:.1f} s"]
     where = {rank: _where(each) for rank, each in hang.seen.items()}
-    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(where, hang.culprits).items()]
-    traced = {rank: tuple(found[-_FRAMES_SHOWN:]) for rank, found in stacks.items()}
-    for found, ranks in _grouped(traced, hang.culprits).items():
+    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(where, culprits).items()]
+    traced = {rank: tuple(found[-_FRAMES_SHOWN:]) for rank, found in hang.stacks.items()}
+    for found, ranks in _grouped(traced, culprits).items():
         lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
         lines += [f"    {frame}" for frame in found] or ["    none: the process does not answer"]
     lines.append(
         f"  rule: every rank reaches the next step within --hang-after {hang.hang_after:g} s of the one before"
     )
-    where_to_look = who if hang.culprits else "each rank"
-    lines.append(
-        f"  do:   look at the innermost lines of {where_to_look}; if it only needs longer, give it: --hang-after"
-    )
+    lines.append(f"  do:   look at the innermost lines of {who}; if it only needs longer, give it: --hang-after")
     return "\n".join(lines)
-
-
-def _culprits(seen: Mapping[int, Seen]) -> list[int]:
-    """Who is waited for: who ended or left while others go on, else who is behind, else who does not wait."""
-    gone = [rank for rank, each in seen.items() if each.has_ended or each.position.is_over]
-    if gone:
-        return gone
-    stopped = [rank for rank, each in seen.items() if each.state == "T"]
-    if stopped:
-        return stopped
-    furthest = max(each.position.begun for each in seen.values())
-    behind = [rank for rank, each in seen.items() if each.position.begun < furthest]
-    if behind:
-        return behind
-    busy = [rank for rank, each in seen.items() if not each.position.waits]
-    if 0 < len(busy) < len(seen):
-        return busy
-    return odd_ranks({rank: each.position.text for rank, each in seen.items()})
 
 
 def _where(seen: Seen) -> str:

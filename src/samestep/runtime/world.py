@@ -36,9 +36,10 @@ class World:
         stop_requested: Callable[[], bool],
         roll_call: RollCall | None = None,
         pulse: Pulse | None = None,
+        stop_signal: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._stop_requested = stop_requested
+        self._stop_requested, self._stop_signal = stop_requested, stop_signal
         self.pulse = pulse or own_pulse()
         self.roll_call = roll_call or RollCall(dist.HashStore(), self.pulse, rank=0, size=1, timeout=timedelta())
 
@@ -51,6 +52,11 @@ class World:
     def stop_requested(self) -> bool:
         """Whether somebody asked *this rank* to end; ranks agree on it at the end of a step."""
         return self._stop_requested()
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal by which somebody asked *this rank* to end, if one did."""
+        return self._stop_signal()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over ranks, in place (the backend's own order of summation)."""

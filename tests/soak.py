@@ -1,0 +1,110 @@
+"""Kills a run of `digits` at random moments; in the end its weights are those of a run that nobody touched.
+
+make soak KILLS=100
+"""
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import track
+
+from system import Running, events, samestep, until, weights
+
+RECIPE = ("digits",)
+SAVING = ("--checkpoint-every", 1, "--lose-at-most", "1s")
+
+
+@dataclass
+class Soak:
+    """One run that is killed over and over.
+
+    Attributes:
+        kills: how often each was killed, by what it was.
+    """
+
+    place: Path
+    chance: random.Random
+    kills: dict[str, int] = field(default_factory=dict)
+
+    def once(self) -> bool:
+        """Start or resume the run on a random number of processes and kill a part of it; whether it was done before."""
+        run = self.place / "runs/soaked"
+        processes = self.chance.randint(1, 4)
+        restarts = self.chance.choice((0, 0, 1))
+        begin = ("resume", run) if any(run.glob("checkpoints/step-*")) else ("train", *RECIPE, "--name", "soaked")
+        if begin[0] == "train" and run.exists():
+            for path in sorted(run.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            run.rmdir()
+        machine = ("--processes", processes, "--max-restarts", restarts)
+        known = len(events(run, "step"))
+        with Running(*begin, *machine, *SAVING, cwd=self.place) as running:
+            steps, moment = self.chance.randint(0, 2), self.chance.random() * 0.1
+            while len(events(run, "step")) < known + steps:
+                if not running.is_running():
+                    done = running.wait(1)
+                    assert done.code == 0, done.err
+                    return True
+                time.sleep(0.005)
+            time.sleep(moment)
+            self._kill(running)
+            done = running.wait(60)
+            until(lambda: not running.processes(), "no process is left", 5)
+        assert done.code in (0, 1, 130, -signal.SIGKILL), done.err
+        return False
+
+    def _kill(self, running: Running) -> None:
+        others = [process for process in running.processes() if process != running.launcher]
+        what = self.chance.choice(("launcher", "process", "process", "request"))
+        if what == "launcher" or (what == "process" and not others):
+            running.kill(signal.SIGKILL)
+        elif what == "request":
+            running.kill_group(self.chance.choice((signal.SIGTERM, signal.SIGINT)))
+        else:
+            running.try_kill_process(self.chance.choice(others), signal.SIGKILL)
+        self.kills[what] = self.kills.get(what, 0) + 1
+
+
+def soak(kills: int, seed: int, place: Path) -> Soak:
+    """Kill a run so many times, let it end, and compare.
+
+    Raises:
+        AssertionError: its weights or optimizer state are not those of a run that nobody touched.
+    """
+    done = samestep("train", *RECIPE, "--name", "whole", "--processes", 2, cwd=place, timeout=300)
+    assert done.code == 0, done.err
+    soaked = Soak(place, random.Random(seed))
+    for _ in track(range(kills), description="kills", disable=not sys.stderr.isatty()):
+        if soaked.once():
+            break
+    run = place / "runs/soaked"
+    done = samestep("resume", run, "--processes", 3, cwd=place, timeout=300)
+    assert done.code == 0, done.err
+    assert weights(run) == weights(place / "runs/whole")
+    return soaked
+
+
+def main() -> None:
+    """Soak in a folder that is removed afterwards."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and of what is killed")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        soaked = soak(arguments.kills, arguments.seed, Path(place))
+        model, _ = weights(Path(place) / "runs/soaked")
+        sessions = len(events(Path(place) / "runs/soaked", "resume"))
+    told = ", ".join(f"{what} {count}" for what, count in sorted(soaked.kills.items()))
+    print(f"{sum(soaked.kills.values())} kills ({told}), resumed {sessions} times, {time.monotonic() - began:.0f} s")
+    print(f"model.safetensors as of the run that nobody touched: {model}")
+
+
+if __name__ == "__main__":
+    main()
