@@ -17,6 +17,16 @@ RECIPE = Path(__file__).parents[1] / "recorded.yaml"
 PLAIN = ("--set", "epochs=1")
 TORCHRUN = python("-m", "torch.distributed.run")
 
+LEAVES_WORKERS = """
+import samestep, torch
+
+data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
+with samestep.start() as world:
+    left = iter(samestep.loader(data, batch_size=16, shards=4, workers=1, world=world))
+    next(left)
+print("done")
+"""
+
 
 def launchers() -> dict[str, Callable[[Path], Variables]]:
     return {
@@ -164,6 +174,14 @@ def test_variables_in_part_are_refused(tmp_path: Path) -> None:
     assert ended.code == 2
     assert "RANK and WORLD_SIZE are set but LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not" in ended.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_leaves_loader_workers_behind_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_WORKERS, encoding="utf-8")
+    with ranks(as_srun("11"), 2, script, cwd=tmp_path, command=python()) as started:
+        ended = started.wait(60)
+    assert [(each.code, each.out) for each in ended] == [(0, "done\n")] * 2, ended
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from samestep.config import Recipe
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.recipes.parse import make_recipe, recipe_data
-from samestep.runtime.env import read_rendezvous
+from samestep.runtime.env import quiet_torch, read_rendezvous
 from samestep.runtime.failure import Failure
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.sharding import require_enough_shards
@@ -118,6 +118,7 @@ def take_part(
     Raises:
         LeaveError: a rank failed, and that is told.
     """
+    quiet_torch()
     from samestep.runtime.job import join_job
 
     job, plan = None, None

@@ -13,7 +13,7 @@ _NAP_SECONDS = 0.02
 # How long a rank that lost another one waits for that one's report.
 _SETTLE_SECONDS = 1.0
 # How long rank 0, with which the store may end, gives the others to look.
-_PARTING_SECONDS = 0.5
+_PARTING_SECONDS = 1.0
 _TELLERS, _TOLD, _SEEN = "failure/tellers", "failure/exit-code", "failure/seen"
 
 
@@ -42,7 +42,7 @@ def tell_once(job: Job, failure: Failure) -> tuple[bool, int]:
             store.set(_TOLD, str(failure.exit_code))
         store.set(f"{_SEEN}/{job.rank}", "")
         code = int(store.get(_TOLD))
-        if job.rank == 0 and not failure.is_consequence:
+        if job.rank == 0:
             _wait(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _PARTING_SECONDS)
     except dist.DistError:
         return False, failure.exit_code
