@@ -130,10 +130,14 @@ def start(
         if size == 1:
             dist.destroy_process_group()
         raise
+    _leave(world, is_launched=taken is not None)
+
+
+def _leave(world: World, *, is_launched: bool) -> None:
     # Ranks leave in step: one that destroys its group while another still talks can abort at exit.
     world.barrier()
-    pulse.end()
-    if taken:
+    world.pulse.end()
+    if is_launched:
         # When a model under DDP is dropped later, and the group with it, torch waits for threads of gloo that may wait
         # for Python's lock in turn. A rank ends soon.
         _left.append(dist.group.WORLD)
