@@ -105,15 +105,16 @@ class Watchdog:
 
     def slow(self, seen: Mapping[int, Seen]) -> str | None:
         """What there is to tell of a rank that has become slow; once for each rank."""
-        now = time.monotonic()
-        if not self._base or now - self._base_time < _SLOW_SECONDS:
-            self._base = self._base or {rank: each.position for rank, each in seen.items()}
+        now, positions = time.monotonic(), {rank: each.position for rank, each in seen.items()}
+        if not self._base or not all(each.shards for each in self._base.values()):  # not all have begun
+            self._base, self._base_time = positions, now
+        if now - self._base_time < _SLOW_SECONDS:
             return None
-        before, self._base, self._base_time = self._base, {rank: each.position for rank, each in seen.items()}, now
+        before, self._base, self._base_time = self._base, positions, now
         cost = {rank: _seconds_a_shard(before[rank], each.position) for rank, each in seen.items()}
         known = {rank: value for rank, value in cost.items() if value is not None}
         suspect, self._suspect = self._suspect, None
-        if len(known) < 2 or len(known) < len(seen) or not all(each.shards for each in before.values()):
+        if len(known) < 2 or len(known) < len(seen):
             return None
         slowest = max(known, key=lambda rank: known[rank])
         median = statistics.median(value for rank, value in known.items() if rank != slowest)
