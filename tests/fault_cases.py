@@ -3,17 +3,22 @@
 import json
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from started import as_torchrun, free_port
 from system import Running, flip_bit, steps_saved
 
 TESTS = Path(__file__).parent
 RECIPE = TESTS / "faulty.yaml"
 LOOP = TESTS / "faulty_loop.py"
 RUN = Path("runs/a")
+PORT = free_port()
+
+_taken: list[socket.socket] = []
 
 Act = Callable[[Running, Path], None]
 
@@ -33,6 +38,7 @@ class Case:
         also: what else must be in what it says.
         resume_on: the number of ranks on which what has ended is resumed, to the same weights.
         command: what is run; the recipe by default.
+        variables: what it finds in its environment besides.
         is_quick: it is tried with every change.
     """
 
@@ -46,6 +52,7 @@ class Case:
     also: tuple[str, ...] = ()
     resume_on: int = 3
     command: tuple[object, ...] = ("train", RECIPE, "--name", "a")
+    variables: Mapping[str, str] = field(default_factory=dict)
     is_quick: bool = False
 
     @property
@@ -146,6 +153,12 @@ def paced(pace: str) -> Callable[[Path], None]:
         (place / "pace").write_text(pace, encoding="utf-8")
 
     return before
+
+
+def take_port(place: Path) -> None:
+    """Listen where ranks are told to meet, as long as this process runs."""
+    if not _taken:
+        _taken.append(socket.create_server(("127.0.0.1", PORT)))
 
 
 def another_run(running: Running, place: Path) -> None:
@@ -335,6 +348,18 @@ CASES = [
         code=1,
         told="error: the checkpoint of step [69] cannot be written .*File too large",
     ),
+    Case(
+        "the disk is full",
+        in_step("disk full", 0, 5),
+        code=1,
+        told="error: the checkpoint of step [69] cannot be written .*No space left on device",
+    ),
+    Case(
+        "the disk becomes read-only",
+        in_step("disk read-only", 0, 5),
+        code=1,
+        told="error: the checkpoint of step [69] cannot be written .*Read-only file system",
+    ),
     Case("the folder of checkpoints is lost", in_step("folder lost", 0), code=1, told="error: .*", resume_on=0),
     Case(
         "a bit of the newest checkpoint flips, then a rank is killed",
@@ -369,6 +394,13 @@ CASES = [
         "fewer batches, restarts allowed",
         command=loop("fewer batches", 2, 6, 1, *RESTART),
         also=("restart 1 of 2, on 4 processes: after engine.step",),
+    ),
+    Case(
+        "under torchrun's variables, their port is taken",
+        before=take_port,
+        variables=as_torchrun(PORT)(0, 2),
+        code=2,
+        told=f"error: port {PORT} at 127.0.0.1 is taken",
     ),
     Case("stale files of killed runs", command=loop("", 0, 0, 0), before=leftovers),
 ]

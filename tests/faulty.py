@@ -5,6 +5,7 @@ Steps are counted from the start of the process, as training calls of the loss: 
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -142,6 +143,22 @@ def _die_in(name: str) -> None:
     setattr(os, name, lambda *arguments, **named: _kill(signal.SIGKILL))
 
 
+def _disk_says(number: int) -> None:
+    """Every call of this process that would change a disk fails, as the kernel says it; see errno(3)."""
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def fails(*arguments: Any, **named: Any) -> Any:
+            if call is not real_open or arguments[1] & os.O_CREAT:
+                raise OSError(number, os.strerror(number))
+            return call(*arguments, **named)
+
+        return fails
+
+    real_open = os.open
+    for name in ("mkdir", "open", "write", "rename", "replace", "symlink"):
+        setattr(os, name, wrapped(getattr(os, name)))
+
+
 def _lose_folder() -> None:
     Path("runs/a/checkpoints").rename("runs/a/elsewhere")
     Path("runs/a/checkpoints").write_text("", encoding="utf-8")
@@ -161,6 +178,8 @@ _IN_A_STEP: dict[str, Callable[[], None]] = {
     "sleep": lambda: time.sleep(1000),
     "drift": lambda: _between_steps.append(_drift),
     "file size limit": _limit_files,
+    "disk full": lambda: _disk_says(errno.ENOSPC),
+    "disk read-only": lambda: _disk_says(errno.EROFS),
     "kill at fsync": lambda: _die_in("fsync"),
     "kill at rename": lambda: _die_in("rename"),
     "kill at replace": lambda: _die_in("replace"),

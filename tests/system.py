@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, chdir
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -45,9 +45,20 @@ def here(*arguments: object, cwd: Path) -> int:
 
 
 class Running:
-    """A command in a session of its own; leaving the block kills whatever is left of it."""
+    """A command in a session of its own; leaving the block kills whatever is left of it.
 
-    def __init__(self, *arguments: object, cwd: Path, terminal: int | None = None) -> None:
+    Args:
+        terminal: what it prints to, in place of files.
+        variables: what it finds in its environment besides.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        cwd: Path,
+        terminal: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._mark = uuid4().hex
         self._stack = ExitStack()
         self._files = [self._stack.enter_context(file) for file in map(tempfile.TemporaryFile, ("w+b", "w+b"))]
@@ -55,7 +66,7 @@ class Running:
         self._process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             cwd=cwd,
-            env=environment() | {_MARK: self._mark},
+            env=environment() | {_MARK: self._mark, **variables},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

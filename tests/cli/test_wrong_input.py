@@ -125,7 +125,22 @@ def test_more_processes_than_shards(refused: Refused) -> None:
     assert "--processes 8" in err
 
 
-@pytest.mark.parametrize("option", ["--workers=-1", "--checkpoint-every=0", "--keep=0"])
+@pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "2:", "1:2:3", "auto:2", "1:9"])
+def test_bounds_that_are_none(refused: Refused, processes: str) -> None:
+    refused("train", "digits", f"--processes={processes}")
+
+
+OUT_OF_RANGE = (
+    "--workers=-1",
+    "--checkpoint-every=0",
+    "--keep=0",
+    "--max-restarts=-1",
+    "--hang-after=0",
+    "--grace=-1s",
+)
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE)
 def test_options_out_of_range(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 

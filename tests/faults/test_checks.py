@@ -31,7 +31,7 @@ def test_drift_ends_the_run_with_one_report_and_no_process_left(
             "  1 of 30 tensors differ:",
             "    parameter 5.weight",
         ]
-        assert [line[:7] for line in report[3:]] == ["  rule:", "  do:  "]
+        assert [line[:7] for line in report[3:]] == ["  rule:", "  do:  ", *["  then:"] * len(saved)]
         assert "Traceback" not in done.err
         until(lambda: not running.processes(), "no process", 5)
     run = tmp_path / "runs" / "a"

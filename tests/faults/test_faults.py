@@ -18,6 +18,9 @@ from fault_page import PAGE, Row, read_rows, write_page
 from system import Done, Running, here, samestep, steps_saved, until, weights
 
 REPORT_SECONDS = 10
+LONGEST = 130
+# Times, process ids and ports.
+STEADY = ((r"\d+\.\d+ s\b", "N s"), (r"pid\(s\) \d+|pid \d+", "pid N"), (r"port \d+", "port N"))
 _rows: dict[str, Row] = {}
 
 
@@ -73,9 +76,11 @@ def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
     (tmp_path / "fault").touch()
     if case.before is not None:
         case.before(tmp_path)
-    machine = () if is_loop or "--processes" in case.options else ("--processes", 4)
+    is_counted = is_loop or "--processes" in case.options or case.variables
+    machine = () if is_counted else ("--processes", 4)
     saving = () if is_loop else SAVING
-    with Running(*case.command, *saving, *machine, *case.options, cwd=tmp_path) as running:
+    given = (*case.command, *saving, *machine, *case.options)
+    with Running(*given, cwd=tmp_path, variables=case.variables) as running:
         if case.act is not None:
             case.act(running, tmp_path)
         done, seconds = ended(running, case, tmp_path)
@@ -92,7 +97,7 @@ def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
         (loop_weights(tmp_path), undisturbed.loop) if is_loop else (weights(tmp_path / RUN), undisturbed.recipe)
     )
     assert found == wanted
-    _rows[case.fault] = Row(case.fault, case.expected, observed(case, report, went_on))
+    _rows[case.fault] = Row(case.fault, case.expected, observed(case, report, done, went_on))
 
 
 def reported(done: Done, case: Case) -> str:
@@ -122,12 +127,20 @@ def gone_on(case: Case, place: Path) -> str:
     return f"resumed on {number}: the same weights"
 
 
-def observed(case: Case, report: str, went_on: str) -> str:
+def observed(case: Case, report: str, done: Done, went_on: str) -> str:
     """What is told of it, without what differs from time to time."""
-    report = re.sub(r"for \d+\.\d s", "for N s", re.sub(r"pid\(s\) \d+|pid \d+", "pid N", report))
-    parts = [f"exit code {case.code}" if case.code >= 0 else "killed", f"`{report}`" if report else "", went_on]
+    told = [line for line in done.err.splitlines() if line.startswith(("restart ", "a checkpoint is ", "rank "))]
+    quoted = [f"`{steady(text)}`" for text in (report, *told) if text]
+    parts = [f"exit code {case.code}" if case.code >= 0 else "killed", *quoted, went_on]
     parts.append("the same weights" if case.code == 0 else "")
     return "; ".join(filter(None, parts))
+
+
+def steady(text: str) -> str:
+    """A line without numbers that differ from time to time, and not too long."""
+    for pattern, shown in STEADY:
+        text = re.sub(pattern, shown, text)
+    return text if len(text) < LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 def test_the_page_has_every_fault_with_what_is_expected_of_it() -> None:

@@ -56,10 +56,9 @@ class Heard:
 
 def test_every_listener_hears_everything() -> None:
     listeners = [Heard(), Heard()]
-    recorder = Recorder(listeners)
-    recorder.tell("note", text="a")
-    recorder.tell("end", step=1)
-    recorder.close()
+    with Recorder(listeners) as recorder:
+        recorder.tell("note", text="a")
+        recorder.tell("end", step=1)
     for listener in listeners:
         assert listener.told == [{"event": "note", "text": "a"}, {"event": "end", "step": 1}]
         assert listener.is_closed

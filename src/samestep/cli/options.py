@@ -22,14 +22,19 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks, or auto: one a GPU, or one a core where there is no GPU (default 1)",
     )
+    add_devices_option(group)
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
+    group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
+
+
+def add_devices_option(group: Any) -> None:
+    """`--devices`: which GPUs."""
     group.add_argument(
         "--devices",
         metavar="I,J,...",
         help="the GPUs of the ranks, by position among those that this process sees; one rank each unless --processes "
         "says fewer (default: the first ones)",
     )
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
-    group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
 
 
 def add_set_option(parser: argparse.ArgumentParser) -> None:

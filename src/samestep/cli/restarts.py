@@ -47,7 +47,7 @@ def keep_going(
     *,
     log_dir: Path | None,
     first_step: int = 0,
-    newest: Callable[[], int] = lambda: 0,
+    newest: Callable[[], int] | None = None,
 ) -> Outcome:
     """How the attempt ended that ended well.
 
@@ -55,7 +55,7 @@ def keep_going(
         bounds: with how few ranks the run goes on, and with how many it begins.
         attempt: starts that many ranks, after the newest whole checkpoint if it is not the first.
         first_step: optimizer steps done before the first attempt.
-        newest: optimizer steps of the newest whole checkpoint.
+        newest: optimizer steps of the newest whole checkpoint, where that is known.
 
     Raises:
         RankError: a rank failed, and the run is not to be started again.
@@ -76,8 +76,10 @@ def keep_going(
             if outcome.asked_by is not None or not terms.until_saved or not _is_stopped(outcome):
                 return outcome
             told = restarts.grow()
-        begun = newest()
-        print(f"{told}; going on after step {begun}", file=sys.stderr, flush=True)
+        if newest is not None:
+            begun = newest()
+            told = f"{told}; going on after step {begun}"
+        print(told, file=sys.stderr, flush=True)
 
 
 def _is_stopped(outcome: Outcome) -> bool:

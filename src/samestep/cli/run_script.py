@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options, ranks
+from samestep.cli import member, options, ranks
 from samestep.cli.restarts import add_fault_options, keep_going
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.runtime.by_name import ByName
@@ -32,6 +34,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="number of ranks; auto: one a GPU, or one a core where there is no GPU; or MIN:MAX (default auto)",
     )
+    options.add_devices_option(group)
     add_fault_options(parser)
     group = parser.add_argument_group("where it goes")
     group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")
@@ -40,20 +43,20 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; 0 when every rank has ended well, 130 when somebody asked to end."""
+    member.refuse_launchers("run")
     script: Path = arguments.script
     if not script.is_file():
         raise InputError(f"{script} is not a file", rule="a Python script", do="look at the path")
     log_dir = arguments.runs / options.free_name(arguments.runs, script.stem) / "logs"
-    starts = [0]
+    devices = ranks.devices(arguments.devices, "auto")
+    count = ranks.bounds(arguments.processes, "auto", devices=devices)
+    call = partial(ByName("samestep.runtime.script", "run_script"), script, tuple(arguments.arguments))
+    environment = devices.variables() if devices else None
+    starts = itertools.count()
 
     def attempt(processes: int, terms: Terms) -> Outcome:
-        restart, most = len(starts) - 1, arguments.max_restarts
-        starts.append(restart)
-        function = ByName("samestep.runtime.script", "run_script")
-        outcome = run_crew(
-            function, script, tuple(arguments.arguments), restart, most, processes=processes, terms=terms
-        )
-        return outcome
+        given = (next(starts), arguments.max_restarts)
+        return run_crew(call, *given, processes=processes, terms=terms, environment=environment)
 
-    outcome = keep_going(arguments, ranks.bounds(arguments.processes, "auto"), attempt, log_dir=log_dir)
+    outcome = keep_going(arguments, count, attempt, log_dir=log_dir)
     return EXIT_STOPPED if outcome.asked_by is not None else EXIT_DONE
