@@ -12,11 +12,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import track
+from rich.console import Console
+from rich.progress import Progress
 
 from system import Running, events, samestep, until, weights
 
 RECIPE = ("digits",)
+# Done, one report, asked to end, killed, asked to end before the command could listen.
+ENDS = (0, 1, 130, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM)
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 60.0
 SAVING = ("--checkpoint-every", 1, "--lose-at-most", "1s")
 
 
@@ -25,38 +29,46 @@ class Soak:
     """One run that is killed over and over.
 
     Attributes:
+        left: how many kills there are to come.
         kills: how often each was killed, by what it was.
     """
 
     place: Path
     chance: random.Random
+    left: int
     kills: dict[str, int] = field(default_factory=dict)
 
     def once(self) -> bool:
-        """Start or resume the run on a random number of processes and kill a part of it; whether it was done before."""
+        """Start or resume the run on a random number of processes and kill parts of it; whether it came to its end."""
         run = self.place / "runs/soaked"
         processes = self.chance.randint(1, 4)
-        restarts = self.chance.choice((0, 0, 1))
+        restarts = self.chance.choice((0, 2))
         begin = ("resume", run) if any(run.glob("checkpoints/step-*")) else ("train", *RECIPE, "--name", "soaked")
         if begin[0] == "train" and run.exists():
             for path in sorted(run.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
             run.rmdir()
         machine = ("--processes", processes, "--max-restarts", restarts)
-        known = len(events(run, "step"))
         with Running(*begin, *machine, *SAVING, cwd=self.place) as running:
-            steps, moment = self.chance.randint(0, 2), self.chance.random() * 0.1
-            while len(events(run, "step")) < known + steps:
-                if not running.is_running():
-                    done = running.wait(1)
-                    assert done.code == 0, done.err
-                    return True
-                time.sleep(0.005)
-            time.sleep(moment)
-            self._kill(running)
+            while self.left and self._got_on(running, run):
+                time.sleep(self.chance.random() * 0.1)
+                self._kill(running)
             done = running.wait(60)
-            until(lambda: not running.processes(), "no process is left", 5)
-        assert done.code in (0, 1, 130, -signal.SIGKILL), done.err
+            # A fork server that imports torch sees that its launcher was killed when it is done with that.
+            until(lambda: not running.processes(), "no process is left", 20)
+        assert done.code in ENDS, done.err
+        assert done.code != 1 or done.err.count("\nerror: ") + done.err.startswith("error: ") == 1, done.err
+        return done.code == 0
+
+    def _got_on(self, running: Running, run: Path) -> bool:
+        """Wait for a few steps more; whether it still runs then, in spite of the kill before."""
+        until_step = len(events(run, "step")) + self.chance.randint(0, 3)
+        begun = time.monotonic()
+        while running.is_running():
+            if len(events(run, "step")) >= until_step and time.monotonic() - begun > SHORTEST_SECONDS:
+                return True
+            assert time.monotonic() - begun < LONGEST_SECONDS, "it neither ends nor gets on"
+            time.sleep(0.005)
         return False
 
     def _kill(self, running: Running) -> None:
@@ -68,6 +80,7 @@ class Soak:
             running.kill_group(self.chance.choice((signal.SIGTERM, signal.SIGINT)))
         else:
             running.try_kill_process(self.chance.choice(others), signal.SIGKILL)
+        self.left -= 1
         self.kills[what] = self.kills.get(what, 0) + 1
 
 
@@ -79,10 +92,11 @@ def soak(kills: int, seed: int, place: Path) -> Soak:
     """
     done = samestep("train", *RECIPE, "--name", "whole", "--processes", 2, cwd=place, timeout=300)
     assert done.code == 0, done.err
-    soaked = Soak(place, random.Random(seed))
-    for _ in track(range(kills), description="kills", disable=not sys.stderr.isatty()):
-        if soaked.once():
-            break
+    soaked = Soak(place, random.Random(seed), kills)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("kills", total=kills)
+        while soaked.left and not soaked.once():
+            progress.update(task, completed=kills - soaked.left)
     run = place / "runs/soaked"
     done = samestep("resume", run, "--processes", 3, cwd=place, timeout=300)
     assert done.code == 0, done.err

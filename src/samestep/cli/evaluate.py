@@ -12,7 +12,7 @@ from samestep.cli.opened import open_run
 from samestep.errors import EXIT_DONE
 from samestep.record.values import shown
 from samestep.runtime.crew import Terms
-from samestep.runtime.launch import HANG_AFTER
+from samestep.runtime.watchdog import HANG_AFTER
 
 
 def add_parser(commands: Any) -> None:

@@ -17,12 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from samestep.cli.durations import seconds
 from samestep.config import Recipe
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.recipes.parse import make_recipe, recipe_data
 from samestep.runtime.env import quiet_torch, read_rendezvous
 from samestep.runtime.failure import Failure
 from samestep.runtime.rendezvous import Rendezvous
+from samestep.runtime.watchdog import HANG_AFTER
 from samestep.sharding import require_enough_shards
 
 if TYPE_CHECKING:
@@ -121,9 +123,11 @@ def take_part(
     quiet_torch()
     from samestep.runtime.job import join_job
 
+    hang_after = seconds("--hang-after", getattr(arguments, "hang_after", f"{HANG_AFTER:g}s"))
+
     job, plan = None, None
     try:
-        job = join_job(found)
+        job = join_job(found, hang_after=hang_after)
         _require_possible(arguments, found)
         plan = _share(job, settle)
         require_enough_shards(plan.recipe.shards, job.size)
@@ -162,6 +166,12 @@ def _require_possible(arguments: argparse.Namespace, found: Rendezvous) -> None:
             f"--max-restarts {arguments.max_restarts}, but {launcher} has started this process",
             rule="who starts ranks starts them again",
             do="leave --max-restarts out; give it to torchrun, or let Slurm requeue the job",
+        )
+    if getattr(arguments, "grace", None) is not None:
+        raise InputError(
+            f"--grace {arguments.grace}, but {launcher} has started this process",
+            rule="who starts ranks ends them when they take too long",
+            do=f"leave --grace out; {launcher} has a time of its own for that",
         )
 
 

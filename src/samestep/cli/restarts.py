@@ -10,8 +10,9 @@ from typing import Any
 
 from samestep.cli.durations import seconds
 from samestep.runtime.crew import RankError, Terms
-from samestep.runtime.launch import HANG_AFTER, Outcome
+from samestep.runtime.launch import Outcome
 from samestep.runtime.restarts import Restarts
+from samestep.runtime.watchdog import HANG_AFTER
 
 
 def add_fault_options(parser: argparse.ArgumentParser) -> Any:

@@ -74,6 +74,11 @@ class Pulse:
         """What this rank does, such as `in engine.step 7`; empty before it does anything."""
         return self._text
 
+    @property
+    def position(self) -> Position:
+        """Where this rank stands."""
+        return _read(self._memory, self._offset)
+
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         """The outermost thing that ranks do together while the block runs; what is inside it has no name."""
@@ -147,7 +152,7 @@ class Pulse:
 
 
 def own_pulse() -> Pulse:
-    """A pulse that nobody reads, of a process that has no launcher of ours."""
+    """The pulse of a process that has no launcher of ours to read it."""
     return Pulse(bytearray(_SLOT), 0)
 
 
@@ -178,19 +183,22 @@ class Board:
 
     def read(self, rank: int) -> Position:
         """Where a rank stands."""
-        offset = rank * _SLOT
-        for _ in range(100):
-            version, *numbers, length = _NUMBERS.unpack_from(self._memory, offset)
-            text = self._memory[offset + _NUMBERS.size : offset + _NUMBERS.size + length]
-            if version % 2 == 0 and struct.unpack_from("<Q", self._memory, offset)[0] == version:
-                break
-        # A rank that was killed while it wrote leaves a slot that is half new; its numbers are still of use.
-        return replace(Position(*numbers), text=text.decode(errors="replace"))
+        return _read(self._memory, rank * _SLOT)
 
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.close()
         os.close(self._descriptor)
+
+
+def _read(memory: Any, offset: int) -> Position:
+    for _ in range(100):
+        version, *numbers, length = _NUMBERS.unpack_from(memory, offset)
+        text = bytes(memory[offset + _NUMBERS.size : offset + _NUMBERS.size + length])
+        if version % 2 == 0 and struct.unpack_from("<Q", memory, offset)[0] == version:
+            break
+    # A rank that was killed while it wrote leaves a slot that is half new; its numbers are still of use.
+    return replace(Position(*numbers), text=text.decode(errors="replace"))
 
 
 def nameless_file(title: str) -> int:

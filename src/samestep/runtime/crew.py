@@ -115,11 +115,19 @@ class Crew:
         self._terminals = terminals()
 
     def start(self, context: ForkServerContext, orders: Orders) -> None:
-        """Start one rank."""
+        """Start one rank.
+
+        Raises:
+            RankError: the process that is to fork it is gone.
+        """
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=run_rank, args=(orders, send), name=f"{RANK_NAME}{orders.rank}")
-        process.start()
-        send.close()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise RankError(Failure.of_server("while they were started")) from error
+        finally:
+            send.close()
         self._members.append(_Member(orders.rank, process, receive, orders.stacks))
         if self.asked_to_stop:
             self._forward_stop()

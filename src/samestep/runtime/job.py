@@ -20,8 +20,9 @@ from samestep.runtime.env import prepare_torch_environment, read_environment
 from samestep.runtime.port_file import free_loopback_socket, published, wait_for_port
 from samestep.runtime.rendezvous import Rendezvous, is_loopback
 from samestep.runtime.roll_in import job_prefix, roll_in
+from samestep.runtime.watchdog import HANG_AFTER
 
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(seconds=HANG_AFTER)
 _LOOPBACK = "127.0.0.1"
 _NAP_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
 
@@ -34,6 +35,8 @@ class Job:
         store: seen by the ranks of this attempt alone.
         restarts: how often this job was started anew; the same on every rank.
         host: address and port of whoever hosts the store.
+        is_guest: the launcher hosts it, not rank 0.
+        hang_after: for how long ranks may make no progress, in seconds.
     """
 
     rank: int
@@ -41,6 +44,8 @@ class Job:
     store: dist.Store
     restarts: int
     host: tuple[str, int]
+    is_guest: bool
+    hang_after: float
 
     def is_store_there(self) -> bool:
         """Whether somebody still listens where the store is: torch prints pages when it finds out by itself."""
@@ -50,8 +55,8 @@ class Job:
 _joined: list[Job] = []
 
 
-def join_job(found: Rendezvous, timeout: timedelta = TIMEOUT) -> Job:
-    """Meet the other ranks; a process does so once, whatever asks for it.
+def join_job(found: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:
+    """Meet the other ranks; a process does so once, whatever asks for it first.
 
     Raises:
         InputError: this rank cannot listen, or nobody can be reached, where it was told to.
@@ -72,7 +77,7 @@ def join_job(found: Rendezvous, timeout: timedelta = TIMEOUT) -> Job:
                 timeout=timeout,
                 hint=_hint(found),
             )
-        _joined.append(Job(found.rank, found.world_size, here, restarts, host))
+        _joined.append(Job(found.rank, found.world_size, here, restarts, host, found.has_store, hang_after))
     return _joined[0]
 
 

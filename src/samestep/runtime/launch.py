@@ -25,6 +25,7 @@ from samestep.runtime.env import prepare_torch_environment
 from samestep.runtime.rank import Orders
 from samestep.runtime.stacks import StackFile
 from samestep.runtime.stop import GROUP_SIGNALS
+from samestep.runtime.watchdog import HANG_AFTER, LATER_SECONDS
 
 __all__ = ["RankError", "StoppedError", "launch"]
 
@@ -37,11 +38,6 @@ PRELOAD = (
     "samestep.engine.step",
     "samestep.data.loader",
 )
-
-HANG_AFTER = 600.0
-
-# Collectives that wait for a rank that hangs give up after the watchdog has told of it.
-_LATER_SECONDS = 60.0
 
 
 def launch(
@@ -129,7 +125,7 @@ def run_crew(
                     board=board,
                     stacks=stacks,
                     environment=environment or {},
-                    timeout=terms.hang_after + _LATER_SECONDS,
+                    timeout=terms.hang_after + LATER_SECONDS,
                 )
                 crew.start(context, orders)
             return Outcome(unpack(crew.wait_for_all()), crew.asked_by)

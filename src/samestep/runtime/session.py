@@ -20,11 +20,13 @@ from samestep.config import DeviceKind, Reduction
 from samestep.errors import InputError
 from samestep.runtime.board import Pulse, own_pulse
 from samestep.runtime.env import prepare_torch_environment, read_environment, read_rendezvous
-from samestep.runtime.job import TIMEOUT, hosted, join_job
+from samestep.runtime.job import TIMEOUT, Job, hosted, join_job
+from samestep.runtime.mutual_watch import MutualWatch
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.roll_call import RollCall
 from samestep.runtime.roll_in import job_prefix, roll_in
 from samestep.runtime.stop import REQUESTS, StopRequest
+from samestep.runtime.watchdog import HANG_AFTER, LATER_SECONDS
 from samestep.runtime.world import World
 
 
@@ -86,8 +88,8 @@ def start(
         device: `auto` takes this rank's GPU where torch sees one, else the CPU.
         reduction: under `exact`, torch is asked for deterministic kernels.
         threads: intra-operation threads of this rank. More are faster, but another number changes bits.
-        timeout: how long a collective waits for the other ranks; None means 10 minutes, and under a launcher that
-            watches its ranks a little longer than it lets them hang.
+        timeout: how long ranks may get nowhere, and how long a collective waits for the others. None means 10 minutes,
+            or what the launcher was told, and for collectives a little longer, so that who hangs is named first.
 
     Yields:
         The world, whose process group ends with the block.
@@ -98,7 +100,6 @@ def start(
     _require_no_group()
     taken = _seats[-1] if _seats else None
     found = read_rendezvous() if taken is None else None
-    timeout = timeout or (timedelta(seconds=taken.timeout) if taken else TIMEOUT)
     prepare_torch_environment(loopback=found is None or found.is_on_one_machine)
     rank, size, local_rank = _place(taken, found)
     place = _device(device, local_rank, found)
@@ -107,12 +108,14 @@ def start(
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     pulse = taken.pulse if taken else own_pulse()
     with pulse.during("samestep.start()"), pulse.waiting("the rendezvous"):
-        store = _store(taken, found, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        job, store, hang_after = _meet(taken, found, timeout)
+        patience = timedelta(seconds=hang_after + (LATER_SECONDS if job is not None else 0))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     stop = taken.stop if taken else StopRequest()
     if taken:
         stop.listen()  # not before: a script that knows nothing of it must end by SIGTERM
-    roll_call = RollCall(store, pulse, rank=rank, size=size, timeout=timeout)
+    roll_call = RollCall(store, pulse, rank=rank, size=size, timeout=patience)
+    watch = MutualWatch(job, store, pulse, hang_after) if job is not None and size > 1 else None
     world = World(
         rank=rank,
         size=size,
@@ -130,12 +133,26 @@ def start(
         if size == 1:
             dist.destroy_process_group()
         raise
-    _leave(world, is_launched=taken is not None)
+    _leave(world, watch, is_launched=taken is not None)
 
 
-def _leave(world: World, *, is_launched: bool) -> None:
+def _meet(
+    taken: Seat | None, found: Rendezvous | None, timeout: timedelta | None
+) -> tuple[Job | None, dist.Store, float]:
+    """The job of another launcher, this world's part of the store, and how many seconds ranks may get nowhere."""
+    job = join_job(found, timeout or TIMEOUT) if found else None
+    store = _store(taken, job, timeout or TIMEOUT)
+    if timeout is not None:
+        return job, store, timeout.total_seconds()
+    return job, store, taken.timeout if taken else job.hang_after if job else HANG_AFTER
+
+
+def _leave(world: World, watch: MutualWatch | None, *, is_launched: bool) -> None:
     # Ranks leave in step: one that destroys its group while another still talks can abort at exit.
     world.barrier()
+    if watch is not None:
+        watch.close()
+        world.barrier()  # a rank that still looks would find the store gone
     world.pulse.end()
     if is_launched:
         # When a model under DDP is dropped later, and the group with it, torch waits for threads of gloo that may wait
@@ -214,18 +231,16 @@ def _determinism(reduction: Reduction) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _store(seat: Seat | None, found: Rendezvous | None, timeout: timedelta) -> dist.Store:
+def _store(seat: Seat | None, job: Job | None, timeout: timedelta) -> dist.Store:
     """The part of the job's store that this world has for itself."""
-    if seat is None and found is None:
+    if seat is not None:
+        whole = _seat_store(seat, timeout)
+    elif job is not None:
+        whole = job.store
+    else:
         return dist.HashStore()
-    job = _seat_store(seat, timeout) if seat is not None else _job_store(found, timeout)
     _worlds.append(f"world-{len(_worlds)}")  # all ranks enter them in one order
-    return dist.PrefixStore(_worlds[-1], job)
-
-
-def _job_store(found: Rendezvous | None, timeout: timedelta) -> dist.Store:
-    assert found is not None
-    return join_job(found, timeout).store
+    return dist.PrefixStore(_worlds[-1], whole)
 
 
 def _seat_store(seat: Seat, timeout: timedelta) -> dist.Store:

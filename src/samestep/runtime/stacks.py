@@ -20,8 +20,8 @@ _PATIENCE_SECONDS = 1.0
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MAIN = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 
-# Everything above is how we came to call the function that was launched.
-_ABOVE = re.compile(r"runtime.rank\.py:\d+ _call$")
+# Everything above is how we came to call the function, or to run the script, that was launched.
+_ABOVE = re.compile(r"runtime.(rank\.py:\d+ _call|script\.py:\d+ run_script)$")
 
 
 class StackFile:

@@ -12,6 +12,10 @@ from typing import TypeVar
 from samestep.runtime.board import Position
 from samestep.runtime.majority import odd_ranks, ranks_text
 
+HANG_AFTER = 600.0
+# Collectives that wait for a rank that hangs give up after the watchdog has told of it.
+LATER_SECONDS = 60.0
+
 # A rank is slow when a shard takes it so many times what it takes the median rank, twice over so many seconds.
 _SLOW_FACTOR = 1.5
 _SLOW_SECONDS = 5.0
@@ -32,11 +36,13 @@ class Seen:
         has_ended: its process has ended, without failing.
         state: the kernel's letter for what its process does (proc(5)), `T` where a signal has stopped it; empty where
             the system does not tell.
+        is_silent: nothing is heard of it.
     """
 
     position: Position
     has_ended: bool = False
     state: str = ""
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,12 @@ class Hang:
     def culprits(self) -> list[int]:
         """Who is waited for; empty where nobody can tell.
 
-        Who ended or left while others go on, else who is stopped by a signal, else who does not wait, else who waits
+        Who ended or left while others go on, else who is stopped or silent, else who does not wait, else who waits
         elsewhere than most, else who is behind.
         """
         seen = self.seen
         gone = [rank for rank, each in seen.items() if each.has_ended or each.position.is_over]
-        stopped = [rank for rank, each in seen.items() if each.state == "T"]
+        stopped = [rank for rank, each in seen.items() if each.state == "T" or each.is_silent]
         busy = [rank for rank in seen if not self._waits(rank)]
         where = {rank: each.position.text.partition(_WAITING)[0] for rank, each in seen.items()}
         furthest = max(each.position.begun for each in seen.values())
@@ -146,9 +152,12 @@ def hang_text(hang: Hang) -> str:
         lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
         lines += [f"    {frame}" for frame in found] or ["    none: the process does not answer"]
     lines.append(
-        f"  rule: every rank reaches the next step within --hang-after {hang.hang_after:g} s of the one before"
+        f"  rule: every rank reaches the next step within {hang.hang_after:g} s of the one before, --hang-after"
     )
-    lines.append(f"  do:   look at the innermost lines of {who}; if it only needs longer, give it: --hang-after")
+    lines.append(
+        f"  do:   look at the innermost lines of {who}; if it only needs longer, give it more: --hang-after, or "
+        "launch(hang_after=...), start(timeout=...)"
+    )
     return "\n".join(lines)
 
 
@@ -156,6 +165,8 @@ def _where(seen: Seen) -> str:
     text = seen.position.text or "before samestep.start()"
     if seen.has_ended:
         return f"has ended, {text}"
+    if seen.is_silent:
+        return f"{text}; since then nothing is heard of its process, which may be stopped, or its machine lost"
     return f"{text}; its process is stopped by a signal (SIGSTOP, a debugger)" if seen.state == "T" else text
 
 

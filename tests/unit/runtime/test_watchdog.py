@@ -87,8 +87,9 @@ def test_the_report_has_the_culprit_first_and_each_stack_once() -> None:
         "  stack of ranks 0 and 2, innermost last:",
         "    a.py:1 f",
         "    b.py:2 g",
-        "  rule: every rank reaches the next step within --hang-after 10 s of the one before",
-        "  do:   look at the innermost lines of rank 1; if it only needs longer, give it: --hang-after",
+        "  rule: every rank reaches the next step within 10 s of the one before, --hang-after",
+        "  do:   look at the innermost lines of rank 1; if it only needs longer, give it more: --hang-after, or "
+        "launch(hang_after=...), start(timeout=...)",
     ]
 
 
