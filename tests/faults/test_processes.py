@@ -171,6 +171,28 @@ def test_request_to_end_during_start_up_ends_and_leaves_nothing(
     assert (run / "checkpoints" / "last").exists() or not run.exists(), "neither can it be resumed nor started again"
 
 
+def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) -> None:
+    with train(tmp_path, "--processes", 2) as running:
+        running.until(lambda: servers(running), "the fork server")
+        (server,) = servers(running)
+        running.kill_process(server, signal.SIGSTOP)
+        time.sleep(0.3)  # by then it has been asked for a rank
+        running.kill_process(server, signal.SIGKILL)
+        done = running.wait(20)
+        assert done.code == 1
+        told = "error: the fork server of the ranks was killed while they were started, and they ended with it"
+        assert done.err.splitlines()[0] == told
+        assert "Traceback" not in done.err
+        none_left(running)
+
+
+def servers(running: Running) -> list[int]:
+    """The process that ranks are forks of, as long as there are none."""
+    return [
+        process for process in running.processes() if b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
+
+
 def handles(process: int) -> list[str]:
     """What the open files of a process are."""
     found = []
