@@ -226,7 +226,7 @@ CASES = [
         "the fork server is killed",
         act=kill_server,
         code=1,
-        told="error: the fork server of the ranks was killed (in|after) engine.step ",
+        told=r"error: the fork server of the ranks was killed (in|after) engine\.",
     ),
     Case("Ctrl-C", act=signalled(signal.SIGINT, group=True), code=130, resume_on=1),
     Case(

@@ -143,7 +143,9 @@ def steady(text: str) -> str:
     return text if len(text) < LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
-def test_the_page_has_every_fault_with_what_is_expected_of_it() -> None:
+def test_the_page_has_every_fault_with_what_is_expected_of_it(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--faults-page"):
+        pytest.skip("it is written when all cases are done")
     rows = read_rows(PAGE.read_text(encoding="utf-8"))
     assert [(row.fault, row.expected) for row in rows] == [(case.fault, case.expected) for case in CASES]
     assert len(CASES) >= 30
