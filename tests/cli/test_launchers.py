@@ -86,6 +86,7 @@ def test_mpirun_itself_trains_to_the_same_bits(place: Path) -> None:
     assert weights(place / "runs" / "mpi") == weights(place / "runs" / "launched")
 
 
+@pytest.mark.slow
 def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
     run = place / "runs" / "stopped"
     hold = place / "hold"

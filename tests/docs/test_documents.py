@@ -63,15 +63,9 @@ def run(line: str, place: Path) -> str:
     return done.stderr + done.stdout if "train" in line else done.stdout
 
 
-def with_console() -> list[object]:
-    """The documents with commands; some train whole recipes, or one many times."""
-    found = [document for document in DOCUMENTS if blocks(document, "console")]
-    slow = ("README.md", "verify.md")
-    return [pytest.param(d, id=d.name, marks=[pytest.mark.slow] if d.name in slow else []) for d in found]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("document", with_console())
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "console")], ids=lambda path: path.name)
 def test_commands_do_what_is_shown(document: Path, place: Path) -> None:
     hashes: set[str] = set()
     for block in blocks(document, "console"):

@@ -63,6 +63,8 @@ class ShardDataset(torch.utils.data.Dataset[Shard | Unusable]):
         seed_generators(derive_seed("sample", self._seed, epoch, index))
         try:
             return self._dataset[index]
+        except SamestepError:
+            raise  # it names what it is about
         except Exception as error:
             error.add_note(f"while sample {index} of the dataset was made")
             raise
