@@ -13,7 +13,7 @@ demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
 
 test: lint
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -m "not slow and not long and not gpu"
 
 test-slow: types
 	$(PY) -m pytest -m "slow and not gpu"

@@ -40,6 +40,7 @@ class Case:
         command: what is run; the recipe by default.
         variables: what it finds in its environment besides.
         is_quick: it is tried with every change.
+        is_variant: it is much like another one, and tried by `make faults` alone.
     """
 
     fault: str
@@ -54,6 +55,7 @@ class Case:
     command: tuple[object, ...] = ("train", RECIPE, "--name", "a")
     variables: Mapping[str, str] = field(default_factory=dict)
     is_quick: bool = False
+    is_variant: bool = False
 
     @property
     def expected(self) -> str:
@@ -199,6 +201,7 @@ CASES = [
             code=1,
             told=f"error: rank {rank} was killed by SIGKILL in engine.step 7",
             is_quick=rank == 2,
+            is_variant=rank in (1, 3),
         )
         for rank in range(4)
     ),
@@ -209,6 +212,7 @@ CASES = [
             RESTART,
             also=(f"restart 1 of 2, on 4 processes: rank {rank} was killed by SIGKILL in engine.step 8",),
             is_quick=rank == 0,
+            is_variant=rank != 0,
         )
         for rank in (0, 3)
     ),
@@ -221,7 +225,7 @@ CASES = [
         is_quick=True,
     ),
     Case("the launcher is killed", act=signalled(signal.SIGKILL), code=-9, resume_on=2, is_quick=True),
-    Case("the launcher is stopped and goes on", act=stop_for_a_while),
+    Case("the launcher is stopped and goes on", act=stop_for_a_while, is_variant=True),
     Case(
         "the fork server is killed",
         act=kill_server,
@@ -236,8 +240,10 @@ CASES = [
         code=130,
         told="error: stopped ",
     ),
-    Case("SIGTERM to the whole group", act=signalled(signal.SIGTERM, group=True), code=130, resume_on=4),
-    Case("SIGUSR1 to the launcher", act=signalled(signal.SIGUSR1), code=130),
+    Case(
+        "SIGTERM to the whole group", act=signalled(signal.SIGTERM, group=True), code=130, resume_on=4, is_variant=True
+    ),
+    Case("SIGUSR1 to the launcher", act=signalled(signal.SIGUSR1), code=130, is_variant=True),
     Case("the terminal is closed (SIGHUP)", act=signalled(signal.SIGHUP, group=True), code=130),
     Case(
         "SIGTERM, and a rank that takes longer than --grace",
@@ -250,9 +256,16 @@ CASES = [
     Case(
         "rank 2 is stopped (SIGSTOP)", in_step("stop"), HANG, code=1, told="error: rank 2 does not come: nothing has "
     ),
-    Case("rank 0 is stopped (SIGSTOP)", in_step("stop", 0), HANG, code=1, told="error: rank 0 does not come: nothing "),
+    Case(
+        "rank 0 is stopped (SIGSTOP)",
+        in_step("stop", 0),
+        HANG,
+        code=1,
+        told="error: rank 0 does not come: nothing ",
+        is_variant=True,
+    ),
     Case("rank 2 is stopped, restarts allowed", in_step("stop"), (*HANG, *RESTART), also=("restart 1 of 2",)),
-    Case("rank 2 is stopped for a while", in_step("pause"), ("--hang-after", "8s")),
+    Case("rank 2 is stopped for a while", in_step("pause"), ("--hang-after", "8s"), is_variant=True),
     Case(
         "rank 2 hangs in a step",
         in_step("sleep"),
@@ -278,7 +291,13 @@ CASES = [
         told="error: rank 1 failed in engine.step 7: ArithmeticError: the sum does not add up",
         is_quick=True,
     ),
-    Case("rank 1 raises, restarts allowed", in_step("raise", 1), RESTART, also=("restart 1 of 2, on 4 processes",)),
+    Case(
+        "rank 1 raises, restarts allowed",
+        in_step("raise", 1),
+        RESTART,
+        also=("restart 1 of 2, on 4 processes",),
+        is_variant=True,
+    ),
     Case(
         "rank 3 raises in evaluation",
         {"kind": "raise in evaluation", "rank": 3},
@@ -286,9 +305,21 @@ CASES = [
         told="error: rank 3 failed in engine.evaluate: ArithmeticError",
     ),
     Case("SIGTERM in evaluation", {"kind": "wait in evaluation", "rank": 1}, act=stop_in_evaluation, code=130),
-    Case("rank 1 calls sys.exit(0)", in_step("sys.exit(0)", 1), code=1, told="error: rank 1 ended with exit code 0 "),
+    Case(
+        "rank 1 calls sys.exit(0)",
+        in_step("sys.exit(0)", 1),
+        code=1,
+        told="error: rank 1 ended with exit code 0 ",
+        is_variant=True,
+    ),
     Case("rank 1 calls sys.exit(3)", in_step("sys.exit(3)", 1), code=1, told="error: rank 1 ended with exit code 3 "),
-    Case("rank 1 calls os._exit(5)", in_step("os._exit(5)", 1), code=1, told="error: rank 1 ended with exit code 5 "),
+    Case(
+        "rank 1 calls os._exit(5)",
+        in_step("os._exit(5)", 1),
+        code=1,
+        told="error: rank 1 ended with exit code 5 ",
+        is_variant=True,
+    ),
     Case(
         "rank 2: segmentation fault",
         in_step("segmentation fault"),
@@ -296,7 +327,13 @@ CASES = [
         told="error: rank 2 was killed by SIGSEGV in engine.step 7",
         also=("string_at",),
     ),
-    Case("rank 2: abort()", in_step("abort"), code=1, told="error: rank 2 was killed by SIGABRT in engine.step 7"),
+    Case(
+        "rank 2: abort()",
+        in_step("abort"),
+        code=1,
+        told="error: rank 2 was killed by SIGABRT in engine.step 7",
+        is_variant=True,
+    ),
     Case(
         "rank 2 runs into a memory limit",
         in_step("memory limit"),
@@ -317,6 +354,7 @@ CASES = [
         in_step("drift"),
         ("--check-every", 1, *RESTART),
         also=("restart 1 of 2, on 4 processes",),
+        is_variant=True,
     ),
     Case(
         "a loader's worker is killed",
@@ -339,6 +377,7 @@ CASES = [
             in_step(f"kill at {call}", 0, 5),
             RESTART,
             also=("restart 1 of 2, on 4 processes: rank 0 was killed by SIGKILL",),
+            is_variant=call != "rename",
         )
         for call in ("fsync", "rename", "replace")
     ),
@@ -347,6 +386,7 @@ CASES = [
         in_step("file size limit", 0),
         code=1,
         told="error: the checkpoint of step [69] cannot be written .*File too large",
+        is_variant=True,
     ),
     Case(
         "the disk is full",
@@ -372,6 +412,7 @@ CASES = [
         options=RESTART,
         act=damaged_then_killed(truncate),
         also=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
+        is_variant=True,
     ),
     Case("a second run in the same folder", act=another_run, before=paced("1.5")),
     *(
@@ -381,6 +422,7 @@ CASES = [
             code=1,
             told="error: after engine.step [67], rank 2 went another way than the others:",
             is_quick=what == "fewer batches",
+            is_variant=what in ("skip", "other dtype"),
         )
         for what in ("fewer batches", "skip", "other shape", "other dtype", "extra barrier")
     ),
@@ -389,6 +431,7 @@ CASES = [
         command=loop("fewer batches", 2, 6, 0, *HANG),
         code=1,
         told="error: rank 2 does not come: nothing has happened for ",
+        is_variant=True,
     ),
     Case(
         "fewer batches, restarts allowed",

@@ -109,6 +109,7 @@ def test_killed_and_resumed_on_another_number_of_processes_gives_the_same_bits(p
         running.until(
             lambda: any(len(path.read_text().splitlines()) == 13 for path in tmp_path.glob("seen-0-*")), "step 7"
         )
+        running.until((run / "checkpoints/step-000000006").is_dir, "its checkpoint, which is written beside step 7")
         running.kill(signal.SIGKILL)
         running.wait(10)
     hold.unlink()
