@@ -39,6 +39,8 @@ PUBLIC = {
     "StepRules",
     "World",
     "__version__",
+    "all_gather",
+    "reduce_dict",
     "cross_entropy",
     "launch",
     "loader",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from samestep.engine.multi_loss import LossPart, MultiLoss
     from samestep.engine.result import StepResult
     from samestep.engine.step import Engine
+    from samestep.runtime.gather import all_gather, reduce_dict
     from samestep.runtime.launch import launch
     from samestep.runtime.session import start
     from samestep.runtime.world import World
@@ -37,9 +38,11 @@ _HOMES = {
     "StepResult": "engine.result",
     "StepRules": "config",
     "World": "runtime.world",
+    "all_gather": "runtime.gather",
     "cross_entropy": "engine.loss",
     "launch": "runtime.launch",
     "loader": "data.loader",
+    "reduce_dict": "runtime.gather",
     "scaled_lr": "engine.learning_rate",
     "start": "runtime.session",
 }
@@ -54,9 +57,11 @@ __all__ = [
     "StepRules",
     "World",
     "__version__",
+    "all_gather",
     "cross_entropy",
     "launch",
     "loader",
+    "reduce_dict",
     "scaled_lr",
     "start",
 ]

@@ -24,6 +24,10 @@ from samestep.engine.step import Engine
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.record.events import Recorder
 from samestep.record.stopwatch import Stopwatch
+from samestep.runtime.gather import all_gather
+
+# Samples that were left out, in a line on the terminal; all of them are in the events.
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,8 @@ class Trainer:
         if values is None:
             return True
         self._last_evaluation = values
+        self._tell_skipped("training", self._train)
+        self._tell_skipped("evaluation", self._evaluation)
         is_best = self._is_best(values)
         progress = self._progress
         self._recorder.tell(
@@ -209,6 +215,18 @@ class Trainer:
         self._progress = replace(progress, best=best, loss_sum=0.0, loss_count=0.0)
         self._save(is_best=is_best)
         return False
+
+    def _tell_skipped(self, which: str, data: Loader) -> None:
+        """Name the samples that were left out since this was last told; every rank calls it."""
+        if not data.skips:
+            return
+        found = [text for texts in all_gather(data.skipped, self._engine.world) for text in texts]
+        data.skipped.clear()
+        if found:
+            count = f"{len(found)} sample{'s' if len(found) > 1 else ''} of the {which} data"
+            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            text = f"left out {count}: {'; '.join(sorted(found)[:_NAMED])}{more}"
+            self._recorder.tell("skipped", split=which, count=len(found), samples=sorted(found), text=text)
 
     def _evaluate(self) -> dict[str, float] | None:
         self._evaluation.cursor = Cursor()

@@ -16,13 +16,15 @@ class Shard(NamedTuple):
 
     Attributes:
         number: which of the global batch's shards, from 0.
-        size: samples in it.
+        size: samples in it that count; 0 where none could be used, and `data` is there to fill the place.
         data: what the collate function made of them; the engine wants a pair `(inputs, targets)`.
+        skipped: what was wrong with those that were left out.
     """
 
     number: int
     size: int
     data: Any
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

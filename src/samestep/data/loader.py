@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from samestep.config import BadSamples
 from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.data.order import global_order
@@ -30,6 +31,16 @@ class Loader:
         cursor: where the batch handed out last ends. Assign it to go on from there; it costs the same wherever it
             points.
         batch_size: samples in a global batch.
+        skips: samples that cannot be used are left out.
+        skipped: what was wrong with the samples that this rank has left out; whoever tells of them empties it.
+
+    Args:
+        dataset: `__len__` and `__getitem__`, which raises `DataError` for a sample that cannot be used.
+        shards: fixed slices of each batch.
+        shuffle: another order in each epoch, a function of seed and epoch.
+        workers: processes that make samples, 0 for none besides this one.
+        collate: from a list of samples to what the engine is given.
+        bad_samples: `stop`: a sample that cannot be used is raised; `skip`: it is left out of its shard.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class Loader:
         shuffle: bool = False,
         workers: int = 0,
         collate: Collate = default_collate,
+        bad_samples: BadSamples = "stop",
     ) -> None:
         require_enough_shards(shards, world.size)
         if batch_size < shards:
@@ -55,11 +67,13 @@ class Loader:
             raise DataError("the dataset is empty", rule="at least one sample", do="look at the path and filters")
         self.cursor = Cursor()
         self.batch_size = batch_size
+        self.skips = bad_samples == "skip"
+        self.skipped: list[str] = []
         self._size, self._shards = len(dataset), shards
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._queue = RequestQueue()
         self._loader: DataLoader[Shard | Unusable] = DataLoader(
-            ShardDataset(dataset, collate, seed),
+            ShardDataset(dataset, collate, seed, bad_samples),
             batch_size=None,
             sampler=self._queue,
             num_workers=workers,
@@ -108,6 +122,7 @@ class Loader:
         for item in self._loader:
             if isinstance(item, Unusable):
                 raise item.error
+            self.skipped += item.skipped
             yield item
 
 

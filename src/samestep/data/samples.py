@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch.utils.data
 
+from samestep.config import BadSamples
 from samestep.data.batch import Shard
 from samestep.data.order import Indices
-from samestep.errors import SamestepError
+from samestep.errors import DataError, SamestepError
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
 
 Collate = Callable[[list[Any]], Any]
@@ -45,19 +47,48 @@ class ShardDataset(torch.utils.data.Dataset[Shard | Unusable]):
     neither on workers nor on ranks.
     """
 
-    def __init__(self, dataset: SizedDataset, collate: Collate, seed: int) -> None:
+    def __init__(self, dataset: SizedDataset, collate: Collate, seed: int, bad_samples: BadSamples = "stop") -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._skips = bad_samples == "skip"
 
     def __getitem__(self, request: ShardRequest) -> Shard | Unusable:
-        samples = []
         try:
             with preserved_generators():
-                for index in request.indices:
-                    samples.append(self._sample(request.epoch, int(index)))
+                samples, skipped = self._samples(request)
+                size = len(samples)
+                if not samples:
+                    samples = [self._filler(request)]
                 seed_generators(derive_seed("collate", self._seed, request.epoch, int(request.indices[0])))
-                return Shard(request.number, len(samples), self._collate(samples))
+                return Shard(request.number, size, self._collate(samples), tuple(skipped))
         except SamestepError as error:
             return Unusable(error)
+
+    def _samples(self, request: ShardRequest) -> tuple[list[Any], list[str]]:
+        """The samples that can be used, and what is wrong with the others."""
+        samples, skipped = [], []
+        for index in request.indices:
+            try:
+                samples.append(self._sample(request.epoch, int(index)))
+            except DataError as error:
+                if not self._skips:
+                    raise
+                skipped.append(str(error).splitlines()[0])
+        return samples, skipped
+
+    def _filler(self, request: ShardRequest) -> Any:
+        """A sample to fill the place of a shard of which none can be used: the next one of the dataset that can.
+
+        Which one that is does not depend on who asks, so it is the same on any number of ranks.
+        """
+        size, first = len(self._dataset), int(request.indices[-1])
+        for step in range(1, size):
+            with suppress(DataError):  # this one cannot be used either
+                return self._sample(request.epoch, (first + step) % size)
+        raise DataError(
+            f"none of the {size} samples can be used",
+            rule="a dataset has samples",
+            do="look at what bad_samples=stop says of the first",
+        )
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_generators(derive_seed("sample", self._seed, epoch, index))

@@ -66,7 +66,7 @@ def evaluate(
                 outputs, losses = forward.parts(model, part, "evaluation", position)
                 numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
                 found.append((slots + part.number, [*numbers, part.size]))
-                for metric in metrics:
+                for metric in metrics if part.size else ():
                     metric.update(outputs, part.data[1])
             slots += batch.shards
     if give_up and _any(left_off, world):

@@ -48,7 +48,9 @@ class Forward:
         seed_generators(derive_seed(purpose, self._rules.seed, position, shard.number), self._device)
         with self._autocast():
             outputs = call_model(module, inputs)
-            return outputs, self._loss.losses(outputs, targets, shard.size)
+            losses = self._loss.losses(outputs, targets, shard.size)
+        # What fills an empty place takes part in everything, and counts for nothing.
+        return outputs, losses if shard.size else [Loss(loss.sum * 0.0, 0.0) for loss in losses]
 
     @property
     def part_count(self) -> int:

@@ -106,6 +106,8 @@ class MultiLoss:
         """
         counts = torch.zeros(len(self.parts), batch.shards, dtype=torch.float64, device=world.device)
         for shard in batch.parts:
+            if not shard.size:
+                continue  # its targets only fill a place
             targets = targets_of(shard)
             for row, part in enumerate(self.parts):
                 counts[row, shard.number] = part.count_of(targets, shard.size)

@@ -127,9 +127,10 @@ def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
         world=world,
         seed=recipe.step.seed,
         workers=workers,
-        collate=splits.collate,
+        bad_samples=recipe.data.bad_samples,
     )
-    return make(splits.train, shuffle=True), make(splits.evaluation)
+    train = make(splits.train, shuffle=True, collate=splits.train_collate or splits.collate)
+    return train, make(splits.evaluation, collate=splits.collate)
 
 
 def _optimizer(part: Part, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -20,6 +20,8 @@ DATA = {
 }
 MODELS = {"digits_net": "samestep.recipes.digits:DigitsNet", "tokens_net": "samestep.recipes.tokens:TokensNet"}
 LOSSES = {"cross_entropy": "samestep.engine.loss:cross_entropy"}
+# From a run's classes and the options of its data to a samestep.recipes.task.Task.
+TASKS: dict[str, str] = {}
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
 _TORCHVISION = "torchvision:"

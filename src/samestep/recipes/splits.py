@@ -19,6 +19,8 @@ class Splits:
         classes: names of the classes; class number `i` is `classes[i]`.
         reads_files: samples are read and decoded when they are asked for, so loader processes pay off.
         collate: from a list of samples to a pair of batched inputs and targets.
+        train_collate: another such function for training, such as one that mixes samples; it may draw from any of the
+            generators, whose state is a function of the shard's first sample.
     """
 
     train: SizedDataset
@@ -26,3 +28,4 @@ class Splits:
     classes: tuple[str, ...]
     reads_files: bool = False
     collate: Collate = default_collate
+    train_collate: Collate | None = None

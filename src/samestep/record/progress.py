@@ -33,7 +33,7 @@ class ProgressLine:
             self._move(event)
         elif kind == "evaluation":
             self._console.print(epoch_line(event), highlight=False, markup=False, emoji=False, soft_wrap=True)
-        elif kind in ("note", "stop"):
+        elif kind in ("note", "skipped", "stop"):
             self._console.print(event["text"], highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:

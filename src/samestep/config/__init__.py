@@ -1,0 +1,27 @@
+"""What a recipe says, as frozen data: no torch, no file, no environment."""
+
+from samestep.config.parts import BadSamples, DataPart, ModelPart, OptimizerPart, Part
+from samestep.config.recipe import Recipe
+from samestep.config.run_options import DeviceKind, RunOptions
+from samestep.config.schedules import EmaPart, LearningRatePart, LearningRateRule, SchedulePart
+from samestep.config.step_rules import BatchNorm, NonFinite, Precision, Reduction, StepRules
+
+__all__ = [
+    "BadSamples",
+    "BatchNorm",
+    "DataPart",
+    "DeviceKind",
+    "EmaPart",
+    "LearningRatePart",
+    "LearningRateRule",
+    "ModelPart",
+    "NonFinite",
+    "OptimizerPart",
+    "Part",
+    "Precision",
+    "Recipe",
+    "Reduction",
+    "RunOptions",
+    "SchedulePart",
+    "StepRules",
+]
