@@ -165,7 +165,8 @@ class Crew:
     def _forward_stop(self) -> None:
         for member in self._members:
             if member.is_running and member.process.pid is not None:
-                os.kill(member.process.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just ended, which is seen a moment later
+                    os.kill(member.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill what still runs."""

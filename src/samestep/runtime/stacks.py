@@ -41,7 +41,10 @@ class StackFile:
     def ask(self, process: int) -> list[str]:
         """In the launcher: the frames of a process's main thread, outermost first; none if it does not answer."""
         before = os.fstat(self._descriptor).st_size
-        os.kill(process, SIGNAL)
+        try:
+            os.kill(process, SIGNAL)
+        except ProcessLookupError:
+            return []
         until = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < until:
             text = self._read(before)

@@ -32,20 +32,23 @@ def tell_once(job: Job, failure: Failure) -> tuple[bool, int]:
     is gone: it has told, or was killed, which is told by who started it.
     """
     store = job.store
+    is_first, code = False, failure.exit_code
     if job.rank != 0 and not job.is_store_there():
-        return False, failure.exit_code
+        return is_first, code
     try:
         if failure.is_consequence:
             _wait(store, [_TOLD], _SETTLE_SECONDS)
         is_first = store.add(_TELLERS, 1) == 1
         if is_first:
-            store.set(_TOLD, str(failure.exit_code))
+            store.set(_TOLD, str(code))
+        else:
+            code = int(store.get(_TOLD))
+        # From here on rank 0 may be gone, and the store with it.
         store.set(f"{_SEEN}/{job.rank}", "")
-        code = int(store.get(_TOLD))
         if job.rank == 0:
             _wait(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _PARTING_SECONDS)
     except dist.DistError:
-        return False, failure.exit_code
+        return is_first, code
     return is_first, code
 
 
