@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from samestep.config import BadSamples
 from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch, Shard
-from samestep.data.order import global_order
+from samestep.data.order import Indices, global_order, grouped_order
 from samestep.data.samples import Collate, RequestQueue, ShardDataset, ShardRequest, SizedDataset, Unusable
 from samestep.data.transfer import prefetched
 from samestep.errors import DataError, InputError
@@ -41,6 +42,8 @@ class Loader:
         workers: processes that make samples, 0 for none besides this one.
         collate: from a list of samples to what the engine is given.
         bad_samples: `stop`: a sample that cannot be used is raised; `skip`: it is left out of its shard.
+        lengths: one a sample; samples of like length share a global batch, so that little is padded. The order is then
+            a function of seed, epoch, lengths and batch size.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Loader:
         workers: int = 0,
         collate: Collate = default_collate,
         bad_samples: BadSamples = "stop",
+        lengths: Sequence[int] | None = None,
     ) -> None:
         require_enough_shards(shards, world.size)
         if batch_size < shards:
@@ -65,12 +69,17 @@ class Loader:
             )
         if len(dataset) == 0:
             raise DataError("the dataset is empty", rule="at least one sample", do="look at the path and filters")
+        if lengths is not None and len(lengths) != len(dataset):
+            raise InputError(
+                f"there are {len(lengths)} lengths for {len(dataset)} samples", rule="one a sample", do="count them"
+            )
         self.cursor = Cursor()
         self.batch_size = batch_size
         self.skips = bad_samples == "skip"
         self.skipped: list[str] = []
         self._size, self._shards = len(dataset), shards
         self._seed, self._shuffle, self._world = seed, shuffle, world
+        self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._queue = RequestQueue()
         self._loader: DataLoader[Shard | Unusable] = DataLoader(
             ShardDataset(dataset, collate, seed, bad_samples),
@@ -96,7 +105,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         epoch = self.cursor.epoch
-        order = global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        order = self._order(epoch)
         starts = range(self.cursor.samples, self._size, self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
         self._queue.requests = [
@@ -111,6 +120,11 @@ class Loader:
             end = Cursor(epoch, stop) if stop < self._size else Cursor(epoch + 1, 0)
             self.cursor = end
             yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts)
+
+    def _order(self, epoch: int) -> Indices:
+        if self._lengths is None:
+            return global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        return grouped_order(self._lengths, self.batch_size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
     def _filled(self, size: int) -> list[int]:
         """This rank's shards that have samples in a batch of `size`."""

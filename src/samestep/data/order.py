@@ -1,4 +1,4 @@
-"""The order of data: a pure function of (seed, epoch)."""
+"""The order of data: a pure function of (seed, epoch), and of lengths where samples are grouped by them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 from samestep.runtime.random_state import derive_seed
 
 Indices = NDArray[numpy.int64]
+
+# Global batches that are sorted by length together: many, so that a batch is of nearly one length, and yet a part of
+# the epoch only, so that which samples meet in a batch differs from epoch to epoch.
+_MOST_IN_WINDOW, _LEAST_WINDOWS = 50, 4
 
 
 def global_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
@@ -19,5 +23,29 @@ def global_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
     """
     if not shuffle:
         return numpy.arange(size, dtype=numpy.int64)
-    keys = numpy.random.Philox(key=derive_seed("order", seed, epoch)).random_raw(size)
-    return numpy.argsort(keys, kind="stable").astype(numpy.int64)
+    return _by_keys(size, derive_seed("order", seed, epoch))
+
+
+def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
+    """All sample indices of one epoch, samples of like length in one global batch, so that little is padded.
+
+    Windows of some global batches of `global_order` are sorted by length each and cut into batches, whose order is
+    drawn again. The samples that do not fill a batch are set apart before anything is sorted, so that the last batch
+    is no shorter or longer than others. Without `shuffle` the whole is sorted. Ranks have no part in any of this.
+    """
+    order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
+    if not shuffle:
+        return order[numpy.argsort(lengths, kind="stable")]
+    batches = len(order) // batch_size
+    whole, rest = order[: batches * batch_size], order[batches * batch_size :]
+    in_window = min(_MOST_IN_WINDOW, max(1, batches // _LEAST_WINDOWS))
+    window = numpy.arange(len(whole)) // (in_window * batch_size)
+    rows = whole[numpy.lexsort((lengths[whole], window))].reshape(batches, batch_size)
+    rows = rows[_by_keys(batches, derive_seed("order", seed, epoch, batch_size))]
+    # In a batch too samples are sorted, because each of its shards is padded on its own.
+    return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
+
+
+def _by_keys(size: int, seed: int) -> Indices:
+    """The numbers below `size` in an order drawn from `seed`."""
+    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(numpy.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.utils.data import default_collate
 
@@ -21,6 +23,10 @@ class Splits:
         collate: from a list of samples to a pair of batched inputs and targets.
         train_collate: another such function for training, such as one that mixes samples; it may draw from any of the
             generators, whose state is a function of the shard's first sample.
+        train_lengths: one a training sample, where samples of like length are to share a global batch.
+        evaluation_lengths: the same for evaluation, which then goes from short to long.
+        model_options: what a model may want to know of the data; a model that has an option of that name is given it,
+            unless the recipe gives it.
     """
 
     train: SizedDataset
@@ -29,3 +35,6 @@ class Splits:
     reads_files: bool = False
     collate: Collate = default_collate
     train_collate: Collate | None = None
+    train_lengths: Sequence[int] | None = None
+    evaluation_lengths: Sequence[int] | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
