@@ -1,59 +1,17 @@
-"""Schedules, weights and metrics of a recipe."""
+"""Weights, data and metrics of a recipe."""
 
-import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from samestep.config import SchedulePart
 from samestep.errors import DataError, RecipeError
 from samestep.metrics import build_metrics
-from samestep.recipes.build import schedule_factor
 from samestep.recipes.digits import load_digits
 from samestep.recipes.weights import freeze, take_matching
 from samestep.runtime.world import World
-
-# --- schedules -------------------------------------------------------------------------------------------
-
-
-def test_constant_is_constant() -> None:
-    factor = schedule_factor(SchedulePart(), steps_per_epoch=10, epochs=3)
-    assert {factor(step) for step in range(31)} == {1.0}
-
-
-def test_warm_up_rises_in_equal_parts_to_one() -> None:
-    factor = schedule_factor(SchedulePart(warmup_epochs=0.5), steps_per_epoch=10, epochs=3)
-    assert [factor(step) for step in range(7)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
-
-
-def test_cosine_has_its_peak_after_the_warm_up_and_its_end_at_the_last_step() -> None:
-    schedule = SchedulePart(name="cosine", warmup_epochs=1, final=0.1)
-    factor = schedule_factor(schedule, steps_per_epoch=10, epochs=3)
-    assert factor(0) == pytest.approx(0.1)
-    assert factor(9) == factor(10) == 1.0
-    middle = (10 + 29) / 2
-    assert factor(19) + factor(20) == pytest.approx(2 * (0.1 + 0.9 / 2)), f"symmetric about {middle}"
-    assert factor(29) == pytest.approx(0.1)
-    assert factor(30) == pytest.approx(0.1), "asked once more after the last step"
-    assert factor(15) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 5 / 19)))
-
-
-@given(steps=st.integers(1, 50), epochs=st.integers(1, 20), warmup=st.floats(0, 30), final=st.floats(0, 1))
-def test_cosine_stays_between_its_ends_and_falls_after_the_warm_up(
-    steps: int, epochs: int, warmup: float, final: float
-) -> None:
-    factor = schedule_factor(SchedulePart(name="cosine", warmup_epochs=warmup, final=final), steps, epochs)
-    values = [factor(step) for step in range(steps * epochs)]
-    assert all(0 < value <= 1 or (value == 0 and final == 0) or value == pytest.approx(final) for value in values)
-    after = values[round(warmup * steps) :]
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
-
 
 # --- weights ---------------------------------------------------------------------------------------------
 
