@@ -87,10 +87,8 @@ def test_every_trained_parameter_is_in_one_group_and_the_full_rate_comes_first()
 
 
 def expected_of_tokens(name: str) -> int:
-    first = name.split(".")[0]
-    return {"tokens": 0, "positions": 0, "norm": 4, "head": 4}.get(first) or (
-        int(name.split(".")[1]) + 1 if first == "blocks" else 0
-    )
+    first, second = name.split(".")[:2]
+    return int(second) + 1 if first == "blocks" else {"tokens": 0, "positions": 0, "norm": 4, "head": 4}[first]
 
 
 def test_layers_of_a_plain_transformer() -> None:
@@ -178,7 +176,7 @@ def test_groups_go_into_a_checkpoint_and_out_of_it(tmp_path: Path) -> None:
     slots = {names[parameter]: state["exp_avg"] for parameter, state in second.optimizer.state.items()}
     for name, parameter in first.model.named_parameters():
         assert torch.equal(slots[name], first.optimizer.state[parameter]["exp_avg"])
-    with pytest.raises(CheckpointError, match="other parameter groups|of another optimizer|other parameters"):
+    with pytest.raises(CheckpointError, match="does not fit"):
         load(checkpoint, other)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def made(*overrides: str, **more: Any) -> Recipe:
 
 
 def test_shipped_recipes_load_as_they_stand() -> None:
-    assert set(shipped_recipes()) == {"digits", "images", "tokens"}
+    assert set(shipped_recipes()) >= {"digits", "images", "tokens"}
     for name in shipped_recipes():
         assert load_recipe(name).step.reduction == "exact"
 
@@ -109,6 +110,52 @@ def test_unknown_key_names_the_nearest_and_all(given: dict[str, Any], nearest: s
         made(**given)
     assert error.value.do == f"did you mean {nearest}?"
     assert nearest.rpartition(".")[2] in str(error.value.rule)
+
+
+@pytest.mark.parametrize("part", ["data", "model", "loss", "optimizer"])
+@pytest.mark.parametrize("value", [3, 0.5, "text", [1, 2], None, True])
+def test_options_can_be_said_without_the_word(part: str, value: Any) -> None:
+    of_file = made(**{part: {"name": "n", "width": value, "options": {"depth": 2}}})
+    assert getattr(of_file, part).options == {"depth": 2, "width": value}
+    assert made(**{part: {"name": "n", "width": value}}) == made(**{part: {"name": "n", "options": {"width": value}}})
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    assert made(f"{part}.name=n", f"{part}.width={text}") == made(f"{part}.name=n", f"{part}.options.width={text}")
+
+
+def test_short_and_full_options_are_one_and_the_later_wins() -> None:
+    assert made("data.path=a", "data.options.path=b").data.options == {"path": "b"}
+    assert made("data.options.path=a", "data.path=b").data.options == {"path": "b"}
+    assert made("data.path=b", data={"name": "d", "path": "a"}).data.options == {"path": "b"}
+    with pytest.raises(RecipeError, match=r"data\.path and data\.options\.path are both given"):
+        made(data={"name": "d", "path": "a", "options": {"path": "a"}})
+
+
+def test_a_parts_own_keys_and_mappings_are_no_options() -> None:
+    assert made("model.freeze=[a.*]").model.options == {}
+    assert made("optimizer.layer_decay=0.5").optimizer.options == {}
+    for override in ("model.opts={width: 8}", "model.opts.width=8", "model.width={}"):
+        with pytest.raises(RecipeError, match="unknown key model"):
+            made(override)
+
+
+@pytest.mark.parametrize(
+    "slip", ["model.pretraind=a", "model.freez=[a]", "optimizer.layer_decy=1", "data.bad_sample=x"]
+)
+def test_a_slip_of_a_parts_own_key_is_no_option(slip: str) -> None:
+    key, _, _ = slip.partition("=")
+    part, _, name = key.partition(".")
+    with pytest.raises(RecipeError, match=f"unknown key {key}") as error:
+        made(slip)
+    assert f"did you mean {part}." in str(error.value.do)
+    assert f"{part}.options.{name}" in str(error.value.rule)
+    assert name in getattr(made(f"{part}.options.{name}=1"), part).options
+
+
+def test_options_that_are_none_are_refused_as_before() -> None:
+    with pytest.raises(RecipeError, match="options is 3, which has no keys"):
+        made("data.options=3", "data.path=a")
+    with pytest.raises(RecipeError, match=r"data\.options is 3"):
+        made(data={"name": "d", "options": 3})
 
 
 def test_missing_key_is_named() -> None:

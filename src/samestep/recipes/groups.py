@@ -62,8 +62,8 @@ def scale_layers(optimizer: torch.optim.Optimizer, part: OptimizerPart) -> tuple
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter, from 0 at the input: timm's own numbers where the model is one of timm's.
 
-    Elsewhere the members of the outermost lists of like modules (`ModuleList` or `Sequential`, all of one class) are the
-    model's blocks, in the order in which it defines them. What is defined before the first block is layer 0, what
+    Elsewhere the members of the outermost lists of like modules (`ModuleList` or `Sequential`, all of one class) are
+    the model's blocks, in the order in which it defines them. What is defined before the first block is layer 0, what
     stands after the last one is a layer of its own, and what stands between two belongs to the one before.
 
     Raises:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
+from samestep.recipes.short_keys import full_key, own_option, with_options
 
 
 class _Yaml(yaml.SafeLoader):
@@ -47,7 +48,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
     """A checked recipe from plain data; `origin` is what errors call it."""
-    data = json.loads(_as_json(raw, origin))
+    data = with_options(json.loads(_as_json(raw, origin)), origin)
     for override in overrides:
         _override(data, override)
     _refuse_what_is_meant_otherwise(data, origin)
@@ -139,7 +140,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=_Yaml)
     except yaml.YAMLError as error:
         raise RecipeError(f"--set {override!r}: {error}", rule="values are YAML", do="quote the value") from error
-    *parents, leaf = key.split(".")
+    *parents, leaf = full_key(key.split("."), value)
     place = data
     for parent in parents:
         inner = place.setdefault(parent, {})
@@ -179,9 +180,10 @@ def _explain(error: ErrorDetails, origin: str) -> RecipeError:
         known = _keys_at(where[:-1])
         close = get_close_matches(where[-1], known, n=1, cutoff=0.5)
         nearest = ".".join([*where[:-1], close[0]]) if close else None
+        option = own_option(where)
         return RecipeError(
             f"{origin}: unknown key {key}",
-            rule=f"keys here: {', '.join(known)}",
+            rule=f"keys here: {', '.join(known)}" + (f"; an option of that name is {option}" if option else ""),
             do=f"did you mean {nearest}?" if nearest else "remove it",
         )
     if error["type"] in ("missing", "missing_argument"):
