@@ -97,4 +97,5 @@ class Checkpoints:
     @property
     def _training(self) -> Training:
         engine = self._engine
-        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
+        average = engine.averaged.tensors if engine.averaged is not None else None
+        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler, average)

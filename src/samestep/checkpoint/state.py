@@ -21,7 +21,7 @@ from samestep.checkpoint.manifest import STATE, foreign, read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Training:
-    """The objects whose state a checkpoint holds."""
+    """The objects whose state a checkpoint holds.
+
+    Attributes:
+        average: a moving average of trained parameters by name, set in place; None where there is none.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
+    average: dict[str, torch.Tensor] | None = None
 
 
 def pack(training: Training, progress: Progress) -> dict[str, bytes]:
@@ -66,11 +71,14 @@ def pack(training: Training, progress: Progress) -> dict[str, bytes]:
         "scheduler": training.scheduler.state_dict() if training.scheduler else None,
         "scaler": training.scaler.state_dict(),
     }
-    return {
+    files = {
         MODEL: save(tensors),
         OPTIMIZER: save(slots),
         STATE: json.dumps(state, indent=1).encode(),
     }
+    if training.average is not None:
+        files[AVERAGE] = save({name: tensor.cpu().contiguous() for name, tensor in training.average.items()})
+    return files
 
 
 def load(checkpoint: Path, training: Training) -> Progress:
@@ -79,8 +87,11 @@ def load(checkpoint: Path, training: Training) -> Progress:
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer, or was not written here.
     """
-    state = read_json(checkpoint, STATE, MODEL, OPTIMIZER)
+    averages = (AVERAGE,) if training.average is not None else ()
+    state = read_json(checkpoint, STATE, MODEL, OPTIMIZER, *averages)
     with _read_as_written(checkpoint):
+        if training.average is not None:
+            _set(training.average, _tensors(checkpoint, AVERAGE))
         progress = _progress(state)
         slots = _tensors(checkpoint, OPTIMIZER)
         _load_model(checkpoint, state["aliases"], training.model)
@@ -92,14 +103,21 @@ def load(checkpoint: Path, training: Training) -> Progress:
     return progress
 
 
-def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
+def load_model(checkpoint: Path, model: torch.nn.Module, *, averaged: bool = False) -> None:
     """Set the weights and buffers of `model` alone, after verifying the checkpoint.
+
+    Args:
+        averaged: the trained parameters are those of the moving average, which the checkpoint must have.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
+    averages = (AVERAGE,) if averaged else ()
     with _read_as_written(checkpoint):
-        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL)["aliases"], model)
+        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model)
+        if averaged:
+            average = _tensors(checkpoint, AVERAGE)
+            _set({name: p.detach() for name, p in model.named_parameters() if name in average}, average)
 
 
 @contextmanager
@@ -133,6 +151,18 @@ def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Mo
             do="build the model that was trained; model.pretrained takes what matches of another one",
         )
     model.load_state_dict(tensors)
+
+
+def _set(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Set tensors in place.
+
+    Raises:
+        ValueError: names or shapes are not the same.
+    """
+    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in given.items()}:
+        raise ValueError("the averaged weights are of other parameters")
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -10,6 +10,7 @@ import torch
 
 from samestep.engine.buffer_history import BufferHistory
 from samestep.engine.checksum import checksum
+from samestep.engine.ema import AveragedWeights
 from samestep.engine.held import held_tensors
 from samestep.errors import DriftError, InputError
 from samestep.parallel.gather import gather_numbers, gather_texts
@@ -20,13 +21,24 @@ _NAMED = 3  # tensors that a report names
 
 
 class DriftCheck:
-    """Compares ranks by checksums, after every `every` steps; does nothing if that is None."""
+    """Compares ranks by checksums, after every `every` steps; does nothing if that is None.
+
+    Args:
+        averaged: the moving average of the weights, if there is one.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, every: int | None
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        every: int | None,
+        averaged: AveragedWeights | None = None,
     ) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
         self._every = every if world.size > 1 else None
+        average = averaged.tensors if averaged is not None else {}
+        self._average = {f"average of {name}": tensor for name, tensor in average.items()}
         self._history = BufferHistory(model)
         self._agreed: int | None = None
 
@@ -50,7 +62,7 @@ class DriftCheck:
         """
         if self._every is None:
             return
-        held = held_tensors(self._model, self._optimizer) | self._history.tensors()
+        held = held_tensors(self._model, self._optimizer) | self._average | self._history.tensors()
         numbers = [_signed(_shape_checksum(held)), _signed(checksum(held.values()))]
         found = dict(enumerate(gather_numbers(self._world, numbers)))
         if len(set(found.values())) > 1:

@@ -13,6 +13,7 @@ from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.plain_loss import in_parts
+from samestep.engine.switches import laid_out
 from samestep.errors import RunError
 from samestep.runtime.random_state import Purpose, derive_seed, seed_generators
 from samestep.runtime.world import World
@@ -47,7 +48,7 @@ class Forward:
         inputs, targets = _pair(shard.data)
         seed_generators(derive_seed(purpose, self._rules.seed, position, shard.number), self._device)
         with self._autocast():
-            outputs = call_model(module, inputs)
+            outputs = call_model(module, laid_out(inputs, self._rules))
             losses = self._loss.losses(outputs, targets, shard.size)
         # What fills an empty place takes part in everything, and counts for nothing.
         return outputs, losses if shard.size else [Loss(loss.sum * 0.0, 0.0) for loss in losses]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from samestep.data.batch import GlobalBatch
 from samestep.engine import finite
 from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 from samestep.engine.drift import DriftCheck, begin_checks
+from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
 from samestep.engine.gradients import ShardGradients
@@ -23,6 +25,7 @@ from samestep.engine.joint import JointGradients, has_joint_layers
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
 from samestep.engine.result import StepResult
+from samestep.engine.switches import prepare
 from samestep.engine.tally import Tally
 from samestep.errors import InputError
 from samestep.parallel.strategy import build_strategy
@@ -40,11 +43,13 @@ class Engine:
         world: the ranks, from `samestep.start()`.
         scheduler: advanced once a step.
         rules: seed, reduction, clipping and so on.
+        ema: decay of a moving average of the weights, with which evaluation is done; None for none.
         check_every: steps between comparisons of what ranks hold, or None for none; the same on every rank. Where it
             is set, ranks also call the roll before each step, evaluation and collective: see `docs/runs.md`.
 
     Attributes:
         steps: steps done so far, skipped ones included; what random states and schedule count.
+        averaged: the moving average of the weights, if there is one.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Engine:
         scheduler: LRScheduler | None = None,
         rules: StepRules | None = None,
         check_every: int | None = None,
+        ema: float | None = None,
     ) -> None:
         self._call_name = world.roll_call.name_engine()
         with world.roll_call.during(f"making {self._call_name}"):
@@ -73,6 +79,8 @@ class Engine:
         self._parameters = list(self._names)
         _require_same(self._parameters, optimizer)
         model.to(world.device)
+        prepare(model, self.rules, world.device)
+        self.averaged = AveragedWeights(model, ema) if ema is not None else None
         self._buffers = ShardedBuffers(model)
         self._forward = Forward(loss, self.rules, world.device)
         joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
@@ -82,7 +90,7 @@ class Engine:
         self._gradients = gradients(
             model, self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
         )
-        self._drift = DriftCheck(model, optimizer, world, check_every)
+        self._drift = DriftCheck(model, optimizer, world, check_every, self.averaged)
         for observer in self._observers:
             observer.made(self)
 
@@ -128,6 +136,8 @@ class Engine:
                 clip_grads_with_norm_(self._parameters, self.rules.clip_norm, norm)
             self.scaler.step(self.optimizer)
             self._buffers.write(tally.buffers / batch.filled)
+            if self.averaged is not None:
+                self.averaged.update()
         else:
             self._leave_out(batch, tally)
         # The scaler has seen the same gradients on every rank, so what it decides is one decision for all.
@@ -159,7 +169,8 @@ class Engine:
     def _evaluate(
         self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric], *, give_up: bool
     ) -> dict[str, float] | None:
-        with self.world.roll_call.during(f"{self._call_name}.evaluate"):
+        averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
+        with self.world.roll_call.during(f"{self._call_name}.evaluate"), averaged:
             values = evaluate(self.model, batches, metrics, self._forward, self.world, give_up=give_up)
         if values is not None:
             for observer in self._observers:

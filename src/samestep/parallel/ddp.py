@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import PeerLostError
+from samestep.parallel.flat import taken_apart
 from samestep.parallel.kept import sum_kept
 from samestep.parallel.lane import Lane
 from samestep.parallel.reduction import Reduction
@@ -72,7 +73,8 @@ class DdpStrategy:
     def _sum_bucket(self, state: object, bucket: dist.GradBucket) -> _Future:
         assert self._now is not None
         tree, last = self._now
-        parameters, gradients, flat = _parameters_of(bucket), bucket.gradients(), bucket.buffer()
+        parameters, flat = _parameters_of(bucket), bucket.buffer()
+        gradients = taken_apart(flat, parameters)  # bucket.gradients() takes every parameter for contiguous
         return self._lane.submit(lambda: self._reduction.bucket(tree, last, parameters, gradients, flat))
 
     def _sum_kept(self, tree: ShardTree) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from samestep.parallel.flat import taken_apart
+
 _GROUP_ELEMENTS = 4 * 2**20
 
 
@@ -14,9 +16,8 @@ def sum_kept(
 ) -> None:
     """Set `.grad` of each parameter to its part of what `summed` makes, one flat tensor for some of them at a time."""
     for group in _groups(parameters):
-        values = summed(group).split([parameter.numel() for parameter in group])
-        for parameter, value in zip(group, values, strict=True):
-            parameter.grad = value.view_as(parameter)
+        for parameter, value in zip(group, taken_apart(summed(group), group), strict=True):
+            parameter.grad = value
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:

@@ -14,6 +14,7 @@ import torch
 
 from samestep.config import Reduction as ReductionName
 from samestep.parallel.exchange import plain_sum, tree_sum
+from samestep.parallel.flat import flattened
 from samestep.parallel.tree import Node, ShardTree, merged
 from samestep.runtime.world import World
 
@@ -87,13 +88,14 @@ class ExactReduction:
                 self._fold_into(tree, node, last, parameters, gradients)
                 mine.append(flat)
             else:
-                mine.append(_flat(self._select(node, parameters)))
+                mine.append(flattened(self._select(node, parameters), parameters))
         return tree_sum(self._world, tree, mine, flat)
 
     def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
         nodes = tree.cover(self._world.rank, self._world.size)
-        mine = [_flat(self._select(node, parameters)) for node in nodes]
-        return tree_sum(self._world, tree, mine, mine[0] if mine else _flat([torch.zeros_like(p) for p in parameters]))
+        mine = [flattened(self._select(node, parameters), parameters) for node in nodes]
+        total = mine[0] if mine else flattened([torch.zeros_like(p) for p in parameters], parameters)
+        return tree_sum(self._world, tree, mine, total)
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
         return _tree_vector(self._world, tree, vectors, length)
@@ -141,7 +143,7 @@ class FastReduction:
 
     def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
         mine = [self._kept[p] if p in self._kept else torch.zeros_like(p) for p in parameters]
-        return plain_sum(self._world, _flat(mine))
+        return plain_sum(self._world, flattened(mine, parameters))
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
         return _tree_vector(self._world, tree, vectors, length)
@@ -166,10 +168,6 @@ def _tree_vector(world: World, tree: ShardTree, vectors: Mapping[int, torch.Tens
 def _add(left: Tensors, right: Tensors) -> Tensors:
     torch._foreach_add_(right, left)
     return right
-
-
-def _flat(tensors: Tensors) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _take_gradients(parameters: Sequence[Parameter]) -> Tensors:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,14 +9,16 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.config import ModelPart, Part, Recipe, RunOptions, SchedulePart
+from samestep.config import ModelPart, OptimizerPart, Part, Recipe, RunOptions
 from samestep.data.loader import Loader
 from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
 from samestep.engine.step import Engine
 from samestep.errors import RecipeError
 from samestep.metrics import CountMetric, build_metrics
+from samestep.recipes.groups import parameter_groups, scale_layers
 from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find, takes
+from samestep.recipes.schedule import schedule_factor
 from samestep.recipes.splits import Splits
 from samestep.recipes.weights import freeze, take_matching
 from samestep.runtime.env import read_environment
@@ -57,30 +57,15 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     train, evaluation = _loaders(recipe, options, splits, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
+    notes += scale_layers(optimizer, recipe.optimizer)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss: LossFunction = _loss(recipe.loss)
     every = options.check_every
-    engine = Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step, check_every=every)
+    ema = recipe.ema.decay if recipe.ema is not None else None
+    engine = Engine(
+        model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step, check_every=every, ema=ema
+    )
     return Built(engine, train, evaluation, metrics, notes)
-
-
-def schedule_factor(schedule: SchedulePart, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
-    """The factor of the learning rate before step `n` (from 0): linear warm-up, then constant or a half cosine.
-
-    The cosine is that of Loshchilov & Hutter, "SGDR" (2017), without restarts.
-    """
-    warmup = round(schedule.warmup_epochs * steps_per_epoch)
-    total = steps_per_epoch * epochs
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if schedule.name == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
-        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
 
 
 def _splits(part: Part) -> Splits:
@@ -100,6 +85,7 @@ def _model(recipe: Recipe, splits: Splits) -> tuple[torch.nn.Module, tuple[str, 
     options = dict(part.options)
     if part.name.startswith("torchvision:") or takes(builder, "num_classes"):
         options.setdefault("num_classes", len(splits.classes))
+    options = {name: value for name, value in splits.model_options.items() if takes(builder, name)} | options
     # Initial weights are a function of the seed; what draws afterwards must not depend on how many they were.
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
@@ -129,14 +115,15 @@ def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
         workers=workers,
         bad_samples=recipe.data.bad_samples,
     )
-    train = make(splits.train, shuffle=True, collate=splits.train_collate or splits.collate)
-    return train, make(splits.evaluation, collate=splits.collate)
+    train_collate = splits.train_collate or splits.collate
+    train = make(splits.train, shuffle=True, collate=train_collate, lengths=splits.train_lengths)
+    return train, make(splits.evaluation, collate=splits.collate, lengths=splits.evaluation_lengths)
 
 
-def _optimizer(part: Part, model: torch.nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _optimizer(part: OptimizerPart, model: torch.nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, part)
     try:
-        optimizer = call(find(part.name, OPTIMIZERS, "optimizer"), part.options, trained, where="optimizer.options")
+        optimizer = call(find(part.name, OPTIMIZERS, "optimizer"), part.options, groups, where="optimizer.options")
     except ValueError as error:
         raise RecipeError(
             f"optimizer: {error}", rule=f"what {part.name} takes", do="correct optimizer.options"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str,
     """Evaluate the weights of a checkpoint; `loss`, `samples` and the recipe's metrics."""
     rules = recipe.step
     with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
-        built = build(recipe, options, world)
-        checkpoints.load_model(checkpoint, built.engine.model)
+        built = build(replace(recipe, ema=None), options, world)
+        checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 

@@ -81,7 +81,8 @@ def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
 
 def _training(built: Built) -> Training:
     engine = built.engine
-    return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
+    average = engine.averaged.tensors if engine.averaged is not None else None
+    return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler, average)
 
 
 def _run_script(subject: Subject, trial: Trial, log: Path) -> None:

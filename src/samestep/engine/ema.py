@@ -1,0 +1,52 @@
+"""An exponential moving average of the weights, to evaluate with.
+
+Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); the arithmetic is torch's
+(`torch.optim.swa_utils`). It is one elementwise function of the same weights on every rank, so it has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from samestep.errors import InputError
+
+
+class AveragedWeights:
+    """The average of a model's trained parameters; frozen ones and buffers are the model's own.
+
+    Args:
+        decay: how much of the average stays at each step, between 0 and 1.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise InputError(f"ema is {decay}", rule="a decay between 0 and 1, or None", do="ema=0.9999")
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._average = {name: p.detach().clone() for name, p in self._trained.items()}
+        self._move = get_ema_multi_avg_fn(decay)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The average, by the model's names."""
+        return self._average
+
+    def update(self) -> None:
+        """Take in the weights as they are after a step."""
+        self._move(list(self._average.values()), self._current(), 0)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While the block runs the model's weights are the average."""
+        own = [weights.clone() for weights in self._current()]
+        torch._foreach_copy_(self._current(), list(self._average.values()))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._current(), own)
+
+    def _current(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self._trained.values()]

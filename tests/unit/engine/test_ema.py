@@ -1,0 +1,102 @@
+"""The moving average of the weights is torch's arithmetic, on every number of ranks, and evaluation uses it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import samestep
+from ranks_switches import BATCH, SHARDS, Conv, data, engine_of, trained
+from samestep.checkpoint.state import AVERAGE, Progress, Training, load, load_model, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.engine.step import Engine
+from samestep.errors import CheckpointError, InputError
+from samestep.runtime.launch import launch
+
+DECAY = 0.8
+
+
+def training(engine: Engine) -> Training:
+    assert engine.averaged is not None
+    return Training(engine.model, engine.optimizer, None, engine.scaler, engine.averaged.tensors)
+
+
+def test_it_is_the_average_that_torch_computes(alone: samestep.World) -> None:
+    engine = engine_of(alone, DECAY)
+    theirs = AveragedModel(engine.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    theirs.update_parameters(engine.model)  # its first update is a copy
+    for batch in samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone):
+        engine.step(batch)
+        theirs.update_parameters(engine.model)
+    assert engine.averaged is not None
+    expected = dict(theirs.module.named_parameters())
+    assert engine.averaged.tensors.keys() == expected.keys()
+    for name, average in engine.averaged.tensors.items():
+        assert torch.equal(average, expected[name]), name
+    assert not torch.equal(engine.averaged.tensors["head.weight"], engine.model.head.weight)
+
+
+def test_evaluation_uses_it_and_leaves_the_weights(alone: samestep.World) -> None:
+    engine = engine_of(alone, DECAY)
+    batches = samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone)
+    for batch in batches:
+        engine.step(batch)
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    found = engine.evaluate(samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+    other = engine_of(alone)
+    assert engine.averaged is not None
+    other.model.load_state_dict({**before, **engine.averaged.tensors})
+    assert found == other.evaluate(samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone))
+
+
+def test_a_step_that_is_skipped_moves_nothing(alone: samestep.World) -> None:
+    engine = engine_of(alone, DECAY, non_finite="skip")
+    with torch.no_grad():
+        engine.model.head.bias[0] = float("nan")
+    assert engine.averaged is not None
+    before = {name: tensor.clone() for name, tensor in engine.averaged.tensors.items()}
+    result = engine.step(next(iter(samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone))))
+    assert result.skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.averaged.tensors.items())
+
+
+def test_bits_do_not_depend_on_the_number_of_ranks() -> None:
+    alone = launch(trained, {}, DECAY, processes=1)
+    assert launch(trained, {}, DECAY, processes=3) == alone
+    assert alone[1] != launch(trained, {}, processes=1)[1], "evaluation is of the average"
+
+
+def test_a_checkpoint_keeps_it(alone: samestep.World, tmp_path: Path) -> None:
+    engine = engine_of(alone, DECAY)
+    for batch in samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone):
+        engine.step(batch)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    saved = folder.write(engine.steps, pack(training(engine), Progress(step=engine.steps)), is_best=False)
+    assert (saved / AVERAGE).is_file()
+    other = engine_of(alone, DECAY)
+    load(saved, training(other))
+    assert engine.averaged is not None and other.averaged is not None
+    for name, average in engine.averaged.tensors.items():
+        assert torch.equal(other.averaged.tensors[name], average)
+    averaged, last = Conv(), Conv()
+    load_model(saved, averaged, averaged=True)
+    load_model(saved, last)
+    assert torch.equal(averaged.head.weight, engine.averaged.tensors["head.weight"])
+    assert torch.equal(last.head.weight, engine.model.head.weight)
+    assert torch.equal(averaged.blocks[0][1].running_mean, engine.model.blocks[0][1].running_mean)
+
+
+def test_a_checkpoint_without_one_is_refused(alone: samestep.World, tmp_path: Path) -> None:
+    plain = engine_of(alone)
+    files = pack(Training(plain.model, plain.optimizer, None, plain.scaler), Progress())
+    saved = CheckpointFolder(tmp_path / "checkpoints").write(1, files, is_best=False)
+    with pytest.raises(CheckpointError, match=r"average\.safetensors"):
+        load(saved, training(engine_of(alone, DECAY)))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, 2.0])
+def test_a_decay_that_cannot_be_is_refused(alone: samestep.World, decay: float) -> None:
+    with pytest.raises(InputError, match="ema is"):
+        engine_of(alone, decay)
