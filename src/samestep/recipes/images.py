@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from samestep.errors import DataError
+from samestep.recipes.augment import augment_of
+from samestep.recipes.decode import read_image
+from samestep.recipes.kept_apart import kept_apart
 from samestep.recipes.splits import Splits
-from samestep.runtime.vision import make_torchvision_importable
+from samestep.recipes.task import Answer, Task
+from samestep.recipes.view import MEAN, STD, Transform, View
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-# Mean and standard deviation of ImageNet's pixels, which torchvision's weights were trained with.
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_TOLD = 5  # classes that a prediction names
 
 Sample = tuple[Path, int]
-Transform = Callable[[Image.Image], torch.Tensor]
 
 
 class ImageFiles:
@@ -32,34 +33,41 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self._samples[index]
-        return self._transform(_read(path)), label
+        return self._transform(read_image(path)), label
 
 
 def load_images(
-    path: str, *, evaluation_path: str | None = None, evaluation_fraction: float = 0.2, image_size: int = 224
+    path: str,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    image_size: int = 224,
+    crop_fraction: float = 0.875,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+    augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Images of any size below one folder a class.
-
-    Training takes a random crop of 8 to 100 % of the area and flips half of them (Szegedy et al., "Going deeper
-    with convolutions", 2015); evaluation takes the centre.
 
     Args:
         path: the folder of class folders.
         evaluation_path: another such folder to evaluate on; else a part of `path` is kept apart.
         evaluation_fraction: how much of each class is kept apart, by a hash of file names, so the split stays the
             same when files are added.
-        image_size: pixels of the square that the model sees.
+        image_size: pixels of the square that the model sees; this and the next four as in `View`.
+        augment: options of `Augment`; None for a random crop and flip.
 
     Raises:
-        DataError: a folder is missing, has no classes, or a class has no images.
+        InputError: a folder is missing, has no classes, or a class has no images; an option cannot be.
     """
-    if not 0 < evaluation_fraction < 1:
-        raise DataError(
-            f"data.options.evaluation_fraction is {evaluation_fraction}", rule="between 0 and 1", do="0.2 is usual"
-        )
+    view = View(image_size=image_size, crop_fraction=crop_fraction, interpolation=interpolation, mean=mean, std=std)
+    wanted = augment_of(augment)
     classes, samples = _scan(Path(path))
     if evaluation_path is None:
-        train, evaluation = _split(Path(path), samples, evaluation_fraction)
+        names = [file.relative_to(path).as_posix() for file, _ in samples]
+        parts = kept_apart(names, [label for _, label in samples], classes, evaluation_fraction)
+        train, evaluation = ([samples[place] for place in places] for places in parts)
     else:
         others, evaluation = _scan(Path(evaluation_path))
         train = samples
@@ -69,13 +77,35 @@ def load_images(
                 rule="both folders have the same classes",
                 do="look at the folders' names",
             )
-    training, evaluating = _transforms(image_size)
     return Splits(
-        train=ImageFiles(train, training),
-        evaluation=ImageFiles(evaluation, evaluating),
+        train=ImageFiles(train, view.training(wanted)),
+        evaluation=ImageFiles(evaluation, view.evaluating()),
         classes=tuple(classes),
         reads_files=True,
+        train_collate=wanted.mixing(len(classes)),
     )
+
+
+def image_task(
+    classes: Sequence[str],
+    *,
+    image_size: int = 224,
+    crop_fraction: float = 0.875,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+) -> Task:
+    """An image file in, the likeliest classes out; the other options of the data say nothing about one image."""
+    view = View(image_size=image_size, crop_fraction=crop_fraction, interpolation=interpolation, mean=mean, std=std)
+    transform = view.evaluating()
+
+    def tell(logits: torch.Tensor) -> Answer:
+        probabilities = logits.detach().double().reshape(-1).softmax(dim=0)
+        found = probabilities.topk(min(_TOLD, len(classes)))
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return {"classes": [{"class": classes[number], "probability": value} for number, value in pairs]}
+
+    return Task(reads="an image file", read=lambda path: transform(read_image(path)), tell=tell)
 
 
 def _scan(root: Path) -> tuple[list[str], list[Sample]]:
@@ -99,50 +129,3 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
             )
         samples += [(file, number) for file in found]
     return classes, samples
-
-
-def _split(root: Path, samples: list[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
-    """Keep the files apart whose names hash to less than `fraction`, and at least one of each class on each side."""
-    train: list[Sample] = []
-    evaluation: list[Sample] = []
-    for number in sorted({label for _, label in samples}):
-        own = sorted((sample for sample in samples if sample[1] == number), key=lambda sample: _place(root, sample))
-        if len(own) < 2:
-            raise DataError(
-                f"class {own[0][0].parent.name!r} has one image",
-                rule="one to train on and one to evaluate on",
-                do="add images, or give data.options.evaluation_path",
-            )
-        apart = sum(_place(root, sample) < fraction for sample in own)
-        apart = min(len(own) - 1, max(1, apart))
-        evaluation += own[:apart]
-        train += own[apart:]
-    return sorted(train), sorted(evaluation)
-
-
-def _place(root: Path, sample: Sample) -> float:
-    """A number in 0..1 that only the file's name decides, so that files added later move no other."""
-    digest = hashlib.sha256(sample[0].relative_to(root).as_posix().encode()).digest()
-    return int.from_bytes(digest[:6]) / 2**48
-
-
-def _read(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read as an image: {error}",
-            rule="every file of a class folder is a whole image",
-            do="remove or replace the file, then resume",
-        ) from error
-
-
-def _transforms(size: int) -> tuple[Transform, Transform]:
-    make_torchvision_importable()
-    from torchvision.transforms import v2
-
-    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
-    training = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *to_tensor])
-    evaluating = v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *to_tensor])
-    return training, evaluating

@@ -11,41 +11,69 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import RecipeError
-from samestep.runtime.vision import make_torchvision_importable
+from samestep.recipes.zoo import find_in_library, torchvision_model, torchvision_names
 
 DATA = {
     "digits": "samestep.recipes.digits:load_digits",
     "images": "samestep.recipes.images:load_images",
+    "image_list": "samestep.recipes.image_lists:load_image_list",
+    "hub_images": "samestep.recipes.hub_images:load_hub_images",
+    "language": "samestep.recipes.language:load_language",
+    "segmentation": "samestep.recipes.segmentation:load_segmentation",
+    "texts": "samestep.recipes.texts:load_texts",
     "tokens": "samestep.recipes.tokens:load_tokens",
+    "volumes": "samestep.recipes.volumes:load_volumes",
 }
-MODELS = {"digits_net": "samestep.recipes.digits:DigitsNet", "tokens_net": "samestep.recipes.tokens:TokensNet"}
-LOSSES = {"cross_entropy": "samestep.engine.loss:cross_entropy"}
+MODELS = {
+    "digits_net": "samestep.recipes.digits:DigitsNet",
+    "gpt": "samestep.recipes.gpt:GPT",
+    "gpt2": "samestep.recipes.gpt:gpt2",
+    "tokens_net": "samestep.recipes.tokens:TokensNet",
+    "transformers:bert": "samestep.recipes.texts_models:bert",
+    "transformers:gpt2": "samestep.recipes.texts_models:gpt2",
+    "transformers:roberta": "samestep.recipes.texts_models:roberta",
+    "unet": "samestep.recipes.unet:unet",
+    "unet_vgg16": "samestep.recipes.unet:unet_vgg16",
+    "unet_resnet34": "samestep.recipes.unet:unet_resnet34",
+    "unet_resnet101": "samestep.recipes.unet:unet_resnet101",
+    "unet_small": "samestep.recipes.unet:unet_small",
+    "unet_3d": "samestep.recipes.unet:unet_3d",
+}
+LOSSES = {
+    "cross_entropy": "samestep.engine.loss:cross_entropy",
+    "bce_with_logits": "samestep.recipes.mask_losses:bce_with_logits",
+    "dice_loss": "samestep.recipes.mask_losses:dice_loss",
+    "dice_plus": "samestep.recipes.mask_losses:DicePlus",
+}
 # From a run's classes and the options of its data to a samestep.recipes.task.Task.
-TASKS: dict[str, str] = {}
+TASKS: dict[str, str] = {
+    "language": "samestep.recipes.language:language_task",
+    "texts": "samestep.recipes.texts:text_task",
+    "images": "samestep.recipes.images:image_task",
+    "image_list": "samestep.recipes.images:image_task",
+    "hub_images": "samestep.recipes.images:image_task",
+    "segmentation": "samestep.recipes.segmentation:segmentation_task",
+    "volumes": "samestep.recipes.volumes:volumes_task",
+}
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
-_TORCHVISION = "torchvision:"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find(name: str, known: Mapping[str, str], what: str) -> Callable[..., Any]:
-    """What `name` stands for: a short name of `known`, `torchvision:MODEL`, or `package.module:attribute`.
+    """What `name` stands for: a short name of `known`, or `package.module:attribute`.
 
-    Modules beside the current folder can be named too.
+    Models can also be named as `torchvision:MODEL` (or just `MODEL`), `timm:MODEL` and `transformers:MODEL`. Modules
+    beside the current folder can be named too.
 
     Raises:
         RecipeError: there is no such thing.
     """
-    if name.startswith(_TORCHVISION):
-        return _torchvision_model(name.removeprefix(_TORCHVISION))
+    if known is MODELS and name not in known and (builder := find_in_library(name)) is not None:
+        return builder
     module, colon, attribute = known.get(name, name).partition(":")
     if not colon:
-        close = get_close_matches(name, known, n=1)
-        raise RecipeError(
-            f"{what} {name!r} is not known",
-            rule=f"one of {', '.join(known)}, or package.module:attribute",
-            do=f"did you mean {close[0]}?" if close else "give its import path",
-        )
+        return _model_or_nothing(name, known, what)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -97,16 +125,15 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def _torchvision_model(name: str) -> Callable[..., Any]:
-    make_torchvision_importable()
-    from torchvision.models import get_model_builder, list_models
-
-    try:
-        return get_model_builder(name)  # type: ignore[no-any-return]
-    except ValueError as error:
-        close = get_close_matches(name, list_models(), n=1)
-        raise RecipeError(
-            f"torchvision has no model {name!r}",
-            rule="a name of torchvision.models.list_models()",
-            do=f"did you mean torchvision:{close[0]}?" if close else "look at the list",
-        ) from error
+def _model_or_nothing(name: str, known: Mapping[str, str], what: str) -> Callable[..., Any]:
+    """A model of torchvision by its bare name, if models are looked for and it has one."""
+    more = torchvision_names() if known is MODELS else []
+    if name in more:
+        return torchvision_model(name)
+    close = get_close_matches(name, [*known, *more], n=1)
+    also = ", a model of torchvision" if more else ""
+    raise RecipeError(
+        f"{what} {name!r} is not known",
+        rule=f"one of {', '.join(known)}{also}, or package.module:attribute",
+        do=f"did you mean {close[0]}?" if close else "give its import path",
+    )
