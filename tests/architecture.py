@@ -13,7 +13,7 @@ PACKAGE = "samestep"
 FLOORS = [
     ["errors"],
     ["config", "cursor", "sharding"],
-    ["runtime"],
+    ["runtime", "overlap"],
     ["parallel", "data", "checkpoint", "metrics", "record"],
     ["engine"],
     ["trainer", "checkpoints"],
@@ -24,8 +24,9 @@ FLOORS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.runtime.env"
-# Sends functions and results between processes of one launch, as multiprocessing itself does.
-PICKLER = f"{PACKAGE}.runtime.by_value"
+# Who may import pickle, and why: the first sends functions and results between processes of one launch, as
+# multiprocessing itself does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
+PICKLE_USERS = {f"{PACKAGE}.runtime.by_value", f"{PACKAGE}.recipes.paddle_arrays"}
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
@@ -186,7 +187,7 @@ def environment_reads(module: Module) -> list[str]:
 
 def unpickling(module: Module) -> list[str]:
     """Pickle imports, torch.load without weights_only=True, allow_pickle=True, object collectives."""
-    if module.name == PICKLER:
+    if module.name in PICKLE_USERS:
         return []
     known, broken = aliases(module), []
     for node in ast.walk(module.tree):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import member, options, ranks
+from samestep.cli import member, options, ranks, weights_file
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run
 from samestep.errors import EXIT_DONE
@@ -19,12 +19,14 @@ def add_parser(commands: Any) -> None:
     """Describe the command."""
     parser = commands.add_parser(
         "eval",
-        help="evaluate a checkpoint",
-        description="Evaluate a checkpoint of a run; every sample counts once, on any number of processes.",
+        help="evaluate a checkpoint, or a file of weights",
+        description="Evaluate a checkpoint of a run, or a file of weights with a recipe; every sample counts once, on "
+        "any number of processes.",
         epilog="example: samestep eval runs/first --checkpoint best",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument("--checkpoint", default="best", metavar="WHICH", help="best, last, or a step (default best)")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the run's directory; with --pretrained, a recipe")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last, or a step (default best)")
+    weights_file.add_options(parser)
     options.add_machine_options(parser)
     options.add_json_option(parser)
     parser.set_defaults(run=run)
@@ -56,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint, [])
+    of_file = weights_file.plan(arguments)
+    if of_file is not None:
+        return of_file
+    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint or "best", [])
     return Plan(recipe, arguments.folder, checkpoint, step)
 
 

@@ -16,7 +16,9 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.recipes.build import Built, build
+from samestep.recipes.facts import write_facts
 from samestep.recipes.parse import recipe_data
+from samestep.recipes.weights import take_all
 from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
 from samestep.record.events import EventFile, Recorder
@@ -60,6 +62,7 @@ def _train(
     if world.is_main:
         folder.clean()
         append_environment(run / "environment.json", _environment(built, world, recipe, first_step))
+        write_facts(built.facts, run)
     if checkpoint is not None:
         trainer.resume(checkpoint)
     else:
@@ -71,11 +74,14 @@ def _train(
 
 
 def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str, float]:
-    """Evaluate the weights of a checkpoint; `loss`, `samples` and the recipe's metrics."""
+    """Evaluate the weights of a checkpoint, or of a file; `loss`, `samples` and the recipe's metrics."""
     rules = recipe.step
     with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
         built = build(replace(recipe, ema=None), options, world)
-        checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
+        if checkpoint.is_dir():
+            checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
+        else:
+            take_all(built.engine.model, checkpoint)
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 
