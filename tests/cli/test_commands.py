@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import samestep as package
 from samestep.cli.main import main
@@ -24,7 +25,7 @@ from terminal import Screen
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "tests" / "recorded.yaml"
-COMMANDS = ("train", "resume", "eval")
+COMMANDS = ("train", "resume", "eval", "predict", "export", "run")
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=256")
 STEPS = 18  # of 1,437 samples, six an epoch
 ENVIRONMENT = {
@@ -85,6 +86,8 @@ def test_help_of_a_command_explains_every_option(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_examples_of_the_help_run_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("L", (8, 8), 200).save(tmp_path / "picture.png")
+    (tmp_path / "train.py").write_text("import samestep\nwith samestep.start():\n    pass\n", encoding="utf-8")
     for command in COMMANDS:
         example = example_of(said_help(capsys, command))
         done = samestep(*example, cwd=tmp_path)
@@ -132,6 +135,7 @@ def test_without_a_terminal_there_are_no_control_characters_and_no_repetition(tr
 def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> None:
     assert {path.name for path in trained.run.iterdir()} == {
         "recipe.yaml",
+        "data.json",
         "environment.json",
         "events.jsonl",
         "tensorboard",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.config import StepRules
+from samestep.config import Precision, StepRules
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss
@@ -47,7 +47,7 @@ class Forward:
         """Outputs of `shard` and the loss of each part; a plain loss is one part."""
         inputs, targets = _pair(shard.data)
         seed_generators(derive_seed(purpose, self._rules.seed, position, shard.number), self._device)
-        with self._autocast():
+        with autocast(self._rules.precision, self._device):
             outputs = call_model(module, laid_out(inputs, self._rules))
             losses = self._loss.losses(outputs, targets, shard.size)
         # What fills an empty place takes part in everything, and counts for nothing.
@@ -68,9 +68,11 @@ class Forward:
             raise RunError("the loss counted nothing in evaluation", do="look at ignored targets")
         return self._loss.values(sums)
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        dtype = _AUTOCAST[self._rules.precision]
-        return torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None)
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """The precision that a recipe asks for while the block runs."""
+    dtype = _AUTOCAST[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

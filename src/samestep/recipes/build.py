@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,12 +17,14 @@ from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
 from samestep.engine.step import Engine
 from samestep.errors import RecipeError
-from samestep.metrics import CountMetric, build_metrics
+from samestep.metrics import CountMetric, LossMetric, build_metrics
+from samestep.recipes.facts import DataFacts
+from samestep.recipes.foreground import with_foreground_weight
 from samestep.recipes.groups import parameter_groups, scale_layers
 from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find, takes
 from samestep.recipes.schedule import schedule_factor
 from samestep.recipes.splits import Splits
-from samestep.recipes.weights import freeze, take_matching
+from samestep.recipes.weights import freeze, require_same_weights, take_matching
 from samestep.runtime.env import read_environment
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
 from samestep.runtime.world import World
@@ -35,13 +39,15 @@ class Built:
     Attributes:
         notes: what a person should be told: weights that did not match, parameters that are frozen, a rate that was
             scaled.
+        facts: what of the data the model depends on.
     """
 
     engine: Engine
     train: Loader
     evaluation: Loader
-    metrics: list[CountMetric]
+    metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]
+    facts: DataFacts
 
 
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
@@ -53,19 +59,25 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     splits = _splits(recipe.data)
     ignored = recipe.loss.options.get("ignore_index", -100)
     metrics = build_metrics(recipe.metrics, len(splits.classes), world.device, ignore_index=ignored)
-    model, notes = _model(recipe, splits)
+    model, notes = build_model(recipe, splits.classes, splits.model_options)
+    if recipe.model.pretrained is not None:
+        require_same_weights(model, world)
+    notes = splits.notes + notes
     train, evaluation = _loaders(recipe, options, splits, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += scale_layers(optimizer, recipe.optimizer)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
-    loss: LossFunction = _loss(recipe.loss)
+    weighted, told = with_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
+    loss: LossFunction = _loss(weighted)
+    notes += told
     every = options.check_every
     ema = recipe.ema.decay if recipe.ema is not None else None
     engine = Engine(
         model, optimizer, loss, world=world, scheduler=scheduler, rules=recipe.step, check_every=every, ema=ema
     )
-    return Built(engine, train, evaluation, metrics, notes)
+    facts = DataFacts(splits.classes, splits.model_options)
+    return Built(engine, train, evaluation, metrics, notes, facts)
 
 
 def _splits(part: Part) -> Splits:
@@ -79,13 +91,21 @@ def _splits(part: Part) -> Splits:
     return splits
 
 
-def _model(recipe: Recipe, splits: Splits) -> tuple[torch.nn.Module, tuple[str, ...]]:
+def build_model(
+    recipe: Recipe, classes: Sequence[str], data_options: Mapping[str, Any]
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """The model with the weights that it starts from, and what is to be told of them.
+
+    Args:
+        classes: of the data; their number is an option of models that take it.
+        data_options: further options of a model that follow from the data.
+    """
     part: ModelPart = recipe.model
     builder = find(part.name, MODELS, "model")
     options = dict(part.options)
     if part.name.startswith("torchvision:") or takes(builder, "num_classes"):
-        options.setdefault("num_classes", len(splits.classes))
-    options = {name: value for name, value in splits.model_options.items() if takes(builder, name)} | options
+        options.setdefault("num_classes", len(classes))
+    options = {name: value for name, value in data_options.items() if takes(builder, name)} | options
     # Initial weights are a function of the seed; what draws afterwards must not depend on how many they were.
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
@@ -93,8 +113,7 @@ def _model(recipe: Recipe, splits: Splits) -> tuple[torch.nn.Module, tuple[str, 
     notes = []
     if part.pretrained is not None:
         matched = take_matching(model, Path(part.pretrained))
-        notes.append(f"pretrained: {len(matched.taken)} tensors taken, {len(matched.left_out)} left out")
-        notes += [f"  left out {line}" for line in matched.left_out]
+        notes += matched.notes
     if part.freeze:
         names = freeze(model, part.freeze)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")

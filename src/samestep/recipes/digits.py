@@ -5,18 +5,21 @@ Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 199
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 from torch.nn import functional
 
 from samestep.data.order import global_order
 from samestep.errors import DataError
 from samestep.recipes.splits import Splits
+from samestep.recipes.task import Answer, Task
 
 _EVALUATED = 360  # a fifth
 _SPLIT_SEED = 0
@@ -38,6 +41,27 @@ class DigitImages:
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image, label = self._images[index], int(self._labels[index])
         return (_shifted(image, self._shift) if self._shift else image), label
+
+
+def digits_task(classes: Sequence[str]) -> Task:
+    """The picture of a digit in, light on dark and filling the picture; the likeliest digits out."""
+
+    def read(path: Path) -> torch.Tensor:
+        try:
+            with Image.open(path) as image:
+                levels = torch.from_numpy(numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX)))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read as an image: {error}", rule="an image file", do="another"
+            ) from error
+        return levels[None].float() / 255
+
+    def tell(logits: torch.Tensor) -> Answer:
+        found = logits.double().reshape(-1).softmax(dim=0).topk(3)
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return {"classes": [{"class": classes[number], "probability": value} for number, value in pairs]}
+
+    return Task(reads="an image file of a digit", read=read, tell=tell)
 
 
 def load_digits(*, shift: int = 1) -> Splits:

@@ -47,6 +47,7 @@ LOSSES = {
 }
 # From a run's classes and the options of its data to a samestep.recipes.task.Task.
 TASKS: dict[str, str] = {
+    "digits": "samestep.recipes.digits:digits_task",
     "language": "samestep.recipes.language:language_task",
     "texts": "samestep.recipes.texts:text_task",
     "images": "samestep.recipes.images:image_task",

@@ -16,6 +16,7 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.recipes.build import Built, build
+from samestep.recipes.by_class import evaluate_by_class
 from samestep.recipes.facts import write_facts
 from samestep.recipes.parse import recipe_data
 from samestep.recipes.weights import take_all
@@ -73,8 +74,12 @@ def _train(
     return {**asdict(summary), "stop_signal": world.stop_signal}
 
 
-def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str, float]:
-    """Evaluate the weights of a checkpoint, or of a file; `loss`, `samples` and the recipe's metrics."""
+def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, by_class: bool = False) -> dict[str, Any]:
+    """Evaluate the weights of a checkpoint, or of a file; `loss`, `samples` and the recipe's metrics.
+
+    Args:
+        by_class: also how often each class was taken for each other one, as `by_class`.
+    """
     rules = recipe.step
     with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
         built = build(replace(recipe, ema=None), options, world)
@@ -82,6 +87,8 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path) -> dict[str,
             checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
         else:
             take_all(built.engine.model, checkpoint)
+        if by_class:
+            return evaluate_by_class(built, recipe)
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 

@@ -1,0 +1,134 @@
+"""`samestep predict` and `samestep export` need a run, and not the data that it was trained on."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+
+from samestep.recipes.digits import DigitsNet
+from samestep.recipes.names import TASKS
+from system import flip_bit, here
+
+SMALL = ("epochs=3", "model.options.width=8", "batch_size=128")
+MODEL = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with averaged weights, and two pictures."""
+    place = tmp_path_factory.mktemp("predict")
+    assert here("train", "digits", "--name", "a", "--set", *SMALL, "ema.decay=0.9", cwd=place) == 0
+    for number in (3, 7):
+        scan = load_digits().images[[int(t) for t in load_digits().target].index(number)]
+        Image.fromarray((scan * 255 / 16).round().astype(numpy.uint8)).resize((80, 80)).save(place / f"{number}.png")
+    return place
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) -> list[dict[str, Any]]:
+    """What a command prints as JSON, a line each."""
+    assert here(*arguments, "--json", cwd=cwd) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def model_of(place: Path, tensors: dict[str, torch.Tensor]) -> DigitsNet:
+    model = DigitsNet(width=8)
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+def test_answers_are_those_of_the_averaged_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = said(capsys, "predict", "runs/a", "3.png", "7.png", "--checkpoint", "last", cwd=place)
+    assert (first["file"], second["file"]) == ("3.png", "7.png")
+    checkpoint = place / "runs/a/checkpoints/last"
+    model = model_of(place, load_file(checkpoint / MODEL) | load_file(checkpoint / "average.safetensors"))
+    with Image.open(place / "3.png") as image:
+        pixels = torch.from_numpy(numpy.array(image.resize((8, 8), Image.Resampling.BOX)))[None, None].float() / 255
+    with torch.no_grad():
+        expected = model(pixels)[0].double().softmax(dim=0)
+    for entry in first["classes"]:
+        assert entry["probability"] == pytest.approx(float(expected[int(entry["class"])]), rel=1e-6)
+    probabilities = [entry["probability"] for entry in first["classes"]]
+    assert probabilities == sorted(probabilities, reverse=True)
+
+
+def test_answers_as_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("predict", "runs/a", "3.png", cwd=place) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3.png"
+    assert all(line.endswith("%") for line in lines[1:])
+    assert len(lines) == 4
+
+
+def test_the_data_is_not_needed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the folder that the run was made in."""
+    shutil.copytree(place / "runs/a", tmp_path / "elsewhere", symlinks=True)
+    assert here("predict", tmp_path / "elsewhere", place / "3.png", cwd=tmp_path) == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "torchscript", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_what_is_exported_says_the_same(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    out = tmp_path / "model.file"
+    (found,) = said(capsys, "export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place)
+    assert (found["path"], found["format"]) == (str(out), kind)
+    assert out.is_file()
+    if kind == "safetensors":
+        tensors = load_file(out)
+        assert set(tensors) == set(DigitsNet(width=8).state_dict()), "names are the model's own"
+        model_of(place, tensors)
+        return
+    assert 0 <= found["difference"] < 1e-5
+    assert here("export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place) == 2
+    assert "nothing is written over" in capsys.readouterr().err
+
+
+def test_any_number_of_rows_goes_into_a_program(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt2"
+    assert here("export", "runs/a", "--format", "torch", "--like", "3.png", "--out", out, cwd=place) == 0
+    program = torch.export.load(out).module()
+    assert program(torch.rand(5, 1, 8, 8)).shape == (5, 10)
+
+
+WRONG = {
+    ("predict", "runs/a"): "neither files nor a prompt",
+    ("predict", "runs/a", "none.png"): "none.png is not a file",
+    ("predict", "runs/a", "--prompt", "x"): "--prompt, but the model takes an image file of a digit",
+    ("predict", "runs/a", "3.png", "--prompt", "x"): "files and a prompt",
+    ("predict", "runs/a", "3.png", "--out", "pictures"): "there is nothing to see",
+    ("predict", "runs/a", "runs/a/recipe.yaml"): "cannot be read as an image",
+    ("predict", "runs/none", "3.png"): "is not a run",
+    ("export", "runs/a", "--format", "torch"): "--format torch without --like",
+    ("export", "runs/a", "--format", "torch", "--like", "none.png"): "none.png is not a file",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_input_is_told(arguments: tuple[str, ...], place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(place.rglob("*"))
+    assert here(*arguments, cwd=place) == 2
+    err = capsys.readouterr().err
+    assert WRONG[arguments] in err.splitlines()[0]
+    assert "  rule: " in err
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_answers_nothing(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(place / "runs/a", run, symlinks=True)
+    flip_bit(run / "checkpoints/best" / MODEL, 9001)
+    assert here("predict", run, place / "3.png", cwd=place) == 2
+    assert MODEL in capsys.readouterr().err
+
+
+def test_every_task_is_of_data_that_exists() -> None:
+    from samestep.recipes.names import DATA
+
+    assert set(TASKS) <= set(DATA)
