@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +13,13 @@ from samestep.errors import InputError, RecipeError
 from samestep.runtime.vision import make_torchvision_importable
 from samestep.runtime.world import World
 
+if TYPE_CHECKING:  # it imports torchmetrics, which takes seconds
+    from samestep.overlap import Score
+
 
 def _accuracy(classes: int, ignored: int, top_k: int = 1) -> Any:
+    if classes == 1:  # a mask of one class, which is there or not
+        return _overlap("accuracy", classes, ignored)
     from torchmetrics.classification import MulticlassAccuracy
 
     return MulticlassAccuracy(
@@ -21,9 +27,22 @@ def _accuracy(classes: int, ignored: int, top_k: int = 1) -> Any:
     )
 
 
-_top5 = partial(_accuracy, top_k=5)
+def _overlap(score: Score, classes: int, ignored: int) -> Any:
+    from samestep.overlap import Overlap
 
-METRICS: dict[str, Callable[[int, int], Any]] = {"accuracy": _accuracy, "top5": _top5}
+    return Overlap(score, classes, ignored)
+
+
+_top5 = partial(_accuracy, top_k=5)
+_dice = partial(_overlap, "dice")  # which is another name for f1
+
+METRICS: dict[str, Callable[[int, int], Any]] = {
+    "accuracy": _accuracy,
+    "top5": _top5,
+    "dice": _dice,
+    "f1": _dice,
+    "iou": partial(_overlap, "iou"),
+}
 
 
 class CountMetric:
@@ -73,9 +92,46 @@ class CountMetric:
         return self._make()
 
 
+class LossMetric:
+    """A number that follows from the mean loss over all of an evaluation, which is exact; it rises with the loss.
+
+    Attributes:
+        name: as in the recipe.
+    """
+
+    def __init__(self, name: str, follow: Callable[[float], float]) -> None:
+        self.name, self._follow = name, follow
+        self.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Nothing to count."""
+
+    def take(self, loss: float) -> None:
+        """Remember the loss of the evaluation that is about to end."""
+        self._loss = loss
+
+    def compute(self, world: World) -> float:
+        """The value for the loss taken last."""
+        return self._follow(self._loss)
+
+    def reset(self) -> None:
+        """Forget the loss."""
+        self._loss = math.nan
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+FROM_LOSS: dict[str, Callable[[float], float]] = {"perplexity": _perplexity}
+
+
 def build_metrics(
     names: tuple[str, ...], classes: int, device: torch.device, *, ignore_index: int = -100
-) -> list[CountMetric]:
+) -> list[CountMetric | LossMetric]:
     """The metrics behind a recipe's names.
 
     Args:
@@ -85,11 +141,15 @@ def build_metrics(
         RecipeError: a name is not known.
     """
     for name in names:
-        if name not in METRICS:
-            raise RecipeError(
-                f"metric {name!r} is not known", rule=f"one of {', '.join(sorted(METRICS))}", do="correct the name"
-            )
-    return [CountMetric(name, partial(_make, name, classes, ignore_index, device)) for name in names]
+        if name not in METRICS and name not in FROM_LOSS:
+            known = ", ".join(sorted([*METRICS, *FROM_LOSS]))
+            raise RecipeError(f"metric {name!r} is not known", rule=f"one of {known}", do="correct the name")
+    return [
+        LossMetric(name, FROM_LOSS[name])
+        if name in FROM_LOSS
+        else CountMetric(name, partial(_make, name, classes, ignore_index, device))
+        for name in names
+    ]
 
 
 def _make(name: str, classes: int, ignored: int, device: torch.device) -> Any:

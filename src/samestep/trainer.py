@@ -22,6 +22,7 @@ from samestep.engine.evaluation import Metric
 from samestep.engine.result import StepResult
 from samestep.engine.step import Engine
 from samestep.errors import CheckpointWriteError, InputError
+from samestep.metrics import LossMetric
 from samestep.record.events import Recorder
 from samestep.record.stopwatch import Stopwatch
 from samestep.runtime.gather import all_gather
@@ -58,7 +59,8 @@ class Trainer:
         engine: makes the steps.
         train: the training data; its cursor is the run's.
         evaluation: the evaluation data.
-        metrics: what evaluation computes; the first decides what is best (higher is better), the loss if none.
+        metrics: what evaluation computes; the first decides what is best (higher is better), the loss if there is none
+            or the first follows from the loss.
         folder: where checkpoints go.
         recorder: hears events.
         recipe: the resolved recipe, kept in every checkpoint.
@@ -237,7 +239,8 @@ class Trainer:
         return values
 
     def _deciding(self, values: dict[str, float]) -> float:
-        return values[self._metrics[0].name] if self._metrics else -values["loss"]
+        first = next(iter(self._metrics), None)
+        return -values["loss"] if first is None or isinstance(first, LossMetric) else values[first.name]
 
     def _is_best(self, values: dict[str, float]) -> bool:
         value = self._deciding(values)

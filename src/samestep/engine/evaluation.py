@@ -10,6 +10,7 @@ import torch
 from samestep.data.batch import GlobalBatch
 from samestep.engine.forward import Forward
 from samestep.engine.tally import rounded_sum
+from samestep.metrics import LossMetric
 from samestep.runtime.random_state import preserved_generators
 from samestep.runtime.world import World
 
@@ -79,6 +80,9 @@ def evaluate(
     world.all_reduce(gathered)  # every slot has one summand that is not zero, so no order matters
     *totals, samples = (rounded_sum(row) for row in gathered.tolist())
     values = forward.values(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
+    for metric in metrics:
+        if isinstance(metric, LossMetric):
+            metric.take(values["loss"])
     return values | {metric.name: metric.compute(world) for metric in metrics}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,9 @@ class Splits:
         evaluation_lengths: the same for evaluation, which then goes from short to long.
         model_options: what a model may want to know of the data; a model that has an option of that name is given it,
             unless the recipe gives it.
+        notes: what a person should be told of the data, a line each.
+        foreground_of: of the mask of a training sample, how many pixels are background and how many foreground; for losses
+            that weigh them against each other.
     """
 
     train: SizedDataset
@@ -38,3 +41,5 @@ class Splits:
     train_lengths: Sequence[int] | None = None
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    foreground_of: Callable[[int], tuple[int, int]] | None = None
