@@ -42,8 +42,8 @@ def with_foreground_weight(
         )
     weight = background / foreground
     share = 100 * foreground / (background + foreground)
-    left_out = f", {unusable} of them left out" if unusable else ""
-    note = f"foreground weight {weight:.6g}: {share:.3g} % of {len(splits.train)} masks{left_out} is foreground"
+    left_out = f"; {unusable} of them cannot be used" if unusable else ""
+    note = f"foreground weight {weight:.6g}: {share:.3g} % of the masks that are trained on is foreground{left_out}"
     return replace(loss, options=dict(loss.options) | {"foreground_weight": weight}), (note,)
 
 

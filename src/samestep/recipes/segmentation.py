@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -112,15 +111,8 @@ def load_segmentation(
     )
 
 
-def segmentation_task(
-    classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Fit = "resize", **others: Any
-) -> Task:
-    """What a trained model makes of an image: the share of each class, and the picture with classes in colour.
-
-    Args:
-        classes: as in the run.
-        others: options that only finding and varying the data needs.
-    """
+def segmentation_task(classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Fit = "resize") -> Task:
+    """What a trained model makes of an image: the share of each class, and the picture with classes in colour."""
     transform = JointTransform(_size(image_size), fit)
 
     def read(path: Path) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -212,13 +212,8 @@ def load_volumes(
     )
 
 
-def volumes_task(classes: Sequence[str], *, window: Sequence[float] | None = None, **others: Any) -> Task:
-    """What a trained model makes of a volume as a whole: the share of each class, and its middle slice in colour.
-
-    Args:
-        classes: as in the run.
-        others: options that only finding and cutting the data needs.
-    """
+def volumes_task(classes: Sequence[str], *, window: Sequence[float] | None = None) -> Task:
+    """What a trained model makes of a volume as a whole: the share of each class, and its middle slice in colour."""
 
     def read(path: Path) -> torch.Tensor:
         return torch.from_numpy(normalised(read_volume(path), window))[None]
