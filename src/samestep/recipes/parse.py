@@ -43,7 +43,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: there is no such recipe, or something in it is wrong.
     """
-    return make_recipe(_read_yaml(_find(name)), overrides, origin=name)
+    return make_recipe(read_yaml(_find(name)), overrides, origin=name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
@@ -72,7 +72,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from a file that `write_recipe` wrote."""
-    return make_recipe(_read_yaml(path), overrides, origin=str(path))
+    return make_recipe(read_yaml(path), overrides, origin=str(path))
 
 
 _ABSENT = object()
@@ -111,7 +111,12 @@ def _find(name: str) -> Path:
     return path
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """What a YAML file holds.
+
+    Raises:
+        RecipeError: it cannot be read, or holds no mapping.
+    """
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

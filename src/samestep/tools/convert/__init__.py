@@ -1,0 +1,1 @@
+"""From PaddleViT to Samestep: recipes and weights."""
