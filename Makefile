@@ -37,7 +37,7 @@ format: .venv/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: .venv/.installed-bench
+bench: .venv/.installed
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/step_time.py
 
@@ -61,8 +61,4 @@ clean:
 	  echo "note: pip found no CPU build of torch; taking the default build, which is larger" >&2; \
 	  sed 's/+cpu//' constraints.txt > .venv/constraints.txt; }
 	$(PIP) install -q -c .venv/constraints.txt -e '.[dev]'
-	@touch $@
-
-.venv/.installed-bench: .venv/.installed
-	$(PIP) install -q -c .venv/constraints.txt -e '.[bench]'
 	@touch $@
