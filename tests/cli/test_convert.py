@@ -1,0 +1,93 @@
+"""`samestep convert` writes the other form of a file of PaddleViT's, or refuses and writes nothing."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from cli.test_wrong_input import Refused, refused
+from paddle_files import save_state, save_training, vit_state
+from samestep.recipes.parse import load_recipe
+from system import here, tree
+
+__all__ = ["refused"]  # the fixture
+
+SMALL: dict[str, Any] = {"DATA": {"BATCH_SIZE": 4}, "TRAIN": {"NUM_EPOCHS": 2, "ACCUM_ITER": 1}, "SAVE_FREQ": 3}
+
+
+@pytest.fixture
+def paddle_yaml(tmp_path: Path) -> Path:
+    (tmp_path / "paddle.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
+    return tmp_path / "paddle.yaml"
+
+
+def test_recipe(paddle_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "mine.yaml", cwd=tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "DATA.BATCH_SIZE = 4 -> batch_size" in lines
+    assert any(line.startswith("SAVE_FREQ = 3: left out, ") for line in lines)
+    assert lines[-1] == "written     mine.yaml; train it with: samestep train mine.yaml"
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    assert (recipe.batch_size, recipe.epochs) == (16, 2)
+    assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "b.yaml", "--json", cwd=tmp_path) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": "b.yaml", "keys": lines[:-1]}
+    assert (tmp_path / "b.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes()
+
+
+@pytest.mark.parametrize("save", [save_state, save_training])
+def test_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Callable[..., Path]) -> None:
+    state = vit_state()
+    save(tmp_path / "vit.pdparams", state)
+    assert here("convert", "vit.pdparams", "--out", "vit.safetensors", cwd=tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "classifier.weight -> head.weight" in lines
+    assert lines[-1] == f"written     vit.safetensors, {len(state)} tensors"
+    left_out = [line.partition(":")[0] for line in lines if "left out" in line]
+    assert left_out == ([] if save is save_state else ["optimizer", "epoch", "scale"])
+    written = load_file(tmp_path / "vit.safetensors")
+    assert len(written) == len(state)
+    assert numpy.array_equal(written["head.weight"], state["classifier.weight"].T)
+    assert here("convert", "vit.pdparams", "--out", "b.safetensors", "--json", cwd=tmp_path) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["names"]["blocks.1.attn.proj.bias"] == "encoder.layers.1.attn.out.bias"
+    assert told["left_out"] == left_out
+
+
+def test_what_is_refused_writes_nothing(refused: Refused, paddle_yaml: Path, tmp_path: Path) -> None:
+    save_state(tmp_path / "vit.pdparams", vit_state())
+    (tmp_path / "there.yaml").write_text("", encoding="utf-8")
+    out = ("--out", "mine.yaml")
+    assert "--devices-meant 8" in refused("convert", "paddle.yaml", *out)
+    assert "--devices-meant 0" in refused("convert", "paddle.yaml", *out, "--devices-meant", 0)
+    assert "no folder nowhere" in refused("convert", "paddle.yaml", "--out", "nowhere/a.yaml")
+    assert "there.yaml exists" in refused("convert", "paddle.yaml", "--out", "there.yaml")
+    assert ".pdparams becomes .safetensors" in refused("convert", "vit.pdparams", *out)
+    assert "there is no file no.yaml" in refused("convert", "no.yaml", *out, "--devices-meant", 1)
+    assert "no.pdparams cannot be read" in refused("convert", "no.pdparams", "--out", "a.safetensors")
+    assert "no file of PaddleViT's" in refused("convert", "vit.pth", "--out", "a.safetensors")
+    wrong = ("--out", "a.safetensors", "--devices-meant", 2)
+    assert "--devices-meant 2 for vit.pdparams" in refused("convert", "vit.pdparams", *wrong)
+
+
+class Trap:
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("command", ["convert", "eval"])
+def test_planted_file_runs_nothing(refused: Refused, tmp_path: Path, command: str) -> None:
+    content = pickle.dumps({**vit_state(), "classifier.bias": Trap(f"touch {tmp_path}/sprung")})
+    (tmp_path / "vit.pdparams").write_bytes(content)
+    more = {"convert": ("vit.pdparams", "--out", "a.safetensors"), "eval": ("digits", "--pretrained", "vit.pdparams")}
+    assert "vit.pdparams asks for posix.system" in refused(command, *more[command])
+    assert sorted(tree(tmp_path)) == ["vit.pdparams"]
