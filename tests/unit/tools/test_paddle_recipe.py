@@ -9,6 +9,7 @@ import yaml
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
+from samestep.recipes.paddle_weights import NAMES
 from samestep.recipes.parse import load_recipe, make_recipe, recipe_data
 from samestep.tools.convert.keys import DEFAULTS, OLD_NAMES, REASONS, TARGETS
 from samestep.tools.convert.recipe import ConvertedRecipe, convert_recipe
@@ -258,3 +259,27 @@ def test_what_no_recipe_can_say_is_refused(tmp_path: Path, kind: str) -> None:
     flat, said = REFUSED[kind]
     with pytest.raises(RecipeError, match=said.replace(".", r"\.")):
         converted(tmp_path, flat)
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def rows_of_the_page() -> dict[str, str]:
+    """The second column of the tables of docs/vit.md, by each thing in the first."""
+    page = (Path(__file__).parents[3] / "docs" / "vit.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return {key.strip("` "): second for first, second in cells for key in first.split(", ")}
+
+
+def test_the_page_says_what_becomes_of_every_key() -> None:
+    rows = rows_of_the_page()
+    for key, targets in TARGETS.items():
+        assert rows[key] == ", ".join(f"`{target}`" for target in targets)
+    for key, why in REASONS.items():
+        assert rows[key] == why
+
+
+def test_the_page_has_every_name_of_an_array() -> None:
+    rows = rows_of_the_page()
+    for paddle, ours in NAMES.items():
+        assert rows[paddle.replace("{}", "N")] == f"`{ours.replace('{}', 'N')}`"
