@@ -7,7 +7,7 @@ DEMO ?= train digits --processes auto
 KILLS ?= 100
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow faults soak lint types format bench clean
+.PHONY: demo test test-slow test-long faults soak lint types format bench clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -17,6 +17,10 @@ test: lint
 
 test-slow: types
 	$(PY) -m pytest -m "slow and not gpu"
+
+# What is much like other tests; some 10 minutes.
+test-long: .venv/.installed
+	$(PY) -m pytest -m "long and not gpu"
 
 # Tries every fault and writes what it sees to docs/faults.md.
 faults: .venv/.installed

@@ -1,6 +1,7 @@
 """`samestep verify` names the cause of every planted mistake, and finds none where there is none."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ QUICK = ("loss_mean_over_tokens", "buffer_not_saved")
 RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*.py"))
 
 
+def marked(names: Sequence[str]) -> list[Any]:
+    """Each second one is tried with all changes, the others by `make test-long`."""
+    marks = {name: pytest.mark.long if place % 2 else pytest.mark.slow for place, name in enumerate(names)}
+    return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
+
+
 def verified(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     """The exit code and the certificate."""
     code = here("verify", "--json", "--out", place, "--patience", 10, *arguments, cwd=FOLDER)
@@ -71,7 +78,7 @@ def test_every_script_of_the_folder_is_tested() -> None:
     assert len(RIGHT) >= 16
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MISTAKES])
+@pytest.mark.parametrize("name", marked(list(MISTAKES)))
 def test_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
     code, said = verified(capsys, tmp_path, "--script", f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
@@ -82,8 +89,7 @@ def test_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, na
     assert (code, said["holds"]) == (EXIT_DIFFERS, False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", marked(RIGHT))
 def test_no_alarm_where_nothing_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
     code, said = verified(capsys, tmp_path, "--script", f"right_{name}.py", "--processes", "1,3", *resumed)
