@@ -45,4 +45,5 @@ def plan(arguments: argparse.Namespace) -> Plan | None:
             do="leave one of them out",
         )
     recipe = load_recipe(str(arguments.folder), arguments.overrides)
-    return Plan(replace(recipe, model=replace(recipe.model, pretrained=None)), Path(), Path(file))
+    # There is no run; the file stands in for its folder, and is none that a log could be written to.
+    return Plan(replace(recipe, model=replace(recipe.model, pretrained=None)), Path(file), Path(file))
