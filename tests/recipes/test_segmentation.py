@@ -72,8 +72,7 @@ def test_three_processes_give_the_bits_of_one(cells: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("loss.name=dice_plus", "data.options.fit=crop", "step.batch_norm=sync"),
-        ("loss.name=dice_loss", "loss.options={}", "schedule.step_epochs=1"),
+        ("loss.name=dice_plus", "data.options.fit=crop", "step.batch_norm=sync", "schedule.step_epochs=1"),
         ("model.name=unet_resnet34", "model.options={}", "data.options.image_size=64", "epochs=1"),
     ],
     ids=lambda overrides: overrides[0],
@@ -88,7 +87,7 @@ def test_other_losses_and_models_give_the_same_bits(cells: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_several_classes_with_a_border_that_is_ignored(tmp_path: Path) -> None:
-    data = draw_images(tmp_path / "several", 12, classes=3)
+    data = draw_images(tmp_path / "several", 16, classes=3)
     overrides = (
         "data.options.classes=[ground, small, large]",
         "data.options.ignore_values=[3]",
