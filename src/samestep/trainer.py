@@ -201,6 +201,7 @@ class Trainer:
         self._last_evaluation = values
         self._tell_skipped("training", self._train)
         self._tell_skipped("evaluation", self._evaluation)
+        self._tell_tokens()
         is_best = self._is_best(values)
         progress = self._progress
         self._recorder.tell(
@@ -229,6 +230,17 @@ class Trainer:
             more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             text = f"left out {count}: {'; '.join(sorted(found)[:_NAMED])}{more}"
             self._recorder.tell("skipped", split=which, count=len(found), samples=sorted(found), text=text)
+
+    def _tell_tokens(self) -> None:
+        """What texts were made of since this was last told; every rank calls it."""
+        if not self._train.counts_tokens:
+            return
+        found = all_gather(self._train.take_counts(), self._engine.world)
+        samples, tokens, places = (sum(column) for column in zip(*found, strict=True))
+        if samples:
+            speed = self._stopwatch.speed * tokens / samples
+            facts = {"samples": samples, "tokens": tokens, "padding": places - tokens}
+            self._recorder.tell("tokens", step=self._progress.step, **facts, tokens_per_second=round(speed, 1))
 
     def _evaluate(self) -> dict[str, float] | None:
         self._evaluation.cursor = Cursor()

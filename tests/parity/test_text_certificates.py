@@ -27,7 +27,13 @@ def texts(place: Path, model: str) -> tuple[str, ...]:
     rows[11] = ("", 1)
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("text", "label"), *rows])
-    options = (f"data.options.path={path}", "data.options.longest=48", "batch_size=16", f"model.name={model}")
+    options = (
+        f"data.options.path={path}",
+        "data.options.longest=48",
+        "batch_size=16",
+        f"model.name={model}",
+        "metrics=[]",
+    )
     return ("texts", *(f"--set={option}" for option in (*options, "data.bad_samples=skip")), *MODEL)
 
 
@@ -48,7 +54,14 @@ def recipe(name: str, place: Path) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["language", "transformers:gpt2", "transformers:bert", "transformers:roberta"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language",
+        "transformers:roberta",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("transformers:bert", "transformers:gpt2")),
+    ],
+)
 def test_exact_is_the_same_bit_for_bit_with_a_kill_in_between(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:

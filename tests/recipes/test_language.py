@@ -400,6 +400,8 @@ def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, 
 def test_processes_change_no_bit_and_perplexity_is_that_of_all_tokens(tmp_path: Path) -> None:
     one, three = (train(tmp_path, processes, name=f"on-{processes}") for processes in (1, 3))
     assert three == one
+    [counted] = events(tmp_path / "runs" / "on-3", "tokens")
+    assert (counted["samples"], counted["tokens"], counted["padding"]) == (94, 1500, 4)  # the last block has 12, beside one of 16
     splits = load_language(train_tokens=1500, evaluation_tokens=333, context=16, cache=str(tmp_path / "cache"))
     model = tiny(width=16, heads=2, blocks=1, context=64)
     load_model(tmp_path / "runs" / "on-3" / "checkpoints" / "last", model)

@@ -261,7 +261,14 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-TINY = ("data.options.longest=48", "optimizer.options.lr=1e-3", "batch_size=8", "epochs=2", "metrics=[]")
+TINY = (
+    "data.options.longest=48",
+    "optimizer.options.lr=1e-3",
+    "batch_size=16",
+    "shards=4",
+    "epochs=2",
+    "metrics=[]",
+)
 SMALL = ("model.options.width=16", "model.options.heads=2", "model.options.blocks=1")
 BAG = ("model.name=bag_of_tokens:Bag",)
 
@@ -271,7 +278,7 @@ def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, 
     assert here("train", "texts", "--processes", processes, "--name", name, *sets, cwd=place) == EXIT_DONE
     run = place / "runs" / name
     slow = ("time", "samples_per_second", "data_seconds", "tokens_per_second")
-    told = [*events(run, "step"), *events(run, "evaluation"), *events(run, "skipped")]
+    told = [event for kind in ("step", "evaluation", "skipped", "tokens") for event in events(run, kind)]
     return {
         "weights": weights(run),
         "told": [{key: value for key, value in event.items() if key not in slow} for event in told],
@@ -287,6 +294,13 @@ def test_processes_change_no_bit_whether_grouped_or_not(tmp_path: Path) -> None:
     assert grouped[0] == grouped[1]
     assert not_grouped[0] == not_grouped[1]
     assert grouped[0]["weights"] != not_grouped[0]["weights"]
+    counts = [[event for event in runs[0]["told"] if event["event"] == "tokens"] for runs in (grouped, not_grouped)]
+    splits = load_texts(str(path), longest=48)
+    tokens = sum(len(splits.train[index][0]) for index in range(len(splits.train)))
+    for event in (*counts[0], *counts[1]):
+        assert (event["samples"], event["tokens"]) == (len(splits.train), tokens)
+    assert [len(events) for events in counts] == [2, 2]
+    assert 0 < counts[0][0]["padding"] < counts[1][0]["padding"] / 2
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -34,6 +34,7 @@ class Loader:
         batch_size: samples in a global batch.
         skips: samples that cannot be used are left out.
         skipped: what was wrong with the samples that this rank has left out; whoever tells of them empties it.
+        counts_tokens: the data can tell tokens from what only fills up.
 
     Args:
         dataset: `__len__` and `__getitem__`, which raises `DataError` for a sample that cannot be used.
@@ -44,6 +45,7 @@ class Loader:
         bad_samples: `stop`: a sample that cannot be used is raised; `skip`: it is left out of its shard.
         lengths: one a sample; samples of like length share a global batch, so that little is padded. The order is then
             a function of seed, epoch, lengths and batch size.
+        count_tokens: from a collated shard to its tokens, and its places with those that only fill up.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Loader:
         collate: Collate = default_collate,
         bad_samples: BadSamples = "stop",
         lengths: Sequence[int] | None = None,
+        count_tokens: Callable[[Any], tuple[int, int]] | None = None,
     ) -> None:
         require_enough_shards(shards, world.size)
         if batch_size < shards:
@@ -77,6 +80,9 @@ class Loader:
         self.batch_size = batch_size
         self.skips = bad_samples == "skip"
         self.skipped: list[str] = []
+        self.counts_tokens = count_tokens is not None
+        self._count_tokens = count_tokens
+        self._counts = (0, 0, 0)
         self._size, self._shards = len(dataset), shards
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
@@ -121,6 +127,11 @@ class Loader:
             self.cursor = end
             yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts)
 
+    def take_counts(self) -> tuple[int, int, int]:
+        """Samples, tokens and places of the shards that this rank has loaded since this was last asked."""
+        counts, self._counts = self._counts, (0, 0, 0)
+        return counts
+
     def _order(self, epoch: int) -> Indices:
         if self._lengths is None:
             return global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
@@ -137,6 +148,10 @@ class Loader:
             if isinstance(item, Unusable):
                 raise item.error
             self.skipped += item.skipped
+            if self._count_tokens is not None and item.size:
+                tokens, places = self._count_tokens(item.data)
+                before = self._counts
+                self._counts = (before[0] + item.size, before[1] + tokens, before[2] + places)
             yield item
 
 

@@ -110,7 +110,7 @@ def build_model(
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
         model: torch.nn.Module = call(builder, options, where="model.options")
-    notes = []
+    notes: list[str] = []
     if part.pretrained is not None:
         matched = take_matching(model, Path(part.pretrained))
         notes += matched.notes
@@ -133,6 +133,7 @@ def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
         seed=recipe.step.seed,
         workers=workers,
         bad_samples=recipe.data.bad_samples,
+        count_tokens=splits.count_tokens,
     )
     train_collate = splits.train_collate or splits.collate
     train = make(splits.train, shuffle=True, collate=train_collate, lengths=splits.train_lengths)

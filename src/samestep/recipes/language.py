@@ -18,7 +18,7 @@ from samestep.recipes.packed import Document, Tokens, packed_tokens, read_docume
 from samestep.recipes.splits import Splits
 from samestep.recipes.task import Task
 from samestep.recipes.tokenizer import Tokenizer, read_tokenizer
-from samestep.recipes.tokens import Sample, padded
+from samestep.recipes.tokens import PADDING, Sample, padded
 
 _CACHE = ".samestep-cache"
 # Below Python's own library: what others installed, and tests.
@@ -102,8 +102,14 @@ def load_language(
         evaluation=Blocks(parts["evaluation"], context),
         classes=tuple(found.name(token) for token in range(found.size)),
         collate=padded,
+        count_tokens=_count_tokens,
         notes=(_note(path, [*documents, *kept_apart], {name: len(part) - 1 for name, part in parts.items()}),),
     )
+
+
+def _count_tokens(shard: Sample) -> tuple[int, int]:
+    targets = shard[1]
+    return int((targets != PADDING).sum()), targets.numel()
 
 
 def language_task(classes: tuple[str, ...], *, tokenizer: str | None = None, context: int = 64, **others: Any) -> Task:

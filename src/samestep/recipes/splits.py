@@ -27,6 +27,7 @@ class Splits:
         evaluation_lengths: the same for evaluation, which then goes from short to long.
         model_options: what a model may want to know of the data; a model that has an option of that name is given it,
             unless the recipe gives it.
+        count_tokens: from a collated shard to how many tokens it has, and how many places with those that only fill up.
         notes: what a person should be told of the data, a line each.
         foreground_of: of the mask of a training sample, how many pixels are background and how many foreground; for losses
             that weigh them against each other.
@@ -41,5 +42,6 @@ class Splits:
     train_lengths: Sequence[int] | None = None
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
+    count_tokens: Callable[[Any], tuple[int, int]] | None = None
     notes: tuple[str, ...] = ()
     foreground_of: Callable[[int], tuple[int, int]] | None = None

@@ -109,6 +109,7 @@ def load_texts(
         collate=partial(padded_texts, padding=found.padding),
         train_lengths=trained.lengths if group_by_length else None,
         evaluation_lengths=evaluated.lengths if group_by_length else None,
+        count_tokens=_count_tokens,
         model_options={"vocabulary": vocabulary, "padding": found.padding, "longest": longest},
     )
 
@@ -119,6 +120,11 @@ def padded_texts(samples: list[Sample], *, padding: int) -> tuple[Inputs, torch.
     inputs = pad_sequence(tokens, batch_first=True, padding_value=padding)
     mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
     return {"input_ids": inputs, "attention_mask": mask}, torch.tensor([sample[1] for sample in samples])
+
+
+def _count_tokens(shard: tuple[Inputs, torch.Tensor]) -> tuple[int, int]:
+    mask = shard[0]["attention_mask"]
+    return int(mask.sum()), mask.numel()
 
 
 def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512, **others: Any) -> Task:
