@@ -95,7 +95,8 @@ class EmaPart:
     """An exponential moving average of the weights, which evaluation uses in place of the weights themselves.
 
     Attributes:
-        decay: how much of the average stays at each step (Polyak & Juditsky, 1992).
+        decay: how much of the average stays at each step (Polyak & Juditsky, 1992); after step n at most
+            (1 + n) / (10 + n), so that the first weights are soon forgotten.
     """
 
     __pydantic_config__: ClassVar = NOTHING_UNKNOWN

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, to evaluate with.
 
-Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); the arithmetic is torch's
-(`torch.optim.swa_utils`). It is one elementwise function of the same weights on every rank, so it has the same bits.
+Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). It is one elementwise function of the
+same weights on every rank, so it has the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from samestep.errors import InputError
 
@@ -19,7 +18,8 @@ class AveragedWeights:
     """The average of a model's trained parameters; frozen ones and buffers are the model's own.
 
     Args:
-        decay: how much of the average stays at each step, between 0 and 1.
+        decay: how much of the average stays at each step, between 0 and 1; in the first steps it is less, so that the
+            weights at the start are soon forgotten.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -27,16 +27,18 @@ class AveragedWeights:
             raise InputError(f"ema is {decay}", rule="a decay between 0 and 1, or None", do="ema=0.9999")
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._trained.items()}
-        self._move = get_ema_multi_avg_fn(decay)
+        self._decay = decay
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average, by the model's names."""
         return self._average
 
-    def update(self) -> None:
-        """Take in the weights as they are after a step."""
-        self._move(list(self._average.values()), self._current(), 0)
+    def update(self, step: int) -> None:
+        """Take in the weights as they are after step number `step`, from 1."""
+        # As TensorFlow's ExponentialMovingAverage with `num_updates` has it.
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self._average.values()), self._current(), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

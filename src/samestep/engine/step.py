@@ -137,7 +137,7 @@ class Engine:
             self.scaler.step(self.optimizer)
             self._buffers.write(tally.buffers / batch.filled)
             if self.averaged is not None:
-                self.averaged.update()
+                self.averaged.update(self.steps + 1)
         else:
             self._leave_out(batch, tally)
         # The scaler has seen the same gradients on every rank, so what it decides is one decision for all.

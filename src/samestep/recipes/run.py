@@ -19,6 +19,8 @@ from samestep.recipes.build import Built, build
 from samestep.recipes.by_class import evaluate_by_class
 from samestep.recipes.facts import write_facts
 from samestep.recipes.parse import recipe_data
+from samestep.recipes.pictures import draw_first
+from samestep.recipes.trained import without_pretrained
 from samestep.recipes.weights import take_all
 from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
@@ -46,7 +48,7 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
 def _train(
     recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int, world: World
 ) -> dict[str, Any]:
-    built = build(recipe, options, world)
+    built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
     folder = CheckpointFolder(run / "checkpoints", options.keep)
     recorder = _recorder(world, options, run, first_step)
     trainer = Trainer(
@@ -74,21 +76,24 @@ def _train(
     return {**asdict(summary), "stop_signal": world.stop_signal}
 
 
-def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, by_class: bool = False) -> dict[str, Any]:
+def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path | None = None) -> dict[str, Any]:
     """Evaluate the weights of a checkpoint, or of a file; `loss`, `samples` and the recipe's metrics.
 
     Args:
-        by_class: also how often each class was taken for each other one, as `by_class`.
+        report: also how often each class was taken for each other one, as `by_class`; where a model says something of
+            each pixel, pictures of the first samples go to `overlays` in this folder.
     """
     rules = recipe.step
     with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
-        built = build(replace(recipe, ema=None), options, world)
+        built = build(replace(without_pretrained(recipe), ema=None), options, world)
         if checkpoint.is_dir():
             checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
         else:
             take_all(built.engine.model, checkpoint)
-        if by_class:
-            return evaluate_by_class(built, recipe)
+        if report is not None:
+            values = evaluate_by_class(built, recipe)
+            values["by_class"]["pictures"] = draw_first(built, recipe, report / "overlays")
+            return values
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 

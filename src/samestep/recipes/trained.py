@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,13 +16,18 @@ from samestep.recipes.names import TASKS, call, find, takes
 from samestep.recipes.task import Task
 
 
+def without_pretrained(recipe: Recipe) -> Recipe:
+    """The recipe of a model that takes its weights from a checkpoint: those that it began with are not needed again."""
+    return replace(recipe, model=replace(recipe.model, pretrained=None))
+
+
 def trained_model(recipe: Recipe, facts: DataFacts, checkpoint: Path) -> torch.nn.Module:
     """The model of a checkpoint, ready to be asked: averaged weights if the recipe averages them.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    model, _ = build_model(recipe, facts.classes, facts.model_options)
+    model, _ = build_model(without_pretrained(recipe), facts.classes, facts.model_options)
     checkpoints.load_model(checkpoint, model, averaged=recipe.ema is not None)
     return model.eval()
 

@@ -10,6 +10,7 @@ import samestep
 from ranks_switches import BATCH, SHARDS, Conv, data, engine_of, trained
 from samestep.checkpoint.state import AVERAGE, Progress, Training, load, load_model, pack
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.engine.ema import AveragedWeights
 from samestep.engine.step import Engine
 from samestep.errors import CheckpointError, InputError
 from samestep.runtime.launch import launch
@@ -23,8 +24,14 @@ def training(engine: Engine) -> Training:
 
 
 def test_it_is_the_average_that_torch_computes(alone: samestep.World) -> None:
+    """With a decay that begins low."""
     engine = engine_of(alone, DECAY)
-    theirs = AveragedModel(engine.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    decays = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14])
+
+    def move(average: list[torch.Tensor], weights: list[torch.Tensor], count: int) -> None:
+        get_ema_multi_avg_fn(next(decays))(average, weights, count)
+
+    theirs = AveragedModel(engine.model, multi_avg_fn=move)
     theirs.update_parameters(engine.model)  # its first update is a copy
     for batch in samestep.loader(data(), batch_size=BATCH, shards=SHARDS, world=alone):
         engine.step(batch)
@@ -35,6 +42,16 @@ def test_it_is_the_average_that_torch_computes(alone: samestep.World) -> None:
     for name, average in engine.averaged.tensors.items():
         assert torch.equal(average, expected[name]), name
     assert not torch.equal(engine.averaged.tensors["head.weight"], engine.model.head.weight)
+
+
+def test_later_the_decay_is_the_one_that_is_given() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    averaged = AveragedWeights(model, DECAY)
+    before = averaged.tensors["weight"].clone()
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    averaged.update(1000)
+    assert torch.allclose(averaged.tensors["weight"], DECAY * before + (1 - DECAY) * 5)
 
 
 def test_evaluation_uses_it_and_leaves_the_weights(alone: samestep.World) -> None:
