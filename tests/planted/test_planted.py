@@ -26,6 +26,7 @@ MISTAKES = {
     "buffer_not_saved": (Cause.UNSYNCHRONISED, "2.mean"),
     "clipping_by_world_size": (Cause.RULES, "clip_norm 0.1 and 0.2"),
     "data_order_by_hand": (Cause.DATA_ORDER, "place"),
+    "data_order_lengths": (Cause.DATA_ORDER, "step 1"),
     "data_order_permuted": (Cause.DATA_ORDER, "other samples of the dataset"),
     "data_order_seed": (Cause.DATA_ORDER, "step 1"),
     "data_order_unseeded": (Cause.DATA_ORDER, "run twice"),
