@@ -1,4 +1,4 @@
-"""Overlap of what a model says with what is wanted: whole numbers a class, and the scores that are made of them."""
+"""How what a model says overlaps with what is wanted: a matrix of whole numbers, and the scores that are made of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ class Overlap(Metric):
     Of one output channel it is the score of that class. Of several it is the mean over classes that are wanted or found
     at all, the background among them. Where there is nothing wanted and nothing found it is 1.
 
-    torchmetrics' own scores of masks compare every pixel with every class at once where algorithms are deterministic,
-    which takes gigabytes, and decide by the values of a batch whether these are logits; so counting is done here.
+    Counting is done here, because torchmetrics' own matrix takes gigabytes where algorithms are deterministic (it
+    compares every pixel with every pair of classes at once), and its binary scores decide by the values of a batch
+    whether these are logits.
+
+    Attributes:
+        confmat: `confmat[wanted, found]`, counts; with one class, 0 is the background.
 
     Args:
         score: which one; `accuracy` is the share of pixels that are right, background or not.
@@ -29,33 +33,41 @@ class Overlap(Metric):
 
     full_state_update = False
     higher_is_better = True
-    counted: torch.Tensor
-    both: torch.Tensor
-    found: torch.Tensor
-    wanted: torch.Tensor
+    confmat: torch.Tensor
 
     def __init__(self, score: Score, classes: int, ignored: int) -> None:
         super().__init__(sync_on_compute=False)
         self._score, self._classes, self._ignored = score, classes, ignored
-        self.add_state("counted", torch.zeros(1, dtype=torch.int64), dist_reduce_fx="sum")
-        for name in ("both", "found", "wanted"):
-            self.add_state(name, torch.zeros(classes, dtype=torch.int64), dist_reduce_fx="sum")
+        self._numbers = max(2, classes)
+        counts = torch.zeros(self._numbers, self._numbers, dtype=torch.int64)
+        self.add_state("confmat", counts, dist_reduce_fx="sum")
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count logits `(N, C, ...)` against class numbers `(N, ...)`, or `(N, 1, ...)` against zeros and ones."""
+        """Count logits `(N, C, ...)` against class numbers `(N, ...)`, or `(N, 1, ...)` against zeros and ones.
+
+        Raises:
+            InputError: shapes do not fit together.
+        """
         self._require_fitting(outputs, targets)
+        found = outputs > 0 if self._classes == 1 else outputs.argmax(dim=1)
         counted = targets != self._ignored
-        self.counted += counted.sum()
+        pairs = targets[counted].long() * self._numbers + found[counted].long()
+        # Whole numbers: on every device the sum is the same in any order.
+        self.confmat += torch.bincount(pairs, minlength=self._numbers**2).view_as(self.confmat)
+
+    def compute(self) -> torch.Tensor:
+        """The score, in 64 bits."""
+        counts = self.confmat.double()
+        both, sizes = counts.diagonal(), counts.sum(dim=0) + counts.sum(dim=1)
+        if self._score == "accuracy":
+            return both.sum() / counts.sum().clamp(min=1)
         if self._classes == 1:
-            found, wanted = [(outputs > 0) & counted], [(targets == 1) & counted]
-        else:
-            numbers = outputs.argmax(dim=1)
-            found = [(numbers == number) & counted for number in range(self._classes)]
-            wanted = [(targets == number) & counted for number in range(self._classes)]
-        for number, (there, asked) in enumerate(zip(found, wanted, strict=True)):
-            self.both[number] += (there & asked).sum()
-            self.found[number] += there.sum()
-            self.wanted[number] += asked.sum()
+            both, sizes = both[1:], sizes[1:]
+        is_there = sizes > 0
+        if not is_there.any():
+            return torch.ones((), dtype=torch.float64, device=counts.device)
+        scores = 2 * both / sizes if self._score == "dice" else both / (sizes - both)
+        return scores[is_there].mean()
 
     def _require_fitting(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         wanted = outputs.shape if self._classes == 1 else (*outputs.shape[:1], *outputs.shape[2:])
@@ -66,15 +78,3 @@ class Overlap(Metric):
                 rule="(N, C, ...) and class numbers (N, ...); for one class (N, 1, ...) and zeros and ones as large",
                 do="look at model.options.num_classes and data.options.classes",
             )
-
-    def compute(self) -> torch.Tensor:
-        """The score, from whole numbers, in 64 bits."""
-        both, sizes = self.both.double(), (self.found + self.wanted).double()
-        if self._score == "accuracy":
-            differ = (sizes - 2 * both).sum()  # twice, where there are several classes
-            return 1 - differ / (self.counted.double().sum().clamp(min=1) * min(2, self._classes))
-        is_there = sizes > 0
-        if not is_there.any():
-            return torch.ones((), dtype=torch.float64, device=both.device)
-        scores = 2 * both / sizes if self._score == "dice" else both / (sizes - both)
-        return scores[is_there].mean()

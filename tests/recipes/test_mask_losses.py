@@ -114,7 +114,7 @@ def test_dice_plus_has_two_parts_each_with_its_count(classes: int) -> None:
     assert float(dice.count) == 4
     sums = [(float(part.sum), float(part.count)) for part in (entropy, dice)]
     values = loss.values(sums)
-    assert values["loss"] == pytest.approx(values["loss_entropy"] + 0.5 * values["loss_dice"], rel=1e-12)
+    assert values["loss"] == pytest.approx(values["loss_pixel"] + 0.5 * values["loss_dice"], rel=1e-12)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

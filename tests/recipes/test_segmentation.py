@@ -16,7 +16,7 @@ from samestep.recipes.foreground import with_foreground_weight
 from samestep.recipes.segmentation import load_segmentation
 from samestep.recipes.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 from samestep.runtime.world import World
-from system import Running, events, here, state_of, steps_saved, weights
+from system import Running, events, here, state_of, steps_saved, tree, weights
 
 SMALL = (
     "data.options.image_size=32",
@@ -97,7 +97,15 @@ def test_several_classes_with_a_border_that_is_ignored(tmp_path: Path) -> None:
     one, four = (train(data, tmp_path, f"on-{processes}", processes, *overrides) for processes in (1, 4))
     assert weights(one) == weights(four)
     assert told(one) == told(four)
-    assert here("eval", one, "--processes", 3, cwd=tmp_path) == EXIT_DONE
+    for processes in (1, 3):
+        chosen = ("--processes", processes, "--workers", 0, "--report", f"report-{processes}")
+        assert here("eval", one, *chosen, cwd=tmp_path) == EXIT_DONE
+    pictures = tree(tmp_path / "report-1" / "overlays")
+    assert list(pictures) == [f"sample-{number:06}.png" for number in range(3)]
+    assert pictures == tree(tmp_path / "report-3" / "overlays")
+    said = json.loads((tmp_path / "report-1" / "classes.json").read_text(encoding="utf-8"))
+    assert said["dice"] == events(one, "evaluation")[-1 if said["step"] == 4 else 0]["dice"]
+    assert sum(sum(row) for row in said["confusion"]) < 3 * 32 * 32, "the border does not count"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_three_processes_give_the_bits_of_one(balls: Path, tmp_path: Path) -> No
     assert weights(one) == weights(three)
     assert told(one) == told(three)
     [evaluation] = events(one, "evaluation")
-    assert {"loss_entropy", "loss_dice", "dice", "iou"} <= evaluation.keys()
+    assert {"loss_pixel", "loss_dice", "dice", "iou"} <= evaluation.keys()
     assert evaluation["samples"] == len(load_volumes(str(balls), patch_size=[6, 8, 8]).evaluation)
 
 

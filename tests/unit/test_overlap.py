@@ -84,7 +84,7 @@ def plain(score: "Score", outputs: torch.Tensor, targets: torch.Tensor) -> float
     a, b = found.flatten().numpy(), targets.long().flatten().numpy()
     a, b = a[b != IGNORED], b[b != IGNORED]
     if score == "accuracy":
-        return float((a == b).mean()) if len(a) else 1.0
+        return float((a == b).mean()) if len(a) else 0.0
     values = []
     for number in [1] if is_binary else range(outputs.shape[1]):
         there, asked = a == number, b == number

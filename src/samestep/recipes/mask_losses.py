@@ -98,7 +98,7 @@ class DicePlus(MultiLoss):
 
         super().__init__(
             [
-                LossPart("entropy", entropy, lambda targets: (targets != ignore_index).sum()),
+                LossPart("pixel", entropy, lambda targets: (targets != ignore_index).sum()),
                 LossPart(
                     "dice",
                     lambda outputs, targets: dice(outputs, targets).sum,
