@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import member, options, ranks, weights_file
+from samestep.cli import class_report, member, options, ranks, weights_file
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run
 from samestep.errors import EXIT_DONE
@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="the run's directory; with --pretrained, a recipe")
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, last, or a step (default best)")
     weights_file.add_options(parser)
+    class_report.add_option(parser)
     options.add_machine_options(parser)
     options.add_json_option(parser)
     parser.set_defaults(run=run)
@@ -41,23 +42,28 @@ def run(arguments: argparse.Namespace) -> int:
             found,
             "evaluate",
             lambda restarts: _plan(arguments),
-            lambda evaluate, plan: evaluate(plan.recipe, options.run_options(arguments), plan.checkpoint),
+            lambda evaluate, plan: evaluate(*_given(arguments, plan)),
         )
         if found.rank != 0:
             return EXIT_DONE
     else:
         plan = _plan(arguments)
         values = _launched(arguments, plan)
+    by_class = values.pop("by_class", None)
+    found_all = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
+    report = class_report.write(arguments.report, by_class, found_all) if by_class is not None else []
     if arguments.json:
-        options.print_json({"checkpoint": str(plan.checkpoint), "step": plan.step, **values})
+        options.print_json(found_all)
         return EXIT_DONE
-    lines = [f"{'checkpoint':<12}{plan.checkpoint}"]
-    lines += [f"{name:<12}{shown(name, value)}" for name, value in values.items()]
-    print("\n".join(lines))
+    width = max(12, *(len(name) + 2 for name in values))
+    lines = [f"{'checkpoint':<{width}}{plan.checkpoint}"]
+    lines += [f"{name:<{width}}{shown(name, value)}" for name, value in values.items()]
+    print("\n".join(lines + report))
     return EXIT_DONE
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
+    class_report.prepare(arguments.report)
     of_file = weights_file.plan(arguments)
     if of_file is not None:
         return of_file
@@ -65,11 +71,16 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return Plan(recipe, arguments.folder, checkpoint, step)
 
 
-def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, float]:
+def _given(arguments: argparse.Namespace, plan: Plan) -> tuple[Any, ...]:
+    """What `samestep.recipes.run.evaluate` takes."""
+    return plan.recipe, options.run_options(arguments), plan.checkpoint, arguments.report
+
+
+def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     devices = ranks.devices(arguments.devices, arguments.device)
     _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
     terms = Terms(HANG_AFTER)
-    given = (plan.recipe, options.run_options(arguments), plan.checkpoint)
+    given = _given(arguments, plan)
     outcome = ranks.launch_ranks("evaluate", *given, processes=processes, terms=terms, devices=devices)
-    values: dict[str, float] = outcome.value
+    values: dict[str, Any] = outcome.value
     return values

@@ -1,0 +1,67 @@
+"""`samestep eval --report`: the same table and picture on any number of processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep.record.class_table import class_rows
+from system import here
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, which gets some digits right."""
+    place = tmp_path_factory.mktemp("digits")
+    sizes = ("epochs=2", "batch_size=128", "shards=4", "model.options.width=8")
+    assert here("train", "digits", "--name", "a", "--set", *sizes, cwd=place) == 0
+    return place / "runs" / "a"
+
+
+@pytest.fixture(scope="module")
+def reports(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("reports")
+    for processes in (1, 3):
+        folder = place / f"new/on-{processes}"
+        assert here("eval", digits, "--report", folder, "--processes", processes, cwd=place) == 0
+    return [place / f"new/on-{processes}" for processes in (1, 3)]
+
+
+def test_report_is_the_same_on_any_number_of_processes(reports: list[Path]) -> None:
+    for name in ("classes.json", "confusion.png"):
+        one, three = ((folder / name).read_bytes() for folder in reports)
+        assert one == three, name
+        assert len(one) > 1000
+
+
+def test_report_counts_every_sample_once(reports: list[Path], digits: Path) -> None:
+    said = json.loads((reports[0] / "classes.json").read_text(encoding="utf-8"))
+    counts = said["confusion"]
+    assert sum(map(sum, counts)) == said["samples"] == 360
+    assert sum(counts[number][number] for number in range(10)) / 360 == pytest.approx(said["accuracy"])
+    rows = class_rows(counts, [row["name"] for row in said["classes"]])
+    assert [row.recall for row in rows] == [row["recall"] for row in said["classes"]]
+    assert said["balanced_accuracy"] == pytest.approx(sum(row.recall or 0 for row in rows) / 10)
+    assert said["checkpoint"].startswith(str(digits))
+
+
+def test_table_is_printed_and_json_stays_one_object(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("eval", digits, "--report", tmp_path / "r", cwd=tmp_path) == 0
+    lines = capfd.readouterr().out.splitlines()
+    heads = [line.split()[0] for line in lines if line]
+    assert heads[:6] == ["checkpoint", "loss", "samples", "accuracy", "balanced_accuracy", "class"]
+    assert heads[6:16] == [str(digit) for digit in range(10)]
+    assert any(line.startswith("report ") and "confusion.png" in line for line in lines)
+    assert here("eval", digits, "--report", tmp_path / "r", "--json", cwd=tmp_path) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["samples"], "by_class" in said) == (360, False)
+
+
+def test_report_that_cannot_be_written_is_refused_before_anything_is_computed(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert here("eval", digits, "--report", tmp_path / "file" / "r", cwd=tmp_path) == 2
+    assert "--report" in capfd.readouterr().err
