@@ -156,6 +156,6 @@ def test_metric_that_counted_nothing_is_zero(alone: World) -> None:
 
 
 def test_unknown_metric_is_refused_before_anything_is_imported() -> None:
-    with pytest.raises(RecipeError, match="metric 'f1' is not known") as error:
-        build_metrics(("accuracy", "f1"), 3, torch.device("cpu"))
-    assert error.value.rule == "one of accuracy, top5"
+    with pytest.raises(RecipeError, match="metric 'f2' is not known") as error:
+        build_metrics(("accuracy", "f2"), 3, torch.device("cpu"))
+    assert error.value.rule == "one of accuracy, dice, f1, iou, perplexity, top5"
