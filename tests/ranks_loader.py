@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 import samestep
-from datasets import Draws, Faulty, jittered
+from drawing_datasets import Draws, Faulty, jittered
 from samestep.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.errors import DataError

@@ -133,6 +133,12 @@ def _load(path: str) -> Any:
             rule="it is not installed with Samestep",
             do="pip install 'samestep[zoo]'",
         ) from error
+    if not hasattr(datasets, "load_from_disk"):
+        raise RecipeError(
+            f"the module datasets is {getattr(datasets, '__file__', 'a folder')}",
+            rule="data.name hub_images needs the library of that name",
+            do="give your own module another name; pip install 'samestep[zoo]'",
+        )
     if not Path(path).is_dir():
         raise DataError(f"there is no folder {path}", rule="a folder that save_to_disk wrote", do="look at the path")
     try:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ranks_loader
-from datasets import Draws, jittered
+from drawing_datasets import Draws, jittered
 from ranks_loader import Seen
 from samestep import launch
 from samestep.cursor import Cursor

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import Draws, jittered
+from drawing_datasets import Draws, jittered
 from samestep.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.data.order import Indices, global_order, grouped_order
