@@ -9,6 +9,7 @@ from torchmetrics import Metric
 
 from samestep.errors import InputError
 
+MOST_CLASSES = 5_000
 Score = Literal["dice", "iou", "accuracy"]
 
 
@@ -29,6 +30,9 @@ class Overlap(Metric):
         score: which one; `accuracy` is the share of pixels that are right, background or not.
         classes: output channels.
         ignored: targets of this value do not count.
+
+    Raises:
+        InputError: there are too many classes.
     """
 
     full_state_update = False
@@ -37,6 +41,12 @@ class Overlap(Metric):
 
     def __init__(self, score: Score, classes: int, ignored: int) -> None:
         super().__init__(sync_on_compute=False)
+        if classes > MOST_CLASSES:
+            raise InputError(
+                f"a metric of overlap was asked for {classes:,} classes",
+                rule=f"it counts pairs of classes, for up to {MOST_CLASSES:,} of them",
+                do="another metric",
+            )
         self._score, self._classes, self._ignored = score, classes, ignored
         self._numbers = max(2, classes)
         counts = torch.zeros(self._numbers, self._numbers, dtype=torch.int64)

@@ -110,14 +110,14 @@ def test_several_classes_with_a_border_that_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_resumed_on_another_number_of_processes_gives_the_same_bits(cells: Path, tmp_path: Path) -> None:
-    whole = train(cells, tmp_path, "whole", 1, "epochs=40")
+    whole = train(cells, tmp_path, "whole", 1, "epochs=12")
     run = tmp_path / "runs" / "killed"
     chosen = ("--name", "killed", "--processes", 2, "--workers", 0, "--checkpoint-every", 1)
-    with Running("train", *chosen, *arguments(cells, "epochs=40"), cwd=tmp_path) as running:
+    with Running("train", *chosen, *arguments(cells, "epochs=12"), cwd=tmp_path) as running:
         running.until(lambda: any(step >= 4 for step in steps_saved(run)), "the fourth step")
         running.kill(signal.SIGKILL)
         running.wait(10)
-    assert state_of(run)["step"] < 3 * 40
+    assert state_of(run)["step"] < 3 * 12
     assert here("resume", run, "--processes", 3, "--workers", 0, cwd=tmp_path) == EXIT_DONE
     assert weights(run) == weights(whole)
 

@@ -125,6 +125,11 @@ def test_targets_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         overlap("dice", 1).update(torch.zeros(2, 1, 4, 4), torch.zeros(shape))
 
 
+def test_a_matrix_of_a_whole_vocabulary_is_refused() -> None:
+    with pytest.raises(InputError, match="50,257 classes"):
+        overlap("dice", 50_257)
+
+
 def test_recipes_name_them(alone: World) -> None:
     outputs, targets = drawn(1, 3, 1, places=(5, 5))
     metrics = build_metrics(("dice", "iou", "f1", "accuracy"), 1, alone.device)
