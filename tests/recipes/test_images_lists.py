@@ -164,8 +164,9 @@ def test_parts_are_disjoint_whole_and_of_every_class(labels: list[int | None], f
 def save(folder: Path, splits: Sequence[str], label: str = "classes", bad: dict[int, Any] | None = None) -> str:
     """Save a dataset of red and grey images; `bad` replaces rows."""
     import datasets
+    import tqdm
 
-    datasets.disable_progress_bars()  # they start a thread
+    tqdm.tqdm.monitor_interval = 0  # else the first progress bar starts a thread
 
     def rows(shift: int) -> dict[str, list[Any]]:
         made = [

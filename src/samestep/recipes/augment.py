@@ -140,9 +140,9 @@ class Augment:
         v2 = _v2()
         mixes = []
         if self.mixup_alpha:
-            mixes.append(v2.MixUp(alpha=self.mixup_alpha, num_classes=classes))
+            mixes.append(v2.MixUp(alpha=float(self.mixup_alpha), num_classes=classes))
         if self.cutmix_alpha:
-            mixes.append(v2.CutMix(alpha=self.cutmix_alpha, num_classes=classes))
+            mixes.append(v2.CutMix(alpha=float(self.cutmix_alpha), num_classes=classes))
         if not mixes:
             return None
         mix = mixes[0] if len(mixes) == 1 else v2.RandomChoice(mixes)
