@@ -8,6 +8,7 @@ learning rates and evaluation are those of the recipe `language`; what differs i
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import statistics
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.config import Recipe
+from samestep.recipes.gpt import GPT
 from samestep.recipes.language import Blocks, load_language
 from samestep.recipes.parse import load_recipe, recipe_data
 
@@ -70,7 +72,8 @@ class Plain(nn.Module):
 def train_plain(recipe: Recipe, train: Any, evaluation: Blocks, seed: int, steps: int, vocabulary: int) -> float:
     """The loss over all evaluation tokens after so many steps of the plain loop."""
     torch.manual_seed(seed)
-    sizes = {key: int(recipe.model.options[key]) for key in ("width", "heads", "blocks", "context")}
+    known = inspect.signature(GPT).parameters
+    sizes = {key: recipe.model.options.get(key, known[key].default) for key in ("width", "heads", "blocks", "context")}
     context, options = sizes["context"], recipe.optimizer.options
     model = Plain(vocabulary, **sizes)
     matrices = [p for p in model.parameters() if p.dim() >= 2]

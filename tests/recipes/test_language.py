@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from samestep.checkpoint.state import load_model
+from samestep.config import ModelPart
 from samestep.errors import EXIT_DONE, DataError, InputError, RecipeError
 from samestep.recipes.gpt import GPT, gpt2
 from samestep.recipes.language import Blocks, language_task, load_language
 from samestep.recipes.language_generation import generate, next_tokens
 from samestep.recipes.names import MODELS, find
 from samestep.recipes.packed import packed_tokens, read_document
+from samestep.recipes.parse import load_recipe
 from samestep.recipes.tokenizer import Bytes, read_tokenizer
 from samestep.recipes.tokens import padded
 from system import events, here, weights
@@ -241,6 +243,7 @@ def test_gpt2_has_its_124_million_parameters() -> None:
     with torch.device("meta"):
         model = gpt2()
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    assert load_recipe("language_gpt2").model == ModelPart(name="gpt2", options={"dropout": 0.0})
 
 
 def test_initial_weights_are_those_of_gpt2() -> None:
@@ -401,7 +404,11 @@ def test_processes_change_no_bit_and_perplexity_is_that_of_all_tokens(tmp_path: 
     one, three = (train(tmp_path, processes, name=f"on-{processes}") for processes in (1, 3))
     assert three == one
     [counted] = events(tmp_path / "runs" / "on-3", "tokens")
-    assert (counted["samples"], counted["tokens"], counted["padding"]) == (94, 1500, 4)  # the last block has 12, beside one of 16
+    assert (counted["samples"], counted["tokens"], counted["padding"]) == (
+        94,
+        1500,
+        4,
+    )  # the last block has 12, beside one of 16
     splits = load_language(train_tokens=1500, evaluation_tokens=333, context=16, cache=str(tmp_path / "cache"))
     model = tiny(width=16, heads=2, blocks=1, context=64)
     load_model(tmp_path / "runs" / "on-3" / "checkpoints" / "last", model)
