@@ -54,9 +54,22 @@ class DdpStrategy:
             with self._named_failures():
                 yield
             return
-        with self._ddp.no_sync():
+        with self._unwrapped(tree), self._ddp.no_sync():
             yield
         self._reduction.keep(tree, shard)
+
+    @contextmanager
+    def _unwrapped(self, tree: ShardTree) -> Iterator[None]:
+        """Go round DDP where some rank has no samples.
+
+        In the forward after its first step DDP makes its buckets anew, and all ranks agree on them: one that computes
+        nothing would be waited for.
+        """
+        self.module = self._ddp if tree.is_shared_by_all(self._world.size) else self._ddp.module
+        try:
+            yield
+        finally:
+            self.module = self._ddp
 
     def sum_vectors(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> _Future:
         return self._lane.submit(lambda: self._reduction.vector(tree, vectors, length))
