@@ -24,8 +24,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "predict",
         help="ask a trained model",
-        description="Ask the model of a run about files (images, texts, as its recipe has them), or let a language model "
-        "go on from a prompt. The data that it was trained on is not needed.",
+        description="Ask the model of a run about files (images, texts, as its recipe has them), or let a language "
+        "model go on from a prompt. The data that it was trained on is not needed.",
         epilog="example: samestep predict runs/first picture.png",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="the run's directory")

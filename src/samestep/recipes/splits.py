@@ -29,8 +29,8 @@ class Splits:
             unless the recipe gives it.
         count_tokens: from a collated shard to how many tokens it has, and how many places with those that only fill up.
         notes: what a person should be told of the data, a line each.
-        foreground_of: of the mask of a training sample, how many pixels are background and how many foreground; for losses
-            that weigh them against each other.
+        foreground_of: of the mask of a training sample, how many pixels are background and how many foreground; for
+            losses that weigh them against each other.
     """
 
     train: SizedDataset
