@@ -64,6 +64,12 @@ def test_a_table_is_the_same_in_every_form(tmp_path: Path, rows: Pairs) -> None:
     assert [row[0] for row in found[0]] == [text if text.strip() else "" for text, _ in rows]
 
 
+def test_a_text_may_be_long(tmp_path: Path) -> None:
+    text = "long " * 100_000
+    [row] = read_rows(write(tmp_path / "a.csv", [(text, 1)]), "text", "label")
+    assert row.text == text
+
+
 def test_numbers_are_the_same_label_however_they_are_written(tmp_path: Path) -> None:
     forms: list[Pairs] = [[("x", 1)], [("x", 1.0)], [("x", "1")]]
     for number, rows in enumerate(forms):

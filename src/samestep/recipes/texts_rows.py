@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from samestep.errors import DataError
 
-Cells = tuple[Any, Any]
+# The csv module refuses cells of more than 128 KiB, and texts may be longer.
+_LONGEST_CELL = 2**31 - 1
 
 
 class Row(NamedTuple):
@@ -58,6 +59,7 @@ def read_rows(path: Path, text_column: str, label_column: str) -> list[Row]:
 
 
 def _csv(path: Path, text_column: str, label_column: str) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         _require_columns(path, list(reader.fieldnames or ()), text_column, label_column)
