@@ -241,7 +241,7 @@ def test_pretrained_file_that_is_no_weights(refused: Refused, tmp_path: Path) ->
     for name, said in {
         "text.safetensors": "cannot be read as weights",
         "text.pth": "cannot be read as weights",
-        "nested.pth": "no plain weights",
+        "nested.pth": "no tensor",
         "other.safetensors": "no tensor",
     }.items():
         err = refused("train", RECIPE, "--set", f"model.pretrained={name}")

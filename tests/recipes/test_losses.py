@@ -102,7 +102,7 @@ def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
     said = capsys.readouterr()
     assert f"loss_tokens {told['loss_tokens']:.4f}" in f"{said.out} {said.err}"
     assert here("eval", runs[0], cwd=place) == 0
-    assert f"loss_size   {told['loss_size']:.4f}" in capsys.readouterr().out
+    assert f"loss_size    {told['loss_size']:.4f}" in capsys.readouterr().out
 
 
 def test_public_names_are_the_ones_of_the_engine() -> None:
