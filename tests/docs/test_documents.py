@@ -96,6 +96,7 @@ def test_yaml_recipes_are_valid() -> None:
         make_recipe(yaml.safe_load(recipe), (), origin="a document")
 
 
+@pytest.mark.slow
 def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
     page = ROOT / "docs" / "recipes.md"
     (place / "points.py").write_text(blocks(page, "python")[0], encoding="utf-8")

@@ -93,6 +93,7 @@ def test_a_script_of_ones_own_is_watched_too(tmp_path: Path) -> None:
     assert any(re.search(r"script\.py:9 <module>$", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_who_gets_on_and_who_is_done_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_WELL, encoding="utf-8")

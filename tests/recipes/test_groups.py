@@ -180,6 +180,7 @@ def test_groups_go_into_a_checkpoint_and_out_of_it(tmp_path: Path) -> None:
         load(checkpoint, other)
 
 
+@pytest.mark.slow
 def test_layers_and_decay_train_the_same_on_one_and_on_three_ranks(tmp_path: Path) -> None:
     overrides = (
         "data.options.lines=60",

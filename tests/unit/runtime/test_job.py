@@ -79,6 +79,7 @@ def test_nobody_there_is_told_with_the_address() -> None:
     assert "no other machine reaches" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_only_who_has_the_token_and_the_number_of_ranks_is_counted_in() -> None:
     port = free_port()
     first, second = joiner(0, 2, port, 60, "ours"), joiner(1, 2, port, 60, "ours")
