@@ -8,6 +8,8 @@ import pytest
 from samestep.record.class_table import class_rows
 from system import here
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -143,6 +143,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_everything_at_once_trains_to_the_same_bits_and_evaluates_plainly(pictures: Path, tmp_path: Path) -> None:
     """Mixed targets in training, class numbers in evaluation, with metrics of both kinds of names."""
     overrides = (

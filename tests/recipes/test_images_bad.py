@@ -16,12 +16,13 @@ EACH = 12
 
 
 def folder_of(place: Path, kind: str) -> Path:
-    """Two classes, an image in one of which is of that kind."""
+    """Two classes, an image in one of which is of that kind; `read`: every kind that can be read."""
     for name in ("one", "two"):
         (place / name).mkdir(parents=True)
         for number in range(EACH):
             (place / name / f"{number}.png").write_bytes(encoded(noise(9 + number), "PNG"))
-    write(place / "two", kind)
+    for each in READ if kind == "read" else (kind,):
+        write(place / "two", each)
     return place
 
 
@@ -48,35 +49,33 @@ LINES: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-ALL = [*REFUSED, *LINES, "read"]
-
 Found = dict[str, dict[str, Any]]
+QUICK = ("cut-jpeg", "no-file", "read")
+REST = tuple(name for name in (*REFUSED, *LINES) if name not in QUICK)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    """What became of a dataset with each fault, and of one with every image that can be read, on 1 and 3 processes."""
-    place = tmp_path_factory.mktemp("bad")
-    paths = {kind: folder_of(place / kind, kind) for kind in REFUSED}
-    paths |= {fault: list_of(place / fault, change) for fault, change in LINES.items()}
-    paths["read"] = folder_of(place / "read", "one-pixel")
-    for kind in READ:
-        write(place / "read" / "one", kind)
-    alone, together = (launch(ranks_images.outcomes, list(paths.values()), processes=count) for count in (1, 3))
-    return dict(zip(paths, alone, strict=True)), dict(zip(paths, together, strict=True))
+def outcomes(place: Path, names: tuple[str, ...]) -> tuple[Found, Found]:
+    """What becomes of a dataset with each fault, or with every image that can be read, on 1 and on 3 processes."""
+    paths = [list_of(place / name, LINES[name]) if name in LINES else folder_of(place / name, name) for name in names]
+    alone, together = (launch(ranks_images.outcomes, paths, processes=count) for count in (1, 3))
+    return dict(zip(names, alone, strict=True)), dict(zip(names, together, strict=True))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_outcome_is_the_same_on_every_number_of_processes(name: str, found: tuple[Found, Found]) -> None:
-    alone, together = found
-    assert alone[name] == together[name]
-    assert len(alone[name]["skip"]["weights"]) == 64
+@pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["some", "rest"])
+def test_outcome_is_the_same_on_every_number_of_processes(names: tuple[str, ...], tmp_path: Path) -> None:
+    alone, together = outcomes(tmp_path, names)
+    assert alone == together
+    for name, outcome in alone.items():
+        assert len(outcome["skip"]["weights"]) == 64
+        if name == "read":
+            assert outcome["stop"] == []
+            assert outcome["skip"]["left_out"] == [[], []]
+        else:
+            require_one(name, outcome)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *LINES])
-def test_bad_sample_is_named_or_left_out(name: str, found: tuple[Found, Found]) -> None:
+def require_one(name: str, outcome: dict[str, Any]) -> None:
     """One sample was bad, it is in one of the two splits, and two epochs of training meet it twice."""
-    outcome = found[0][name]
     (said,) = outcome["stop"]
     first = said.splitlines()[0]
     if name in LINES:
@@ -87,18 +86,12 @@ def test_bad_sample_is_named_or_left_out(name: str, found: tuple[Found, Found]) 
     assert outcome["skip"]["left_out"] in ([[first, first], []], [[], [first]])
 
 
-def test_what_can_be_read_is_left_in(found: tuple[Found, Found]) -> None:
-    outcome = found[0]["read"]
-    assert outcome["stop"] == []
-    assert outcome["skip"]["left_out"] == [[], []]
-
-
 @pytest.mark.slow
 def test_command_stops_or_skips_as_the_recipe_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = folder_of(tmp_path / "images", "cut-jpeg")
     for kind in REFUSED:
         write(path / "one", kind)
-    chosen = (f"data.options.path={path}", "data.options.image_size=16", "model.name=torchvision:squeezenet1_1")
+    chosen = (f"data.options.path={path}", "data.options.image_size=32", "model.name=torchvision:squeezenet1_1")
     sizes = ("batch_size=8", "shards=4", "epochs=1", "metrics=[]")
 
     def train(name: str, processes: int, *more: str) -> int:

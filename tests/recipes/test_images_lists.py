@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from image_kinds import encoded, plain
+from samestep.data.loader import Loader
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.hub_images import load_hub_images
 from samestep.recipes.image_lists import ListedImages, load_image_list
 from samestep.recipes.kept_apart import kept_apart
+from samestep.runtime.world import World
 
 ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
 SMALL: dict[str, Any] = {"image_size": 8}
@@ -223,6 +225,20 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=text):
             train[place]
     assert isinstance(train[0][0], torch.Tensor)
+
+
+def test_processes_of_a_loader_read_saved_datasets(alone: World, tmp_path: Path) -> None:
+    """In forks of a process that has read from the table already."""
+    splits = load_hub_images(save(tmp_path / "a", ["train", "validation"], bad={3: {"image": None}}), **SMALL)
+    found = []
+    for workers in (0, 2):
+        given: dict[str, Any] = {"batch_size": 4, "shards": 2, "world": alone, "bad_samples": "skip"}
+        batches = Loader(splits.evaluation, workers=workers, **given)
+        parts = [part for batch in batches for part in batch.parts]
+        found.append(torch.cat([images for images, _ in (part.data for part in parts)]))
+        assert [text for part in parts for text in part.skipped] == [f"{tmp_path}/a/validation, row 3: no image"]
+    assert torch.equal(*found)
+    assert len(found[0]) == 9
 
 
 @pytest.mark.parametrize(

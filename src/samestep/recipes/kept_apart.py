@@ -37,7 +37,7 @@ def kept_apart(
                 raise DataError(
                     f"class {classes[label]!r} has one image",
                     rule="one to train on and one to evaluate on",
-                    do="add images, or give data.options.evaluation_path",
+                    do="add images, or name others to evaluate on: data.options.evaluation_path, or evaluation_split",
                 )
             apart = min(len(own) - 1, max(1, apart))
         evaluation += own[:apart]
