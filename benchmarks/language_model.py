@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.config import Recipe
-from samestep.recipes.gpt import GPT
-from samestep.recipes.language import Blocks, load_language
 from samestep.recipes.parse import load_recipe, recipe_data
+from samestep.recipes.text.gpt import GPT
+from samestep.recipes.text.language import Blocks, load_language
 
 PLAIN, OURS = "plain loop", "samestep train language"
 

@@ -26,7 +26,7 @@ LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room i
 ENVIRONMENT_READER = f"{PACKAGE}.runtime.env"
 # Who may import pickle, and why: the first sends functions and results between processes of one launch, as
 # multiprocessing itself does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
-PICKLE_USERS = {f"{PACKAGE}.runtime.by_value", f"{PACKAGE}.recipes.paddle_arrays"}
+PICKLE_USERS = {f"{PACKAGE}.runtime.by_value", f"{PACKAGE}.recipes.weights.paddle_arrays"}
 FILE_LINES = 300
 FUNCTION_LINES = 60
 

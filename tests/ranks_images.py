@@ -1,4 +1,4 @@
-"""What ranks run for `recipes/test_images_bad.py` and `recipes/test_weights_of_ranks.py`."""
+"""What ranks run for `recipes/images/test_bad.py` and `recipes/test_zoo.py`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from samestep.engine.step import Engine
 from samestep.errors import DataError
 from samestep.metrics import build_metrics
 from samestep.recipes.build import build
-from samestep.recipes.image_lists import load_image_list
-from samestep.recipes.images import load_images
+from samestep.recipes.images.folders import load_images
+from samestep.recipes.images.lists import load_image_list
 from samestep.recipes.splits import Splits
 from samestep.runtime.gather import all_gather
 from samestep.runtime.world import World

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_INPUT
-from samestep.recipes.images import ImageFiles, load_images
+from samestep.recipes.images.folders import ImageFiles, load_images
 from system import events, flip_bit, here, samestep, state_of, tree, weights
 
 RECIPE = Path(__file__).parents[1] / "recorded.yaml"

@@ -10,7 +10,7 @@ from torch import nn
 from samestep.errors import DataError, RecipeError
 from samestep.metrics import build_metrics
 from samestep.recipes.digits import load_digits
-from samestep.recipes.weights import freeze, take_matching
+from samestep.recipes.weights.start import freeze, take_matching
 from samestep.runtime.world import World
 
 # --- weights ---------------------------------------------------------------------------------------------

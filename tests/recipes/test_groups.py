@@ -14,7 +14,7 @@ from samestep.config import OptimizerPart
 from samestep.errors import CheckpointError, RecipeError
 from samestep.recipes.digits import DigitsNet
 from samestep.recipes.groups import layer_numbers, parameter_groups, scale_layers
-from samestep.recipes.tokens import TokensNet
+from samestep.recipes.text.tokens import TokensNet
 from samestep.runtime.vision import make_torchvision_importable
 from system import here, weights
 

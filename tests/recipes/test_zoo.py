@@ -14,7 +14,7 @@ from image_kinds import encoded, noise
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.names import MODELS, call, find
 from samestep.recipes.parse import make_recipe
-from samestep.recipes.weights import take_matching
+from samestep.recipes.weights.start import take_matching
 from samestep.runtime.launch import RankError, launch
 from samestep.runtime.vision import make_torchvision_importable
 

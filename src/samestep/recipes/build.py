@@ -19,12 +19,12 @@ from samestep.engine.step import Engine
 from samestep.errors import RecipeError
 from samestep.metrics import CountMetric, LossMetric, build_metrics
 from samestep.recipes.facts import DataFacts
-from samestep.recipes.foreground import with_foreground_weight
 from samestep.recipes.groups import parameter_groups, scale_layers
+from samestep.recipes.masks.foreground import with_foreground_weight
 from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find, takes
 from samestep.recipes.schedule import schedule_factor
 from samestep.recipes.splits import Splits
-from samestep.recipes.weights import freeze, require_same_weights, take_matching
+from samestep.recipes.weights.start import freeze, require_same_weights, take_matching
 from samestep.runtime.env import read_environment
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
 from samestep.runtime.world import World

@@ -33,7 +33,7 @@ _Yaml.add_implicit_resolver(
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with Samestep, by name."""
-    folder = Path(str(files("samestep.recipes")))
+    folder = Path(str(files("samestep.recipes") / "shipped"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

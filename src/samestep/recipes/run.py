@@ -21,7 +21,7 @@ from samestep.recipes.facts import write_facts
 from samestep.recipes.parse import recipe_data
 from samestep.recipes.pictures import draw_first
 from samestep.recipes.trained import without_pretrained
-from samestep.recipes.weights import take_all
+from samestep.recipes.weights.start import take_all
 from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
 from samestep.record.events import EventFile, Recorder

@@ -9,8 +9,8 @@ import yaml
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
-from samestep.recipes.paddle_weights import NAMES
 from samestep.recipes.parse import load_recipe, make_recipe, recipe_data
+from samestep.recipes.weights.paddle import NAMES
 from samestep.tools.convert.keys import DEFAULTS, OLD_NAMES, REASONS, TARGETS
 from samestep.tools.convert.recipe import ConvertedRecipe, convert_recipe
 

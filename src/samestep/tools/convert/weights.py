@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from samestep.recipes.paddle_weights import Converted, read_pdparams
+from samestep.recipes.weights.paddle import Converted, read_pdparams
 
 
 def convert_weights(file: Path, out: Path) -> Converted:

@@ -1,0 +1,1 @@
+"""Texts with a class each, and models that guess the next token."""
