@@ -76,7 +76,8 @@ class CountMetric:
             state = getattr(self._metric, name)
             assert not state.is_floating_point(), f"{self.name}: {name} is not a count"
             world.all_reduce(state)
-        value = float(self._metric.compute())
+        # The class's own compute: the instance's warns where this rank has seen no samples, though others have.
+        value = float(type(self._metric).compute(self._metric))
         self.reset()
         return value
 

@@ -166,16 +166,18 @@ def _remove_if_empty(folder: Path, *, with_parent: bool) -> None:
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
-    values = {name: value for name, value in summary["evaluation"].items() if name not in ("loss", "samples")}
-    lines = [f"{name:<12}{shown(name, value)}" for name, value in values.items()]
-    if summary["evaluation"]:
-        lines.append(f"{'evaluated':<12}{summary['evaluation']['samples']:,} samples")
+    evaluation = summary["evaluation"]
+    values = {name: value for name, value in evaluation.items() if name not in ("loss", "samples")}
+    lines = [(name, shown(name, value)) for name, value in values.items()]
+    if evaluation:
+        lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
     if summary["samples_per_second"]:
-        lines.append(f"{'speed':<12}{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all")
-    lines.append(f"{'run':<12}{folder}")
+        lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
+    lines.append(("run", str(folder)))
     if summary["stopped"]:
-        lines.append(f"{'stopped':<12}after step {summary['step']}; go on with: samestep resume {folder}")
+        lines.append(("stopped", f"after step {summary['step']}; go on with: samestep resume {folder}"))
     else:
-        lines.append(f"{'curves':<12}tensorboard --logdir {folder / 'tensorboard'}")
-        lines.append(f"{'evaluate':<12}samestep eval {folder}")
-    print("\n".join(lines))
+        lines.append(("curves", f"tensorboard --logdir {folder / 'tensorboard'}"))
+        lines.append(("evaluate", f"samestep eval {folder}"))
+    width = max(12, *(len(name) + 2 for name, _ in lines))
+    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -37,6 +38,8 @@ class DdpStrategy:
         self._parameters, self._reduction, self._world = parameters, reduction, world
         self._lane = Lane(world.device)
         self._now: tuple[ShardTree, int] | None = None
+        # Said of every parameter with a dimension of 1, whose stride may be anything; costs one copy of the gradient.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -17,7 +17,8 @@ def all_gather(value: Any, world: World) -> list[Any]:
     """What every rank gives, by rank, on every rank; all of them call it.
 
     Args:
-        value: what JSON can say: numbers, text, booleans, None, and lists and mappings of these.
+        value: what JSON can say: numbers, text, booleans, None, and lists and mappings (by text) of these. Tuples
+            arrive as lists.
 
     Raises:
         InputError: it is something else.
@@ -25,11 +26,13 @@ def all_gather(value: Any, world: World) -> list[Any]:
     """
     try:
         said = json.dumps(value).encode()
+        _require_text_keys(value)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"all_gather was given what JSON cannot say: {error}",
-            rule="numbers, text, booleans, None, lists and mappings; tensors as lists: tensor.tolist()",
-            do="send something smaller and simpler, or use torch.distributed for tensors",
+            rule="numbers, text, booleans, None, lists and mappings by text; tensors as lists: tensor.tolist()",
+            do="send something smaller and simpler, pairs instead of a mapping by number, or use torch.distributed "
+            "for tensors",
         ) from error
     lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     lengths[world.rank] = len(said)
@@ -73,3 +76,14 @@ def reduce_dict(values: Mapping[str, float], world: World, *, count: float = 1.0
         )
     sums = [sum(numbers[place] * count for _, numbers, count in said if count) for place in range(len(names))]
     return {name: value / total for name, value in zip(names, sums, strict=True)}
+
+
+def _require_text_keys(value: Any) -> None:
+    """Refuse mappings by anything but text: JSON would turn the key 1 into the key "1" without a word."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a mapping with the key {key!r}")
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_text_keys(each)

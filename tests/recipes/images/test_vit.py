@@ -72,11 +72,12 @@ def test_drop_path_rises_to_the_last_block() -> None:
     assert rates == pytest.approx([0.0, 0.3])
 
 
-def test_one_rank_and_three_train_the_same_and_a_run_goes_on(place: Path) -> None:
+def test_one_rank_and_three_train_the_same_and_a_run_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ("model.drop_path_rate=0.2", "model.proj_drop_rate=0.1", "schedule.warmup_epochs=0.5")
     for count in (1, 3):
         arguments = ("vit_base_patch16_224", "--processes", count, "--name", f"ranks{count}", "--set", *TINY, *more)
         assert here("train", *arguments, cwd=place) == 0
+    assert "Warning" not in capfd.readouterr().err
     runs = place / "runs"
     assert weights(runs / "ranks1") == weights(runs / "ranks3")
     assert (runs / "ranks1" / "checkpoints" / "last" / "average.safetensors").is_file()

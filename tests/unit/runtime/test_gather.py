@@ -59,7 +59,7 @@ def test_rank_that_gives_something_else_ends_the_run_with_its_reason() -> None:
     assert failed.value.exit_code == EXIT_INPUT
 
 
-@pytest.mark.parametrize("value", [{1}, b"x", object(), torch.ones(2), {(1, 2): 3}])
+@pytest.mark.parametrize("value", [{1}, b"x", object(), torch.ones(2), {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
 def test_what_json_cannot_say_is_refused(alone: World, value: Any) -> None:
     with pytest.raises(InputError, match="what JSON cannot say") as error:
         samestep.all_gather(value, alone)
