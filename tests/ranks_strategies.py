@@ -13,6 +13,7 @@ from models import seeded
 from ranks_loader import gathered
 from ranks_reductions import as_bytes, mine, vector_of
 from samestep.parallel.ddp import DdpStrategy
+from samestep.parallel.pieces import Pieces
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.single import SingleStrategy
 from samestep.parallel.strategy import Strategy, build_strategy
@@ -69,10 +70,10 @@ def built(world: World, model: nn.Module, reduction: Any) -> dict[str, Strategy]
     found: dict[str, Strategy] = {}
     if world.size == 1:
         found["single"] = SingleStrategy(model, build_reduction(reduction, world, trained(model)))
-    for name, kind in (("ddp", DdpStrategy), ("together", TogetherStrategy)):
-        wrapped = copy.deepcopy(model)
-        sums = build_reduction(reduction, world, trained(wrapped))
-        found[name] = kind(wrapped, trained(wrapped), sums, world)
+    wrapped, apart = copy.deepcopy(model), copy.deepcopy(model)
+    sums = [build_reduction(reduction, world, trained(each)) for each in (wrapped, apart)]
+    found["ddp"] = DdpStrategy(wrapped, trained(wrapped), sums[0], world)
+    found["together"] = TogetherStrategy(apart, Pieces(apart, world.device), sums[1], world)
     return found
 
 
@@ -149,4 +150,4 @@ def chosen() -> str:
     """The strategy that a world gets."""
     with samestep.start(device="cpu") as world:
         model = nn.Linear(2, 2)
-        return build_strategy(model, trained(model), "exact", world).name
+        return build_strategy(model, Pieces(model, world.device), "exact", world).name

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from samestep.checkpoint.background import Saver
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.state import Progress, Training, load, pack
+from samestep.checkpoint.state import Progress, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.loader import Loader
 from samestep.engine.step import Engine
@@ -60,11 +60,13 @@ class Checkpoints:
             )
         engine = self._engine
         engine.check()  # what is saved as good is what all ranks hold, where they are checked
+        progress = Progress(step=engine.steps, cursor=self._batches.cursor)
         if engine.world.is_main:
-            progress = Progress(step=engine.steps, cursor=self._batches.cursor)
-            self._saver.save(engine.steps, lambda: pack(self._training, progress))
+            self._saver.save(engine.steps, lambda: pack(engine.training, progress))
             if not self._background:
                 self._saver.wait()
+        elif engine.pieces.is_divided:
+            pack(engine.training, progress, keep=False)
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, whatever number of ranks wrote it; False if there is none.
@@ -78,7 +80,7 @@ class Checkpoints:
         self._engine.world.barrier()
         if not self._folder.steps():
             return False
-        progress = load(self._folder.find("last"), self._training)
+        progress = load(self._folder.find("last"), self._engine.training)
         self._engine.steps, self._batches.cursor = progress.step, progress.cursor
         return True
 
@@ -93,9 +95,3 @@ class Checkpoints:
         finally:
             if self._lock is not None:
                 self._lock.release()
-
-    @property
-    def _training(self) -> Training:
-        engine = self._engine
-        average = engine.averaged.tensors if engine.averaged is not None else None
-        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler, average)

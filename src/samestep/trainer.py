@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.checkpoint.background import Saved, Saver
 from samestep.checkpoint.loss_bound import LossBound
-from samestep.checkpoint.state import Progress, Training, load, pack
+from samestep.checkpoint.state import Progress, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.cursor import Cursor
@@ -95,7 +95,7 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        self._progress = load(checkpoint, self._training)
+        self._progress = load(checkpoint, self._engine.training)
         self._engine.steps = self._progress.step
         self._train.cursor = self._progress.cursor
         self._recorder.tell("resume", step=self._progress.step, **_position(self._progress.cursor))
@@ -157,11 +157,11 @@ class Trainer:
 
     @contextmanager
     def _saving_when_data_is_bad(self) -> Iterator[None]:
-        """Bad data costs no work done: every rank holds the whole state, so the one that met it saves it."""
+        """Bad data costs no work done: where a rank holds the whole state, the one that met it saves it."""
         try:
             yield
         except InputError as error:
-            if self._progress.step:
+            if self._progress.step and not self._engine.pieces.is_divided:
                 try:
                     self._write(is_best=False)
                     self._saver.wait()
@@ -223,7 +223,7 @@ class Trainer:
         """Name the samples that were left out since this was last told; every rank calls it."""
         if not data.skips:
             return
-        found = [text for texts in all_gather(data.skipped, self._engine.world) for text in texts]
+        found = [text for texts in all_gather(data.skipped, self._engine.world.data) for text in texts]
         data.skipped.clear()
         if found:
             count = f"{len(found)} sample{'s' if len(found) > 1 else ''} of the {which} data"
@@ -235,7 +235,7 @@ class Trainer:
         """What texts were made of since this was last told; every rank calls it."""
         if not self._train.counts_tokens:
             return
-        found = all_gather(self._train.take_counts(), self._engine.world)
+        found = all_gather(self._train.take_counts(), self._engine.world.data)
         samples, tokens, places = (sum(column) for column in zip(*found, strict=True))
         if samples:
             speed = self._stopwatch.speed * tokens / samples
@@ -262,10 +262,12 @@ class Trainer:
         self._engine.check()  # what is saved as good is what all ranks hold, in a run that is checked
         if self._engine.world.is_main:
             self._write(is_best=is_best)
+        elif self._engine.pieces.is_divided:
+            pack(self._engine.training, self._progress, keep=False)
 
     def _write(self, *, is_best: bool) -> None:
         self._bound.begin_save()
-        self._saver.save(self._progress.step, lambda: pack(self._training, self._progress), is_best=is_best)
+        self._saver.save(self._progress.step, lambda: pack(self._engine.training, self._progress), is_best=is_best)
 
     def _tell_saved(self, saved: Saved) -> None:
         self._engine.world.pulse.save()
@@ -277,12 +279,6 @@ class Trainer:
         watch = self._stopwatch
         best = self._progress.best
         return Summary(stopped, self._progress.step, self._last_evaluation, best, watch.elapsed, watch.speed)
-
-    @property
-    def _training(self) -> Training:
-        engine = self._engine
-        average = engine.averaged.tensors if engine.averaged is not None else None
-        return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler, average)
 
 
 def _position(cursor: Cursor) -> dict[str, int]:

@@ -114,7 +114,8 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
     hold = place / "hold"
     hold.write_text("0 20", encoding="utf-8")
     with ranks(as_srun("99"), 2, *arguments, cwd=place) as started:
-        until((run / "checkpoints" / "step-000000008").is_dir, "a checkpoint of step 8", 60)
+        last = run / "checkpoints" / "last"  # points at a checkpoint a moment after that is there
+        until(lambda: last.resolve().name == "step-000000008", "a checkpoint of step 8", 60)
         started.kill(signal.SIGKILL)
         hold.unlink()
         started.wait()

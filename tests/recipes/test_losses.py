@@ -100,7 +100,7 @@ def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
     (told,) = events(runs[0], "evaluation")
     assert told["loss"] == pytest.approx(told["loss_tokens"] + 0.1 * told["loss_size"], rel=1e-12)
     said = capsys.readouterr()
-    assert f"loss_tokens {told['loss_tokens']:.4f}" in f"{said.out} {said.err}"
+    assert f"loss_tokens  {told['loss_tokens']:.4f}" in f"{said.out} {said.err}"
     assert here("eval", runs[0], cwd=place) == 0
     assert f"loss_size    {told['loss_size']:.4f}" in capsys.readouterr().out
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checkpoint.holding import Holding, WholeModel, gathered
 from samestep.checkpoint.manifest import STATE, foreign, read_json
 from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
@@ -51,6 +53,7 @@ class Training:
 
     Attributes:
         average: a moving average of trained parameters by name, set in place; None where there is none.
+        parts: what of the model is on this rank; None for all of it.
     """
 
     model: torch.nn.Module
@@ -58,12 +61,28 @@ class Training:
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
     average: dict[str, torch.Tensor] | None = None
+    parts: Holding | None = None
+
+    @cached_property
+    def holding(self) -> Holding:
+        """What of the model is on this rank."""
+        return self.parts or WholeModel(self.model)
 
 
-def pack(training: Training, progress: Progress) -> dict[str, bytes]:
-    """The files of a checkpoint, by name."""
-    tensors, aliases = _distinct(training.model.state_dict())
-    slots, numbers, groups = _pack_optimizer(training)
+def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
+    """The files of a checkpoint, by name; the same under every layout.
+
+    Args:
+        keep: False on a rank that only takes part in gathering; it gets nothing.
+    """
+    holding = training.holding
+    tensors, aliases = _pack_model(training, keep=keep)
+    slots, numbers, groups = _pack_optimizer(training, keep=keep)
+    average = None
+    if training.average is not None:
+        average = gathered(training.average, holding, keep=keep)
+    if not keep:
+        return {}
     state = {
         "progress": asdict(progress),
         "aliases": aliases,
@@ -76,8 +95,8 @@ def pack(training: Training, progress: Progress) -> dict[str, bytes]:
         OPTIMIZER: save(slots),
         STATE: json.dumps(state, indent=1).encode(),
     }
-    if training.average is not None:
-        files[AVERAGE] = save({name: tensor.cpu().contiguous() for name, tensor in training.average.items()})
+    if average is not None:
+        files[AVERAGE] = save(average)
     return files
 
 
@@ -91,10 +110,10 @@ def load(checkpoint: Path, training: Training) -> Progress:
     state = read_json(checkpoint, STATE, MODEL, OPTIMIZER, *averages)
     with _read_as_written(checkpoint):
         if training.average is not None:
-            _set(training.average, _tensors(checkpoint, AVERAGE))
+            _set(training.average, _tensors(checkpoint, AVERAGE), training.holding)
         progress = _progress(state)
         slots = _tensors(checkpoint, OPTIMIZER)
-        _load_model(checkpoint, state["aliases"], training.model)
+        _load_model(checkpoint, state["aliases"], training.model, training.holding)
         _load_optimizer(training, slots, state["optimizer"])
         if training.scheduler is not None and state["scheduler"] is not None:
             training.scheduler.load_state_dict(state["scheduler"])
@@ -103,21 +122,24 @@ def load(checkpoint: Path, training: Training) -> Progress:
     return progress
 
 
-def load_model(checkpoint: Path, model: torch.nn.Module, *, averaged: bool = False) -> None:
+def load_model(
+    checkpoint: Path, model: torch.nn.Module, parts: Holding | None = None, *, averaged: bool = False
+) -> None:
     """Set the weights and buffers of `model` alone, after verifying the checkpoint.
 
     Args:
+        parts: what of the model is on this rank; None for all of it.
         averaged: the trained parameters are those of the moving average, which the checkpoint must have.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    averages = (AVERAGE,) if averaged else ()
+    averages, holding = (AVERAGE,) if averaged else (), parts or WholeModel(model)
     with _read_as_written(checkpoint):
-        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model)
+        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model, holding)
         if averaged:
             average = _tensors(checkpoint, AVERAGE)
-            _set({name: p.detach() for name, p in model.named_parameters() if name in average}, average)
+            _set({name: p.detach() for name, p in holding.held.items() if name in average}, average, holding)
 
 
 @contextmanager
@@ -136,7 +158,7 @@ def _tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
         raise foreign(checkpoint / name, str(error)) from error
 
 
-def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module) -> None:
+def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module, holding: Holding) -> None:
     tensors = _tensors(checkpoint, MODEL)
     for name, source in aliases.items():
         tensors[name] = tensors[source]
@@ -150,19 +172,38 @@ def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Mo
             rule="names and shapes of a checkpoint are those of the model",
             do="build the model that was trained; model.pretrained takes what matches of another one",
         )
-    model.load_state_dict(tensors)
+    if not holding.is_divided:
+        model.load_state_dict(tensors)
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in parameters}, strict=False)
+    _set({name: held.detach() for name, held in holding.held.items()}, {n: tensors[n] for n in holding.held}, holding)
 
 
-def _set(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Set tensors in place.
+def _set(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], holding: Holding) -> None:
+    """Set in place what this rank has of parameters.
 
     Raises:
         ValueError: names or shapes are not the same.
     """
-    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in given.items()}:
+    parts = {name: holding.part(name, tensor) for name, tensor in given.items()}
+    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in parts.items()}:
         raise ValueError("the averaged weights are of other parameters")
     for name, tensor in own.items():
-        tensor.copy_(given[name])
+        tensor.copy_(parts[name])
+
+
+def _pack_model(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers without repetition, and the names that stand for another one's tensor (tied weights)."""
+    state, holding = training.model.state_dict(), training.holding
+    if not holding.is_divided:
+        return _distinct(state)
+    own = dict(training.model.named_parameters(remove_duplicate=False))
+    first = {id(own[name]): name for name in holding.held}
+    aliases = {name: first[id(p)] for name, p in own.items() if first[id(p)] != name}
+    buffers, more = _distinct({name: tensor for name, tensor in state.items() if name not in own})
+    whole = gathered({name: held.detach() for name, held in holding.held.items()}, holding, keep=keep)
+    return {name: (whole | buffers)[name] for name in state if name in whole or name in buffers}, aliases | more
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -182,7 +223,7 @@ def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 
 def _pack_optimizer(
-    training: Training,
+    training: Training, *, keep: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Optimizer state by parameter name: tensors as `slot/name`, numbers, and the groups' settings."""
     names = _names(training)
@@ -192,7 +233,9 @@ def _pack_optimizer(
     for index, values in state["state"].items():
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
-                slots[f"{slot}/{names[index]}"] = value.detach().cpu().contiguous()
+                whole = training.holding.whole(names[index], value.detach())
+                if keep:
+                    slots[f"{slot}/{names[index]}"] = whole.cpu().contiguous()
             else:
                 numbers.setdefault(names[index], {})[slot] = value
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
@@ -205,7 +248,7 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said:
     state: dict[int, dict[str, Any]] = {}
     for key, tensor in slots.items():
         slot, _, name = key.partition("/")
-        state.setdefault(index[name], {})[slot] = tensor
+        state.setdefault(index[name], {})[slot] = training.holding.part(name, tensor)
     for name, values in said["numbers"].items():
         state.setdefault(index[name], {}).update(values)
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in said["groups"]]
@@ -231,7 +274,7 @@ def _require_same_optimizer(training: Training, said: list[dict[str, Any]]) -> N
 
 def _names(training: Training) -> dict[int, str]:
     """The name of each of the optimizer's parameters, by the number its state dict gives it."""
-    by_parameter = {parameter: name for name, parameter in training.model.named_parameters()}
+    by_parameter = {parameter: name for name, parameter in training.holding.held.items()}
     held = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
     return {i: by_parameter[parameter] for i, parameter in enumerate(held)}
 

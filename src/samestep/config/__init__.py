@@ -1,10 +1,12 @@
 """What a recipe says, as frozen data: no torch, no file, no environment."""
 
+from samestep.config.layout import Layout, settle
 from samestep.config.parts import BadSamples, DataPart, ModelPart, OptimizerPart, Part
 from samestep.config.recipe import Recipe
 from samestep.config.run_options import DeviceKind, RunOptions
 from samestep.config.schedules import EmaPart, LearningRatePart, LearningRateRule, SchedulePart
 from samestep.config.step_rules import BatchNorm, NonFinite, Precision, Reduction, StepRules
+from samestep.config.strategy import Mesh, StrategyPart
 
 __all__ = [
     "BadSamples",
@@ -12,8 +14,10 @@ __all__ = [
     "DataPart",
     "DeviceKind",
     "EmaPart",
+    "Layout",
     "LearningRatePart",
     "LearningRateRule",
+    "Mesh",
     "ModelPart",
     "NonFinite",
     "OptimizerPart",
@@ -24,4 +28,6 @@ __all__ = [
     "RunOptions",
     "SchedulePart",
     "StepRules",
+    "StrategyPart",
+    "settle",
 ]

@@ -9,6 +9,7 @@ from samestep.config.check import NOTHING_UNKNOWN, require
 from samestep.config.parts import DataPart, ModelPart, OptimizerPart, Part
 from samestep.config.schedules import EmaPart, LearningRatePart, SchedulePart
 from samestep.config.step_rules import StepRules
+from samestep.config.strategy import StrategyPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Recipe:
         shards: fixed slices of a global batch; the largest useful number of ranks.
         metrics: names of what evaluation computes besides the loss; the first one decides which
             checkpoint is the best.
+        strategy: how the model lives on devices; a run may go on under another one.
     """
 
     __pydantic_config__: ClassVar = NOTHING_UNKNOWN
@@ -38,6 +40,7 @@ class Recipe:
     shards: int = 8
     epochs: int
     step: StepRules = field(default_factory=StepRules)
+    strategy: StrategyPart = field(default_factory=StrategyPart)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"epochs is {self.epochs}", "epochs >= 1", "set epochs: 1")

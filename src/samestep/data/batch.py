@@ -19,12 +19,14 @@ class Shard(NamedTuple):
         size: samples in it that count; 0 where none could be used, and `data` is there to fill the place.
         data: what the collate function made of them; the engine wants a pair `(inputs, targets)`.
         skipped: what was wrong with those that were left out.
+        is_filler: it is no shard of the batch, and there only so that this rank computes as often as the others.
     """
 
     number: int
     size: int
     data: Any
     skipped: tuple[str, ...] = ()
+    is_filler: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class GlobalBatch:
         indices: the dataset indices of all samples, of all ranks, in order.
         shards: number of shards that the batch is cut into.
         parts: the shards that this rank computes, ascending; those without samples left out.
+        fillers: what it computes after them where ranks talk to each other in every forward, and others have more.
     """
 
     begin: Cursor
@@ -44,6 +47,7 @@ class GlobalBatch:
     indices: Indices
     shards: int
     parts: tuple[Shard, ...]
+    fillers: tuple[Shard, ...] = ()
 
     @property
     def size(self) -> int:

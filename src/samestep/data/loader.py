@@ -63,7 +63,7 @@ class Loader:
         lengths: Sequence[int] | None = None,
         count_tokens: Callable[[Any], tuple[int, int]] | None = None,
     ) -> None:
-        require_enough_shards(shards, world.size)
+        require_enough_shards(shards, world.data.size)
         if batch_size < shards:
             raise InputError(
                 f"batch_size is {batch_size} but there are {shards} shards, so some would be empty",
@@ -114,18 +114,15 @@ class Loader:
         order = self._order(epoch)
         starts = range(self.cursor.samples, self._size, self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
-        self._queue.requests = [
-            ShardRequest(epoch, number, batch[slice(*shard_bounds(len(batch), self._shards)[number])])
-            for batch in batches
-            for number in self._filled(len(batch))
-        ]
+        self._queue.requests = [request for batch in batches for request in self._requests(epoch, batch)]
         shards = prefetched(self._loaded(), self._world.device)
         for start, batch in zip(starts, batches, strict=True):
-            parts = tuple(next(shards) for _ in self._filled(len(batch)))
+            parts = tuple(next(shards) for _ in self._filled(len(batch), self._rank))
+            fillers = tuple(next(shards) for _ in range(self._missing(len(batch))))
             stop = start + len(batch)
             end = Cursor(epoch, stop) if stop < self._size else Cursor(epoch + 1, 0)
             self.cursor = end
-            yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts)
+            yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts, fillers)
 
     def take_counts(self) -> tuple[int, int, int]:
         """Samples, tokens and places of the shards that this rank has loaded since this was last asked."""
@@ -137,10 +134,28 @@ class Loader:
             return global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         return grouped_order(self._lengths, self.batch_size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
-    def _filled(self, size: int) -> list[int]:
-        """This rank's shards that have samples in a batch of `size`."""
+    def _requests(self, epoch: int, batch: Indices) -> list[ShardRequest]:
+        bounds = shard_bounds(len(batch), self._shards)
+        own = [ShardRequest(epoch, n, batch[slice(*bounds[n])]) for n in self._filled(len(batch), self._rank)]
+        # Two samples, where there are two: batch norm trains on no less.
+        filler = ShardRequest(epoch, 0, batch[:2], is_filler=True)
+        return own + [filler] * self._missing(len(batch))
+
+    def _missing(self, size: int) -> int:
+        """By how many shards this rank has fewer than another one, where ranks have to compute as many."""
+        if not self._world.layout.is_in_step:
+            return 0
+        counts = [len(self._filled(size, rank)) for rank in range(self._world.data.size)]
+        return max(counts) - counts[self._rank]
+
+    @property
+    def _rank(self) -> int:
+        return self._world.data.rank
+
+    def _filled(self, size: int, rank: int) -> list[int]:
+        """The shards of a rank that have samples in a batch of `size`."""
         bounds = shard_bounds(size, self._shards)
-        owned = owned_shards(self._shards, self._world.size, self._world.rank)
+        owned = owned_shards(self._shards, self._world.data.size, rank)
         return [number for number in owned if bounds[number][0] < bounds[number][1]]
 
     def _loaded(self) -> Iterator[Shard]:

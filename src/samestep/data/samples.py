@@ -26,11 +26,12 @@ class SizedDataset(Protocol):
 
 
 class ShardRequest(NamedTuple):
-    """Asks for one shard of one global batch."""
+    """Asks for one shard of one global batch, or for something to fill its place."""
 
     epoch: int
     number: int
     indices: Indices
+    is_filler: bool = False
 
 
 class Unusable(NamedTuple):
@@ -58,6 +59,8 @@ class ShardDataset(torch.utils.data.Dataset[Shard | Unusable]):
                 size = len(samples)
                 if not samples:
                     samples = [self._filler(request)]
+                if request.is_filler:
+                    return Shard(request.number, 0, self._collate(samples), is_filler=True)
                 seed_generators(derive_seed("collate", self._seed, request.epoch, int(request.indices[0])))
                 return Shard(request.number, size, self._collate(samples), tuple(skipped))
         except SamestepError as error:

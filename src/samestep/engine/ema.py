@@ -6,7 +6,7 @@ same weights on every rank, so it has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,14 +18,15 @@ class AveragedWeights:
     """The average of a model's trained parameters; frozen ones and buffers are the model's own.
 
     Args:
+        trained: what this rank holds of the trained parameters, by name.
         decay: how much of the average stays at each step, between 0 and 1; in the first steps it is less, so that the
             weights at the start are soon forgotten.
     """
 
-    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+    def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         if not 0 < decay < 1:
             raise InputError(f"ema is {decay}", rule="a decay between 0 and 1, or None", do="ema=0.9999")
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = dict(trained)
         self._average = {name: p.detach().clone() for name, p in self._trained.items()}
         self._decay = decay
 

@@ -69,6 +69,8 @@ def evaluate(
                 found.append((slots + part.number, [*numbers, part.size]))
                 for metric in metrics if part.size else ():
                     metric.update(outputs, part.data[1])
+            for filler in batch.fillers:
+                forward.parts(model, filler, "evaluation", position)
             slots += batch.shards
     if give_up and _any(left_off, world):
         for metric in metrics:

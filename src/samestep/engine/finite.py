@@ -28,14 +28,18 @@ def bad_loss(step: int, batch: GlobalBatch, tally: Tally, shards: Sequence[int])
     )
 
 
-def bad_gradient(step: int, batch: GlobalBatch, parameters: Sequence[str], shards: Sequence[int]) -> NonFiniteError:
+def bad_gradient(
+    step: int, batch: GlobalBatch, parameters: Sequence[str], shards: Sequence[int] | None
+) -> NonFiniteError:
     """The error for a step with a finite loss whose gradient is not.
 
     Args:
         parameters: names of those whose gradient has elements that are not finite.
-        shards: those that have such a gradient alone.
+        shards: those that have such a gradient alone; None where that cannot be told.
     """
-    if shards:
+    if shards is None:
+        where = "from which shards cannot be told where ranks divide the parameters (ddp can)"
+    elif shards:
         samples = [sample for shard in shards for sample in batch.samples_of(shard)]
         where = f"from {_plural('shard', shards)} ({_plural('sample', samples)})"
     else:

@@ -57,15 +57,20 @@ class ShardGradients:
         total = None
         self._buffers.begin()
         with preserved_generators(self._world.device), self._undone_on_failure():
-            for part in batch.parts:
-                last = part is batch.parts[-1]
+            computed = (*batch.parts, *batch.fillers)
+            for part in computed:
+                last = part is computed[-1]
                 with self._strategy.shard(tree, part.number, last=last):
                     loss = self._shard_loss(batch, part, position)
-                    vectors[part.number] = self._vector(batch, part, loss, self._buffers, save)
+                    if not part.is_filler:
+                        vectors[part.number] = self._vector(batch, part, loss, self._buffers, save)
                     if last:
                         self._world.pulse.arrive(len(batch.parts))
                         total = self._strategy.sum_vectors(tree, vectors, length)
                     self._backward(loss.sum, batch.size)
+                    if not self._strategy.sums_late:
+                        self._require_used(self._names)
+                if last and self._strategy.sums_late:
                     self._require_used(self._names)
         total = total or self._strategy.sum_vectors(tree, vectors, length)
         self._strategy.finish(tree)
@@ -82,7 +87,7 @@ class ShardGradients:
             raise
 
     def _shard_loss(self, batch: GlobalBatch, part: Shard, position: int) -> Loss:
-        if part is not batch.parts[0]:
+        if part.is_filler or part is not batch.parts[0]:
             self._buffers.restore()
         for observer in self._observers:
             observer.begin_shard(part)
@@ -100,8 +105,13 @@ class ShardGradients:
         """The shards that made a loss not finite, in the step that was just computed; the same on every rank."""
         return tally.bad_shards
 
-    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int]:
-        """Compute this rank's shards once more, each alone, to see which has a gradient that is not finite."""
+    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
+        """Compute this rank's shards once more, each alone, to see which has a gradient that is not finite.
+
+        None where a gradient is never that of one shard.
+        """
+        if self._strategy.sums_late:
+            return None
         flags = torch.zeros(batch.shards, dtype=torch.float64, device=self._world.device)
         with preserved_generators(self._world.device):
             for part in batch.parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
@@ -9,13 +11,15 @@ def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
     """Parameters, buffers (those that are not saved too) and the optimizer's state, by what people call them."""
     held = {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
     held |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    slots = optimizer_tensors(model, optimizer)
+    slots = optimizer_tensors(dict(model.named_parameters()), optimizer)
     return held | {f"optimizer {slot} of {name}": value for (name, slot), value in slots.items()}
 
 
-def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
+def optimizer_tensors(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[tuple[str, str], torch.Tensor]:
     """The tensors of the optimizer's state by the parameter's name and the slot's, in the order of its groups."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     return {
         (names.get(parameter, "?"), slot): value
         for group in optimizer.param_groups

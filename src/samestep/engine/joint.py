@@ -71,7 +71,7 @@ class JointGradients(ShardGradients):
         """The shards at which it began: all others share their statistics, so their losses tell nothing."""
         return self._began(batch, "forward") or tally.bad_shards
 
-    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int]:
+    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
         """The shards at which it began; where no norm layer saw it, those whose own gradient is not finite."""
         found = self._began(batch, "backward")
         if found:

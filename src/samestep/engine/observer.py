@@ -11,6 +11,7 @@ from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.result import StepResult
+from samestep.parallel.pieces import Pieces
 from samestep.runtime.world import World
 
 
@@ -22,6 +23,7 @@ class Observed(Protocol):
     loss: LossFunction | MultiLoss
     world: World
     rules: StepRules
+    pieces: Pieces
     steps: int
 
     @property

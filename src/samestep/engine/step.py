@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checkpoint.state import Training
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch
 from samestep.engine import finite
@@ -28,7 +30,9 @@ from samestep.engine.result import StepResult
 from samestep.engine.switches import prepare
 from samestep.engine.tally import Tally
 from samestep.errors import InputError
-from samestep.parallel.strategy import build_strategy
+from samestep.parallel.pieces import Pieces, hand_over
+from samestep.parallel.strategy import build_strategy, divide_model
+from samestep.runtime.gather import all_gather
 from samestep.runtime.world import World
 
 
@@ -50,6 +54,7 @@ class Engine:
     Attributes:
         steps: steps done so far, skipped ones included; what random states and schedule count.
         averaged: the moving average of the weights, if there is one.
+        pieces: what this rank holds of the model's parameters.
     """
 
     def __init__(
@@ -75,24 +80,36 @@ class Engine:
             self.rules = observer.prepare(model, self.rules)
         self.steps = 0
         self._modes = training_modes(model)
-        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._parameters = list(self._names)
-        _require_same(self._parameters, optimizer)
+        whole = list(model.parameters())
+        _require_same([parameter for parameter in whole if parameter.requires_grad], optimizer)
         model.to(world.device)
         prepare(model, self.rules, world.device)
-        self.averaged = AveragedWeights(model, ema) if ema is not None else None
+        divide_model(model, world)
+        self.pieces = Pieces(model, world.device)
+        hand_over(optimizer, whole, self.pieces)
+        self._names = self.pieces.names
+        self._parameters = list(self._names)
+        self.averaged = AveragedWeights(self.pieces.trained, ema) if ema is not None else None
         self._buffers = ShardedBuffers(model)
         self._forward = Forward(loss, self.rules, world.device)
         joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
-        self._strategy = build_strategy(model, self._parameters, self.rules.reduction, world, together=joins)
+        self._strategy = build_strategy(model, self.pieces, self.rules.reduction, world, together=joins)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
         gradients = JointGradients if joins else ShardGradients
         self._gradients = gradients(
             model, self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
         )
-        self._drift = DriftCheck(model, optimizer, world, check_every, self.averaged)
+        # Where ranks divide parameters there is nothing to compare: no two of them hold the same.
+        compared = None if self.pieces.is_divided else check_every
+        self._drift = DriftCheck(model, optimizer, world, compared, self.averaged)
         for observer in self._observers:
             observer.made(self)
+
+    @property
+    def training(self) -> Training:
+        """The objects whose state a checkpoint holds."""
+        average = self.averaged.tensors if self.averaged is not None else None
+        return Training(self.model, self.optimizer, self.scheduler, self.scaler, average, self.pieces)
 
     @property
     def strategy(self) -> str:
@@ -128,7 +145,7 @@ class Engine:
         self._divide(batch, tally)
         for observer in self._observers:
             observer.end_gradients(self)
-        norm = get_total_norm(self._gradient_list())
+        norm = self.pieces.total_norm()
         lr = float(self.optimizer.param_groups[0]["lr"])
         finite_step = not tally.bad_shards and math.isfinite(norm)
         if finite_step:
@@ -171,7 +188,7 @@ class Engine:
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
         with self.world.roll_call.during(f"{self._call_name}.evaluate"), averaged:
-            values = evaluate(self.model, batches, metrics, self._forward, self.world, give_up=give_up)
+            values = evaluate(self.model, batches, metrics, self._forward, self.world.data, give_up=give_up)
         if values is not None:
             for observer in self._observers:
                 observer.end_evaluation(self, values)
@@ -190,6 +207,7 @@ class Engine:
         if tally.count != batch.size and tally.count > 0:
             torch._foreach_mul_(self._gradient_list(), batch.size / tally.count)
         self.scaler.unscale_(self.optimizer)
+        self.pieces.agree_on_overflow(self.scaler, self.optimizer, self.world)
 
     def _leave_out(self, batch: GlobalBatch, tally: Tally) -> None:
         """Undo what the step did so far, and end the run if the rules say so."""
@@ -211,7 +229,8 @@ class Engine:
         step = self.steps + 1
         if tally.bad_shards:
             return finite.bad_loss(step, batch, tally, self._gradients.bad_losses(batch, tally))
-        bad = [name for p, name in self._names.items() if p.grad is not None and not finite.is_finite([p.grad])]
+        mine = [name for p, name in self._names.items() if p.grad is not None and not finite.is_finite([p.grad])]
+        bad = list(dict.fromkeys(chain(*all_gather(mine, self.world)))) if self.pieces.is_divided else mine
         return finite.bad_gradient(step, batch, bad, self._gradients.bad_gradients(batch, self.steps))
 
     def _gradient_list(self) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ class DdpStrategy:
     """A replica of the model a rank; gradients meet while backward of the last shard runs."""
 
     name = "ddp"
+    sums_late = False
 
     def __init__(
         self,

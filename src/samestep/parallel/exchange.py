@@ -58,7 +58,7 @@ def _sum_by_doubling(world: World, total: torch.Tensor) -> None:
     got = torch.empty_like(total)
     distance = 1
     while distance < world.size:
-        _swap(total, got, world.rank ^ distance)
+        _swap(world, total, got, world.rank ^ distance)
         total.add_(got)
         distance *= 2
 
@@ -72,17 +72,25 @@ def _sum_by_halving(world: World, total: torch.Tensor) -> None:
         low, high = kept[:middle], kept[middle:]
         mine, theirs = (high, low) if world.rank & distance else (low, high)
         got = torch.empty_like(mine)
-        _swap(theirs, got, world.rank ^ distance)
+        _swap(world, theirs, got, world.rank ^ distance)
         mine.add_(got)
         history.append((distance, mine, theirs))
         kept = mine
         distance *= 2
     for distance, mine, theirs in reversed(history):
-        _swap(mine, theirs, world.rank ^ distance)
+        _swap(world, mine, theirs, world.rank ^ distance)
 
 
-def _swap(give: torch.Tensor, take: torch.Tensor, peer: int) -> None:
-    _communicate([dist.P2POp(dist.isend, give, peer)], [dist.P2POp(dist.irecv, take, peer)])
+def _swap(world: World, give: torch.Tensor, take: torch.Tensor, peer: int) -> None:
+    _communicate([_to(world, give, peer)], [_from(world, take, peer)])
+
+
+def _to(world: World, tensor: torch.Tensor, peer: int) -> dist.P2POp:
+    return dist.P2POp(dist.isend, tensor, group=world.group, group_peer=peer)
+
+
+def _from(world: World, tensor: torch.Tensor, peer: int) -> dist.P2POp:
+    return dist.P2POp(dist.irecv, tensor, group=world.group, group_peer=peer)
 
 
 def _sum_by_slices(
@@ -95,8 +103,8 @@ def _sum_by_slices(
     others = [(rank + offset) % size for offset in range(1, size)]
     received = {peer: total.new_empty(len(covers[peer]), own.stop - own.start) for peer in others}
     _communicate(
-        [dist.P2POp(dist.isend, vector[slices[peer]], peer) for peer in others for vector in mine],
-        [dist.P2POp(dist.irecv, row, peer) for peer in others for row in received[peer]],
+        [_to(world, vector[slices[peer]], peer) for peer in others for vector in mine],
+        [_from(world, row, peer) for peer in others for row in received[peer]],
     )
     nodes = [node for cover in covers for node in cover]
     parts = [
@@ -104,8 +112,8 @@ def _sum_by_slices(
     ]
     _assign(total[own], _fold(tree, tuple(nodes), parts))
     _communicate(
-        [dist.P2POp(dist.isend, total[own], peer) for peer in others],
-        [dist.P2POp(dist.irecv, total[slices[peer]], peer) for peer in others],
+        [_to(world, total[own], peer) for peer in others],
+        [_from(world, total[slices[peer]], peer) for peer in others],
     )
 
 

@@ -16,6 +16,7 @@ class SingleStrategy:
     """The model as it is; the sum over shards stays in this process."""
 
     name = "single"
+    sums_late = False
 
     def __init__(self, model: torch.nn.Module, reduction: Reduction) -> None:
         self.module = model

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from samestep.config import Reduction as ReductionName
+from samestep.parallel import sharded
 from samestep.parallel.ddp import DdpStrategy
+from samestep.parallel.pieces import Pieces
 from samestep.parallel.reduction import build_reduction
+from samestep.parallel.same_start import begin_the_same
+from samestep.parallel.sharded import ShardedStrategy
 from samestep.parallel.single import SingleStrategy
 from samestep.parallel.together import TogetherStrategy
 from samestep.parallel.tree import ShardTree
@@ -26,10 +30,12 @@ class Strategy(Protocol):
     Attributes:
         name: what the recipe and the documents call it.
         module: what a training forward calls.
+        sums_late: a shard's gradients are seen by nobody before those of this rank's last one are there.
     """
 
     name: str
     module: torch.nn.Module
+    sums_late: bool
 
     def shard(self, tree: ShardTree, shard: int, *, last: bool) -> AbstractContextManager[None]:
         """Forward and backward of one shard; `last` is the last one that this rank has in this batch."""
@@ -54,22 +60,34 @@ class Strategy(Protocol):
         """
 
 
+def divide_model(model: torch.nn.Module, world: World) -> None:
+    """Leave of `model` on this rank what its layout has here, in place; the order in which a model is wrapped.
+
+    Raises:
+        InputError: the layout does not fit the model.
+    """
+    if not world.layout.is_split:
+        return
+    begin_the_same(model, world)
+    if world.layout.shard > 1:
+        sharded.divide(model, world)
+
+
 def build_strategy(
-    model: torch.nn.Module,
-    parameters: Sequence[torch.nn.Parameter],
-    reduction: ReductionName,
-    world: World,
-    *,
-    together: bool = False,
+    model: torch.nn.Module, pieces: Pieces, reduction: ReductionName, world: World, *, together: bool = False
 ) -> Strategy:
-    """The strategy for a world: `single` for one rank, else `ddp`.
+    """What computes shards in the layout of a world.
 
     Args:
+        pieces: what `divide_model` has left of the model here.
         together: all shards of a rank are computed at the same time, and communicate while they are.
     """
-    sums = build_reduction(reduction, world, parameters)
+    parameters = list(pieces.names)
+    sums = build_reduction(reduction, world.data, parameters)
+    if world.layout.shard > 1:
+        return ShardedStrategy(model, pieces, sums, world)
     if together:
-        return TogetherStrategy(model, parameters, sums, world)
+        return TogetherStrategy(model, pieces, sums, world)
     if world.size == 1:
         return SingleStrategy(model, sums)
     return DdpStrategy(model, parameters, sums, world)

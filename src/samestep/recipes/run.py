@@ -39,7 +39,9 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
     """
     rules = recipe.step
     with (
-        start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world,
+        start(
+            device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
+        ) as world,
         FolderLock(run) if world.is_main else nullcontext(),
     ):
         return _train(recipe, options, run, checkpoint, first_step, world)
@@ -84,10 +86,12 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path
             each pixel, pictures of the first samples go to `overlays` in this folder.
     """
     rules = recipe.step
-    with start(device=options.device, reduction=rules.reduction, threads=rules.threads) as world:
+    with start(
+        device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
+    ) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
         if checkpoint.is_dir():
-            checkpoints.load_model(checkpoint, built.engine.model, averaged=recipe.ema is not None)
+            checkpoints.load_model(checkpoint, built.engine.model, built.engine.pieces, averaged=recipe.ema is not None)
         else:
             take_all(built.engine.model, checkpoint)
         if report is not None:

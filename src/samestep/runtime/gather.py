@@ -42,7 +42,7 @@ def all_gather(value: Any, world: World) -> list[Any]:
     own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     own = own.to(world.device)
     found = [torch.empty_like(own) for _ in range(world.size)]
-    world.guarded(lambda: dist.all_gather(found, own), "an all-gather")
+    world.guarded(lambda: dist.all_gather(found, own, group=world.group), "an all-gather")
     texts = [bytes(each[:length].cpu().numpy()) for each, length in zip(found, lengths.tolist(), strict=True)]
     return [json.loads(text) for text in texts]
 

@@ -16,11 +16,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from samestep.config import DeviceKind, Reduction
+from samestep.config import DeviceKind, Reduction, StrategyPart
 from samestep.errors import InputError
 from samestep.runtime.board import Pulse, own_pulse
 from samestep.runtime.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.runtime.job import TIMEOUT, Job, hosted, join_job
+from samestep.runtime.mesh import lay_out
 from samestep.runtime.mutual_watch import MutualWatch
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.roll_call import RollCall
@@ -77,7 +78,12 @@ def seat_port() -> int:
 
 @contextmanager
 def start(
-    *, device: DeviceKind = "auto", reduction: Reduction = "exact", threads: int = 1, timeout: timedelta | None = None
+    *,
+    device: DeviceKind = "auto",
+    reduction: Reduction = "exact",
+    threads: int = 1,
+    timeout: timedelta | None = None,
+    strategy: StrategyPart | None = None,
 ) -> Iterator[World]:
     """Join the other ranks; alone where nobody started others.
 
@@ -90,12 +96,13 @@ def start(
         threads: intra-operation threads of this rank. More are faster, but another number changes bits.
         timeout: how long ranks may get nowhere, and how long a collective waits for the others. None means 10 minutes,
             or what the launcher was told, and for collectives a little longer, so that who hangs is named first.
+        strategy: how the model lives on the ranks; a copy on each where it is not given.
 
     Yields:
         The world, whose process group ends with the block.
 
     Raises:
-        InputError: `device` is not there, or the block is nested in another one.
+        InputError: `device` is not there, the strategy has no layout here, or the block is nested in another one.
     """
     _require_no_group()
     taken = _seats[-1] if _seats else None
@@ -103,19 +110,13 @@ def start(
     prepare_torch_environment(loopback=found is None or found.is_on_one_machine)
     rank, size, local_rank = _place(taken, found)
     place = _device(device, local_rank, found)
-    torch.set_num_threads(threads)
-    _determinism(reduction)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    _determinism(reduction, threads)
     pulse = taken.pulse if taken else own_pulse()
-    with pulse.during("samestep.start()"), pulse.waiting("the rendezvous"):
-        job, store, hang_after = _meet(taken, found, timeout)
-        patience = timedelta(seconds=hang_after + (LATER_SECONDS if job is not None else 0))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    store, patience, watch = _join(taken, found, timeout, place, pulse)
     stop = taken.stop if taken else StopRequest()
     if taken:
         stop.listen()  # not before: a script that knows nothing of it must end by SIGTERM
     roll_call = RollCall(store, pulse, rank=rank, size=size, timeout=patience)
-    watch = MutualWatch(job, store, pulse, hang_after) if job is not None and size > 1 else None
     world = World(
         rank=rank,
         size=size,
@@ -126,6 +127,7 @@ def start(
         stop_signal=lambda: stop.number,
     )
     try:
+        lay_out(world, strategy or StrategyPart())
         with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
     except BaseException:
@@ -134,6 +136,20 @@ def start(
             dist.destroy_process_group()
         raise
     _leave(world, watch, is_launched=taken is not None)
+
+
+def _join(
+    taken: Seat | None, found: Rendezvous | None, timeout: timedelta | None, place: torch.device, pulse: Pulse
+) -> tuple[dist.Store, timedelta, MutualWatch | None]:
+    """Make the process group; this world's part of the store, how long collectives wait, and who watches the others."""
+    rank, size, _ = _place(taken, found)
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    with pulse.during("samestep.start()"), pulse.waiting("the rendezvous"):
+        job, store, hang_after = _meet(taken, found, timeout)
+        patience = timedelta(seconds=hang_after + (LATER_SECONDS if job is not None else 0))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    watch = MutualWatch(job, store, pulse, hang_after) if job is not None and size > 1 else None
+    return store, patience, watch
 
 
 def _meet(
@@ -223,7 +239,8 @@ def _device(kind: DeviceKind, local_rank: int, found: Rendezvous | None) -> torc
     return torch.device("cuda", local_rank)
 
 
-def _determinism(reduction: Reduction) -> None:
+def _determinism(reduction: Reduction, threads: int) -> None:
+    torch.set_num_threads(threads)
     exact = reduction == "exact"
     torch.use_deterministic_algorithms(exact)
     # Filling fresh memory only helps programs that read it uninitialised, and costs a pass over each tensor.

@@ -46,7 +46,7 @@ def test_it_is_the_average_that_torch_computes(alone: samestep.World) -> None:
 
 def test_later_the_decay_is_the_one_that_is_given() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
-    averaged = AveragedWeights(model, DECAY)
+    averaged = AveragedWeights(dict(model.named_parameters()), DECAY)
     before = averaged.tensors["weight"].clone()
     with torch.no_grad():
         model.weight.fill_(5.0)

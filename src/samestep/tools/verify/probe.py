@@ -107,7 +107,7 @@ class Probe(Observer):
             "rates": [float(group["lr"]) for group in engine.optimizer.param_groups],
             "settings": [_settings(group) for group in engine.optimizer.param_groups],
             "threads": torch.get_num_threads(),
-            "before": _digests(state_tensors(engine.model)),
+            "before": _digests(_state(engine)),
         }
 
     def begin_shard(self, part: Shard) -> None:
@@ -132,13 +132,17 @@ class Probe(Observer):
         }
 
     def end_gradients(self, engine: Observed) -> None:
-        gradients = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
+        held = engine.pieces.held
+        gradients = {n: engine.pieces.whole(n, p.grad) for n, p in held.items() if p.grad is not None}
         self._step["gradients"] = _digests(gradients)
         self._values.add("gradients", gradients)
 
     def end_step(self, engine: Observed, result: StepResult) -> None:
-        state = state_tensors(engine.model)
-        slots = {"/".join(key): value for key, value in optimizer_tensors(engine.model, engine.optimizer).items()}
+        state = _state(engine)
+        slots = {
+            f"{name}/{slot}": engine.pieces.whole(name, value)
+            for (name, slot), value in optimizer_tensors(engine.pieces.held, engine.optimizer).items()
+        }
         memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._values.add("outputs", {str(shard): outputs for shard, (_, outputs) in self._parts.items()})
         self._values.add("state", state)
@@ -171,7 +175,7 @@ class Probe(Observer):
         raise EnoughSteps
 
     def end_evaluation(self, engine: Observed, values: dict[str, float]) -> None:
-        state = _digests(state_tensors(engine.model))
+        state = _digests(_state(engine))
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self.note("evaluation", {"step": engine.steps, "values": shown, "before": state})
 
@@ -182,6 +186,12 @@ class Probe(Observer):
                 noted.append((name, digest_any(outputs)))
 
         return note
+
+
+def _state(engine: Observed) -> dict[str, torch.Tensor]:
+    """What a checkpoint would hold of the model; where ranks divide it, all of them call this."""
+    pieces = engine.pieces
+    return state_tensors(engine.model) | {name: pieces.whole(name, p.detach()) for name, p in pieces.held.items()}
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

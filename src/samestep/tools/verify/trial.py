@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from samestep.checkpoint.state import Progress, Training, load, pack
+from samestep.checkpoint.state import Progress, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.cursor import Cursor
@@ -44,11 +44,13 @@ def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
     """The first steps, the last batch of the epoch, and one evaluation."""
     assert trial.steps is not None
     rules = recipe.step
-    with start(device=trial.device, reduction=rules.reduction, threads=rules.threads) as world:
+    with start(
+        device=trial.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
+    ) as world:
         built = build(recipe, RunOptions(device=trial.device, workers=0), world)
         probe.note("data", {"train": built.train.samples, "evaluation": built.evaluation.samples})
         if trial.checkpoint is not None:
-            built.train.cursor = load(trial.checkpoint, _training(built)).cursor
+            built.train.cursor = load(trial.checkpoint, built.engine.training).cursor
             built.engine.steps = int(trial.checkpoint.resolve().name.removeprefix("step-"))
         if built.engine.steps < trial.steps:
             for batch in built.train:
@@ -72,17 +74,10 @@ def _step_last_batch(built: Built) -> None:
 
 def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
     world = built.engine.world
+    files = pack(built.engine.training, Progress(step=step, cursor=cursor), keep=world.is_main)
     if world.is_main:
-        CheckpointFolder(trial.folder / "checkpoints").write(
-            step, pack(_training(built), Progress(step=step, cursor=cursor)), is_best=False
-        )
+        CheckpointFolder(trial.folder / "checkpoints").write(step, files, is_best=False)
     world.barrier()  # the rank that is about to be killed must not end the one that writes
-
-
-def _training(built: Built) -> Training:
-    engine = built.engine
-    average = engine.averaged.tensors if engine.averaged is not None else None
-    return Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler, average)
 
 
 def _run_script(subject: Subject, trial: Trial, log: Path) -> None:

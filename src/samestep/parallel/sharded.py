@@ -1,0 +1,95 @@
+"""Every parameter in parts, one a rank: torch's FSDP2, `fsdp` over all ranks and `hsdp` within groups of them.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); Zhao et al.,
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from samestep.config import StrategyPart
+from samestep.parallel.lane import done
+from samestep.parallel.pieces import Pieces
+from samestep.parallel.reduction import Reduction
+from samestep.parallel.tree import ShardTree
+from samestep.runtime.world import World
+
+_MOST_UNITS = 200  # each is a message of its own, in forward and in backward
+
+
+def divide(model: nn.Module, world: World) -> None:
+    """Divide the parameters of `model`, in place, among the ranks of the shard axis."""
+    part, mesh = world.strategy, world.mesh
+    assert mesh is not None
+    axes = mesh["replicate", "shard"] if world.layout.replicate > 1 else mesh["shard"]
+    dtype = torch.bfloat16 if part.gather == "bf16" else None
+    # Sums are kept in 32 bits, whatever is computed with.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    for module in [*units(model), model]:
+        fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=_offload(part, world))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The engine divides by what was counted; and gloo has no sum that divides as it goes.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are gathered together and given back before those of the next are used.
+
+    The elements of lists of modules (the blocks of a transformer); in a model without any, its children. What is small,
+    and parameters that several of them use, are gathered once for the whole forward.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    elements = dict.fromkeys(element for each in lists for element in each)
+    inner = {below for element in elements for below in element.modules() if below is not element}
+    found = [element for element in elements if element not in inner] or list(model.children())
+    users = Counter(parameter for module in found for parameter in set(module.parameters()))
+    least = sum(parameter.numel() for parameter in model.parameters()) / _MOST_UNITS
+    return [
+        module
+        for module in found
+        if sum(p.numel() for p in module.parameters()) > least and all(users[p] == 1 for p in module.parameters())
+    ]
+
+
+class ShardedStrategy:
+    """Parameters are gathered before they are used, and gradients are summed into parts while backward runs."""
+
+    sums_late = True
+
+    def __init__(self, model: nn.Module, pieces: Pieces, reduction: Reduction, world: World) -> None:
+        assert isinstance(model, FSDPModule)
+        self.name = world.layout.name
+        self.module: nn.Module = model
+        self._root, self._pieces, self._reduction, self._world = model, pieces, reduction, world
+
+    @contextmanager
+    def shard(self, tree: ShardTree, shard: int, *, last: bool) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(last)
+        yield
+        if last:
+            self._pieces.take_gradients()
+
+    def sum_vectors(
+        self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int
+    ) -> torch.futures.Future[torch.Tensor]:
+        return done(self._reduction.vector(tree, vectors, length))
+
+    def abandon(self) -> None:
+        self._root.set_requires_gradient_sync(True)
+
+    def finish(self, tree: ShardTree) -> None:
+        pass
+
+
+def _offload(part: StrategyPart, world: World) -> OffloadPolicy:
+    # Pinned memory is of use to a GPU alone, and torch cannot make it without one.
+    return CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if part.offload else OffloadPolicy()
