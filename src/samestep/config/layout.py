@@ -10,13 +10,25 @@ from samestep.config.strategy import StrategyPart
 from samestep.errors import InputError
 
 # From slow links to fast ones: what communicates most lies innermost, so that neighbours do it.
-AXES = ("replicate", "shard", "tensor")
-# The axes that may be larger than 1 together, by the strategy's name; the first takes what the others leave.
+AXES = ("pipeline", "replicate", "shard", "tensor")
+# The axes that each strategy uses; the first that is not given takes what the others leave.
 _USED = {
-    "ddp": ("replicate", "tensor"),
+    "ddp": ("replicate", "tensor", "pipeline"),
+    "dp": (),
     "fsdp": ("shard", "tensor"),
     "hsdp": ("shard", "replicate"),
+    "placed": ("replicate",),
     "tp": ("tensor", "replicate"),
+    "pp": ("pipeline", "replicate", "tensor"),
+}
+# Settings of a strategy that mean something only with an axis, or only under some names.
+_OF_AXIS = {"plan": "tensor", "offload": "shard", "gather": "shard", "stages": "pipeline", "schedule": "pipeline"}
+_OF_NAME = {
+    "hook": ("auto", "ddp"),
+    "bucket_mb": ("auto", "ddp"),
+    "static_graph": ("auto", "ddp"),
+    "devices": ("dp", "placed"),
+    "place": ("placed",),
 }
 
 
@@ -29,6 +41,7 @@ class Layout:
     """
 
     name: str = "single"
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
@@ -45,17 +58,17 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of ranks among which the data are divided; those of one tensor group see the same."""
+        """Number of ranks among which the data are divided; the others see the same as one of these."""
         return self.replicate * self.shard
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank holds only a part of some parameters."""
+        """Whether a rank holds only a part of the model."""
         return self.size > self.replicate
 
     @property
     def is_in_step(self) -> bool:
-        """Whether ranks talk to each other in every forward, so that each has to make as many as the others."""
+        """Whether ranks with different data talk to each other in every forward, so that each makes as many."""
         return self.shard > 1
 
     def place(self, rank: int) -> dict[str, int]:
@@ -67,20 +80,19 @@ class Layout:
 
     def picture(self) -> str:
         """Which rank holds what, a line each."""
-        lines = [f"layout {self.name}: " + (" x ".join(self._shown()) or "one rank")]
+        sizes = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        lines = [f"layout {self.name}: {' x '.join(sizes) or 'one rank'}"]
         for rank in range(self.size):
             place = self.place(rank)
             data = place["replicate"] * self.shard + place["shard"]
+            words = {"pipeline": "stage", "shard": "part", "tensor": "slice"}
             parts = [
-                f"{axis} part {place[axis] + 1} of {getattr(self, axis)}"
-                for axis in ("shard", "tensor")
+                f"{word} {place[axis] + 1} of {getattr(self, axis)}"
+                for axis, word in words.items()
                 if getattr(self, axis) > 1
             ]
             lines.append(f"  rank {rank}: data {data + 1} of {self.data}, {', '.join(parts) or 'the whole model'}")
         return "\n".join(lines)
-
-    def _shown(self) -> list[str]:
-        return [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
 
 
 def settle(part: StrategyPart, processes: int, shards: int | None = None) -> Layout:
@@ -95,82 +107,94 @@ def settle(part: StrategyPart, processes: int, shards: int | None = None) -> Lay
     name = "ddp" if part.name == "auto" else part.name
     used, given = _USED[name], part.mesh.given
     _require_used(name, used, given)
-    free = [axis for axis in used if axis not in given]
-    fixed = math.prod(given.values())
-    home = free[0] if free else None
-    if name == "hsdp" and len(free) == len(used):
+    if name == "hsdp" and not given and processes > 1:
         raise InputError(
             "hsdp without the sizes of its axes",
-            rule="groups of ranks that hold a model together, and how many such groups there are",
+            rule="ranks that hold a model together, and how many such groups there are",
             do=f"--mesh {_example(used, processes)}",
         )
-    if processes % fixed or (home is None and fixed != processes):
+    fixed, free = math.prod(given.values()), next((axis for axis in used if axis not in given), None)
+    if processes % fixed or (free is None and fixed != processes):
         raise InputError(
-            f"the mesh {_said(given)} needs {'a multiple of ' if home else ''}{fixed} ranks, and there are {processes}",
+            f"strategy {name} with the mesh {_said(given)} has {fixed} rank{'s' if fixed > 1 else ''}"
+            f"{', or a multiple of them' if free else ''}; there are {processes}",
             rule="the sizes of the axes multiply to the number of processes",
-            do=f"--processes {max(1, processes // fixed) * fixed}, or --mesh {_example(used, processes)}",
+            do=f"--processes {max(1, processes // fixed) * fixed if free else fixed}, or {_fitting(name, processes)}",
         )
-    sizes = {axis: 1 for axis in AXES} | given | ({home: processes // fixed} if home else {})
-    layout = Layout(name=_name(name, sizes), **sizes)
+    sizes = dict.fromkeys(AXES, 1) | given | ({free: processes // fixed} if free else {})
+    layout = Layout(_name(name, sizes), **sizes)
     _require_shards(layout, shards)
-    _require_options(part, layout)
+    _require_meaning(part, layout)
     return layout
 
 
 def _name(name: str, sizes: dict[str, int]) -> str:
-    if math.prod(sizes.values()) == 1:
-        return "single"
-    data = "hsdp" if sizes["shard"] > 1 and sizes["replicate"] > 1 else "fsdp" if sizes["shard"] > 1 else "ddp"
-    parts = [data] if sizes["replicate"] * sizes["shard"] > 1 else []
-    return " x ".join([*parts, *(["tp"] if sizes["tensor"] > 1 else [])])
+    if name in ("dp", "placed"):
+        return "ddp x placed" if sizes["replicate"] > 1 else name
+    data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
+    parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]
+    parts += ["pp" if sizes["pipeline"] > 1 else None, "tp" if sizes["tensor"] > 1 else None]
+    return " x ".join(word for word in parts if word) or "single"
 
 
 def _require_used(name: str, used: tuple[str, ...], given: dict[str, int]) -> None:
-    foreign = [axis for axis, size in given.items() if axis not in used and size > 1]
+    larger = [axis for axis, size in given.items() if size > 1]
+    foreign = [axis for axis in larger if axis not in used]
     if foreign:
-        fitting = [other for other, axes in _USED.items() if all(axis in axes for axis, n in given.items() if n > 1)]
+        fitting = [other for other, axes in _USED.items() if all(axis in axes for axis in larger)]
         raise InputError(
             f"strategy {name} with a {foreign[0]} axis of {given[foreign[0]]}",
-            rule=f"{name} uses the axes {' and '.join(used)}",
+            rule=f"{name} uses {'the axes ' + ', '.join(used) if used else 'no axis: it is one process'}",
             do=f"--strategy {fitting[0]}" if fitting else f"leave {foreign[0]} out of the mesh",
         )
 
 
 def _require_shards(layout: Layout, shards: int | None) -> None:
     if shards is not None and layout.data > shards:
+        idle = layout.data - shards
         raise InputError(
             f"{layout.data} ranks share the data but the recipe has {shards} shards, "
-            f"so {layout.data - shards} of them would have nothing to do.",
+            f"so {idle} rank{'s' if idle > 1 else ''} would have nothing to do.",
             rule="ranks that share the data <= shards",
-            do=f"--processes {shards * layout.tensor}, or set shards: {layout.data} "
+            do=f"--processes {layout.size // layout.data * shards}, or set shards: {layout.data} "
             "(this changes batch-norm groups and dropout, so results change)",
         )
 
 
-def _require_options(part: StrategyPart, layout: Layout) -> None:
-    """Refuse what would have no effect; on one rank everything is left aside, so that a recipe can be compared."""
-    if layout.size == 1:
-        return
-    for key, said, axis in (
-        ("plan", bool(part.plan), "tensor"),
-        ("offload", part.offload, "shard"),
-        ("gather", part.gather != "fp32", "shard"),
-    ):
-        if said and getattr(layout, axis) == 1:
+def _require_meaning(part: StrategyPart, layout: Layout) -> None:
+    """Refuse a setting that would have no effect; on one rank a recipe may say what it does on several."""
+    unset = StrategyPart()
+    for key, names in _OF_NAME.items():
+        if getattr(part, key) != getattr(unset, key) and part.name not in names:
+            raise InputError(
+                f"strategy.{key} with strategy.name {part.name}",
+                rule=f"it belongs to {' and '.join(name for name in names if name != 'auto')}",
+                do=f"leave strategy.{key} out, or --strategy {names[-1]}",
+            )
+    for key, axis in _OF_AXIS.items():
+        if getattr(part, key) != getattr(unset, key) and getattr(layout, axis) == 1 < layout.size:
             raise InputError(
                 f"strategy.{key} without a {axis} axis",
                 rule=f"it says how the {axis} axis works",
-                do=f"--mesh {axis}={layout.size}, or leave strategy.{key} out",
+                do=f"leave strategy.{key} out, or --mesh {axis}={layout.size}",
             )
 
 
 def _said(given: dict[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in given.items()) or "without sizes"
+    return ",".join(f"{axis}={size}" for axis, size in given.items()) or "of one rank"
+
+
+def _fitting(name: str, processes: int) -> str:
+    """A layout of that many processes, by this strategy if it can."""
+    used = _USED[name]
+    if not used:
+        return "--strategy ddp"
+    return f"--mesh {_example(used, processes) if len(used) > 1 else f'{used[0]}={processes}'}"
 
 
 def _example(used: tuple[str, ...], processes: int) -> str:
-    """Sizes that multiply to the number of processes, as even as can be."""
-    first, second = used
+    """Sizes of the first two axes that multiply to the number of processes, as even as can be."""
+    first, second = used[:2]
     pairs = [(a, b) for a, b in product(range(1, processes + 1), repeat=2) if a * b == processes]
     a, b = min(pairs, key=lambda pair: (abs(pair[0] - pair[1]), -pair[0]))
     return f"{first}={a},{second}={b}"

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from samestep.config import Reduction as ReductionName
+from samestep.errors import InputError
 from samestep.parallel import sharded
 from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.pieces import Pieces
@@ -66,6 +67,8 @@ def divide_model(model: torch.nn.Module, world: World) -> None:
     Raises:
         InputError: the layout does not fit the model.
     """
+    if world.strategy.name in ("dp", "placed") or world.layout.tensor > 1 or world.layout.pipeline > 1:
+        raise InputError(f"the layout {world.layout.name}", rule="ddp, fsdp or hsdp so far", do="--strategy ddp")
     if not world.layout.is_split:
         return
     begin_the_same(model, world)
