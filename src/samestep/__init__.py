@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samestep.checkpoints import Checkpoints
-    from samestep.config import StepRules
+    from samestep.config import Mesh, StepRules, StrategyPart
     from samestep.data.loader import loader
     from samestep.engine.learning_rate import scaled_lr
     from samestep.engine.loss import Loss, cross_entropy
@@ -34,9 +34,11 @@ _HOMES = {
     "Engine": "engine.step",
     "Loss": "engine.loss",
     "LossPart": "engine.multi_loss",
+    "Mesh": "config",
     "MultiLoss": "engine.multi_loss",
     "StepResult": "engine.result",
     "StepRules": "config",
+    "StrategyPart": "config",
     "World": "runtime.world",
     "all_gather": "runtime.gather",
     "cross_entropy": "engine.loss",
@@ -52,9 +54,11 @@ __all__ = [
     "Engine",
     "Loss",
     "LossPart",
+    "Mesh",
     "MultiLoss",
     "StepResult",
     "StepRules",
+    "StrategyPart",
     "World",
     "__version__",
     "all_gather",

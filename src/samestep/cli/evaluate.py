@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import class_report, member, options, ranks, weights_file
+from samestep.cli import class_report, layouts, member, options, ranks, weights_file
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run
 from samestep.errors import EXIT_DONE
@@ -29,6 +29,7 @@ def add_parser(commands: Any) -> None:
     weights_file.add_options(parser)
     class_report.add_option(parser)
     options.add_machine_options(parser)
+    layouts.add_options(parser)
     options.add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -67,7 +68,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     of_file = weights_file.plan(arguments)
     if of_file is not None:
         return of_file
-    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint or "best", [])
+    # How a run lived on devices while it trained is not asked of a machine that evaluates it.
+    layout = ["strategy={}", *layouts.overrides(arguments)]
+    recipe, checkpoint, step = open_run(arguments.folder, arguments.checkpoint or "best", layout)
     return Plan(recipe, arguments.folder, checkpoint, step)
 
 
@@ -78,7 +81,7 @@ def _given(arguments: argparse.Namespace, plan: Plan) -> tuple[Any, ...]:
 
 def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     devices = ranks.devices(arguments.devices, arguments.device)
-    _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
+    _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
     terms = Terms(HANG_AFTER)
     given = _given(arguments, plan)
     outcome = ranks.launch_ranks("evaluate", *given, processes=processes, terms=terms, devices=devices)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.cli.durations import seconds
 from samestep.config import Recipe
+from samestep.config import settle as layout_of
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.recipes.parse import make_recipe, recipe_data
 from samestep.runtime.env import quiet_torch, read_rendezvous
 from samestep.runtime.failure import Failure
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.watchdog import HANG_AFTER
-from samestep.sharding import require_enough_shards
 
 if TYPE_CHECKING:
     from samestep.runtime.job import Job
@@ -130,7 +130,7 @@ def take_part(
         job = join_job(found, hang_after=hang_after)
         _require_possible(arguments, found)
         plan = _share(job, settle)
-        require_enough_shards(plan.recipe.shards, job.size)
+        layout_of(plan.recipe.strategy, job.size, plan.recipe.shards)
         value = call(getattr(import_module("samestep.recipes.run"), function), plan)
     except KeyboardInterrupt:
         raise LeaveError(EXIT_STOPPED) from None

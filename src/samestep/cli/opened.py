@@ -36,8 +36,9 @@ def open_run(folder: Path, which: str, overrides: list[str]) -> tuple[Recipe, Pa
     recipe = _recipe(folder, overrides)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
     step, origin = read_origin(checkpoint)
-    before = recipe_data(make_recipe(origin, (), origin=str(checkpoint)))
-    changed = differences(before, recipe_data(recipe))
+    before, now = recipe_data(make_recipe(origin, (), origin=str(checkpoint))), recipe_data(recipe)
+    # How the model lives on devices may change from one part of a run to the next.
+    changed = differences({**before, "strategy": None}, {**now, "strategy": None})
     if changed:
         raise CheckpointError(
             "the recipe differs from the one that led to this checkpoint:\n    " + "\n    ".join(changed),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from samestep.config import Recipe
+from samestep.config import Recipe, settle
 from samestep.errors import InputError
 from samestep.runtime.by_name import ByName
 from samestep.runtime.crew import Terms
 from samestep.runtime.devices import Devices, chosen
 from samestep.runtime.env import read_environment
 from samestep.runtime.launch import Outcome, launch, run_crew
-from samestep.sharding import require_enough_shards
 
 # Imported once for all ranks, beside what the launcher itself names.
 PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
@@ -41,25 +41,30 @@ def devices(text: str | None, device: str) -> Devices | None:
     return chosen(text, read_environment().visible_devices, _gpus())
 
 
-def bounds(processes: str, device: str, shards: int | None = None, devices: Devices | None = None) -> tuple[int, int]:
+def bounds(
+    processes: str, device: str, recipe: Recipe | None = None, devices: Devices | None = None
+) -> tuple[int, int]:
     """With how few ranks a run goes on, and with how many it begins: what `--processes` says.
 
     Raises:
-        InputError: it is not `N`, `auto`, `MIN:MAX` or `MIN:auto`, or there are fewer shards, or devices, than ranks.
+        InputError: it is not `N`, `auto`, `MIN:MAX` or `MIN:auto`, there are fewer devices than ranks, or the recipe's
+            strategy has no layout on so many.
     """
     least, colon, most = processes.partition(":")
     if not colon:
         most = least
-    count = _auto(device, shards, devices) if most == "auto" else number_of_processes(most)
+    count = _auto(device, recipe, devices) if most == "auto" else number_of_processes(most)
     if devices is not None and count > len(devices.names):
         raise InputError(
             f"--processes {processes} with {len(devices.names)} devices",
             rule="a rank gets a GPU of its own",
             do="leave --processes out for one rank a device, or name more devices",
         )
-    if shards is not None:
-        require_enough_shards(shards, count)
-    return (number_of_processes(least) if colon else count), count
+    fewest = number_of_processes(least) if colon else count
+    if recipe is not None:
+        for number in (count, fewest):
+            settle(recipe.strategy, number, recipe.shards)
+    return fewest, count
 
 
 def number_of_processes(text: str) -> int:
@@ -73,12 +78,17 @@ def number_of_processes(text: str) -> int:
     return int(text)
 
 
-def _auto(device: str, shards: int | None, devices: Devices | None) -> int:
+def _auto(device: str, recipe: Recipe | None, devices: Devices | None) -> int:
     if devices is not None:
         found = len(devices.names)
     else:
         found = (_gpus() if device != "cpu" else 0) or read_environment().cores
-    return min(shards, found) if shards is not None else found
+    if recipe is None:
+        return found
+    if recipe.strategy.name == "dp":
+        return 1
+    divided = math.prod(size for axis, size in recipe.strategy.mesh.given.items() if axis in ("pipeline", "tensor"))
+    return min(recipe.shards * divided, found)
 
 
 def _gpus() -> int:

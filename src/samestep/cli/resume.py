@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import member, options, requeue
+from samestep.cli import layouts, member, options, requeue
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run, plan_to_go_on
 from samestep.cli.restarts import add_fault_options
@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--checkpoint", default="last", metavar="WHICH", help="last, best, or a step (default last)")
     options.add_set_option(parser)
     options.add_machine_options(parser)
+    layouts.add_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
     requeue.add_option(add_fault_options(parser))
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Resume; exit codes as those of train."""
+    arguments.overrides = [*layouts.overrides(arguments), *arguments.overrides]
     found = member.settled(arguments)
     if found is not None:
         return run_as_member(arguments, found, lambda restarts: _plan(arguments, restarts))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli import device_batch, member, options, ranks, requeue
+from samestep.cli import device_batch, layouts, member, options, ranks, requeue
 from samestep.cli.member import Plan
 from samestep.cli.opened import plan_to_go_on
 from samestep.cli.restarts import add_fault_options, keep_going
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
     options.add_set_option(parser)
     device_batch.add_option(parser)
     options.add_machine_options(parser)
+    layouts.add_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
     requeue.add_option(add_fault_options(parser))
@@ -47,6 +48,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all epochs are done, 130 when somebody asked to end."""
+    arguments.overrides = [*layouts.overrides(arguments), *arguments.overrides]
     found = member.settled(arguments)
     made: list[Path] = []
     is_first = not (arguments.runs / (arguments.name or "name")).parent.exists()
@@ -104,7 +106,7 @@ def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
         begin.append((found, _step_of(found) if found else 0))
         return begin[-1][1]
 
-    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe.shards, devices)
+    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
     logs = folder / "logs"
     try:
         outcome = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)

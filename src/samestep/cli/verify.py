@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import member, options, ranks
-from samestep.config import Recipe
+from samestep.cli import layouts, member, options, ranks
+from samestep.config import Recipe, settle
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.recipes.parse import load_recipe, shipped_recipes
-from samestep.sharding import require_enough_shards
 from samestep.tools.verify.lab import Conditions
 from samestep.tools.verify.plan import Held, Subject
 
@@ -59,6 +58,7 @@ def add_parser(commands: Any) -> None:
     group.add_argument(
         "--loss-of-shards", action="store_true", help="do not ask whether a shard's loss is the sum of its pieces"
     )
+    layouts.add_options(parser)
     group = parser.add_argument_group("machine")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
     group.add_argument(
@@ -121,7 +121,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             rule="samestep verify RECIPE, or samestep verify --script FILE -- ARGUMENTS",
             do="samestep verify digits",
         )
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, [*layouts.overrides(arguments), *arguments.overrides])
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)
 
 
@@ -155,11 +155,14 @@ def _check(arguments: argparse.Namespace, subject: Subject, processes: list[int]
         )
     if subject.recipe is not None:
         for number in [*processes, *([arguments.resume_on] if arguments.resume_on else [])]:
-            require_enough_shards(subject.recipe.shards, number)
+            if number > 1:  # one process has nothing to divide
+                settle(subject.recipe.strategy, number, subject.recipe.shards)
 
 
 def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditions:
     asked = arguments.reduction or (recipe.step.reduction if recipe else "exact")
+    if recipe is not None and not recipe.strategy.is_exact:
+        asked = "fast"
     tolerance = None
     if asked == "fast":
         tolerance = arguments.tolerance if arguments.tolerance is not None else _TOLERANCES[arguments.double]

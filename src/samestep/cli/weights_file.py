@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import options
+from samestep.cli import layouts, options
 from samestep.cli.member import Plan
 from samestep.errors import InputError
 from samestep.recipes.parse import load_recipe
@@ -44,6 +44,6 @@ def plan(arguments: argparse.Namespace) -> Plan | None:
             rule="weights come from a run's checkpoint or from a file",
             do="leave one of them out",
         )
-    recipe = load_recipe(str(arguments.folder), arguments.overrides)
+    recipe = load_recipe(str(arguments.folder), [*layouts.overrides(arguments), *arguments.overrides])
     # There is no run; the file stands in for its folder, and is none that a log could be written to.
     return Plan(replace(recipe, model=replace(recipe.model, pretrained=None)), Path(file), Path(file))

@@ -88,6 +88,12 @@ class StrategyPart:
     devices: int | None = None
     place: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the same bits come out of it as out of one process, where the recipe asks for that."""
+        divides = any(size > 1 for axis, size in self.mesh.given.items() if axis != "replicate")
+        return self.name in ("auto", "ddp", "dp", "placed") and self.hook == "none" and not divides
+
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
             value = getattr(self, key)

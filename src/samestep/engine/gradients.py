@@ -89,10 +89,11 @@ class ShardGradients:
     def _shard_loss(self, batch: GlobalBatch, part: Shard, position: int) -> Loss:
         if part.is_filler or part is not batch.parts[0]:
             self._buffers.restore()
-        for observer in self._observers:
+        observers = () if part.is_filler else self._observers
+        for observer in observers:
             observer.begin_shard(part)
         outputs, loss = self._forward(self._strategy.module, part, "shard", position)
-        for observer in self._observers:
+        for observer in observers:
             observer.end_shard(part, outputs, loss)
         return loss
 

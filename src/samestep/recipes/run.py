@@ -73,6 +73,8 @@ def _train(
     else:
         for note in built.notes:
             recorder.tell("note", text=note)
+    if world.layout.is_split:
+        recorder.tell("note", text=world.layout.picture())
     with recorder:
         summary = trainer.fit()
     return {**asdict(summary), "stop_signal": world.stop_signal}

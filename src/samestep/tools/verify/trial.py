@@ -44,9 +44,9 @@ def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
     """The first steps, the last batch of the epoch, and one evaluation."""
     assert trial.steps is not None
     rules = recipe.step
-    with start(
-        device=trial.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
-    ) as world:
+    # One process has nothing to divide, whatever it is compared with.
+    strategy = recipe.strategy if trial.processes > 1 else None
+    with start(device=trial.device, reduction=rules.reduction, threads=rules.threads, strategy=strategy) as world:
         built = build(recipe, RunOptions(device=trial.device, workers=0), world)
         probe.note("data", {"train": built.train.samples, "evaluation": built.evaluation.samples})
         if trial.checkpoint is not None:

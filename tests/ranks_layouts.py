@@ -1,0 +1,125 @@
+"""What ranks run for `conformance/test_layouts.py`: the same training under every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.config import Mesh, StepRules, StrategyPart
+
+World = samestep.World
+SHARDS, BATCH, SAMPLES, STEPS = 5, 20, 91, 10  # shards of 4 samples; the last batch of an epoch has 11
+HALF = STEPS // 2
+
+LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
+    "ddp": (4, StrategyPart(name="ddp")),
+    "fsdp": (4, StrategyPart(name="fsdp")),
+    "fsdp offload": (2, StrategyPart(name="fsdp", offload=True)),
+    "hsdp": (4, StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=2))),
+    "fsdp on 3": (3, StrategyPart(name="fsdp")),
+}
+
+
+class Chain(nn.Sequential):
+    """What any layout can divide."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        self.extend([nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 4)])
+
+
+class Full(nn.Module):
+    """Batch norm, dropout, blocks in a list, a frozen layer and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(12, 16), nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.norm(self.first(inputs)))
+        for block in [*self.blocks, self.blocks[0]]:
+            hidden = self.drop(torch.tanh(block(hidden)))
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+MODELS: dict[str, type[nn.Module]] = {"chain": Chain, "full": Full}
+
+
+def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
+    """An engine and its data, in float64."""
+    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    torch.manual_seed(0)
+    net = MODELS[model]().double()
+    decayed = [p for p in net.parameters() if p.dim() > 1 and p.requires_grad]
+    others = [p for p in net.parameters() if p.dim() == 1 and p.requires_grad]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
+    # Momentum, so that there is state; not Adam, which makes of the rounding of a gradient that is zero a whole step.
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    rules = StepRules(clip_norm=0.4)
+    engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, rules=rules, ema=0.9)
+    batches = samestep.loader(data, batch_size=BATCH, shards=SHARDS, shuffle=True, world=world)
+    return engine, batches, samestep.loader(data, batch_size=30, shards=SHARDS, world=world)
+
+
+def steps_of(engine: samestep.Engine, batches: Any, until: int) -> list[tuple[float, float]]:
+    """Loss and norm of the gradient of each step until that many are done."""
+    found = []
+    while engine.steps < until:
+        for batch in batches:
+            result = engine.step(batch)
+            found.append((result.loss, result.grad_norm))
+            if engine.steps == until:
+                break
+    return found
+
+
+def outcome(world: World, engine: samestep.Engine, evaluation: Any) -> dict[str, Any]:
+    """What training has led to, whole."""
+    pieces = engine.pieces
+    values = engine.evaluate(evaluation)
+    average = engine.averaged
+    assert average is not None
+    return {
+        "layout": world.layout.name,
+        "evaluation": values,
+        "weights": {name: pieces.whole(name, p.detach()).clone() for name, p in pieces.held.items()},
+        "average": {name: pieces.whole(name, value).clone() for name, value in average.tensors.items()},
+        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
+        "held": sum(p.numel() for p in pieces.held.values()),
+    }
+
+
+def trained(name: str, model: str, folder: Path) -> dict[str, Any]:
+    """Ten steps under a layout, with a checkpoint after five."""
+    with samestep.start(device="cpu", strategy=LAYOUTS[name][1] if name != "single" else None) as world:
+        engine, batches, evaluation = made(world, model)
+        found = steps_of(engine, batches, HALF)
+        samestep.Checkpoints(folder / name, engine, batches).save()
+        found += steps_of(engine, batches, STEPS)
+        return {"steps": found, **outcome(world, engine, evaluation)}
+
+
+def gone_on(name: str, model: str, folder: Path) -> dict[str, Any]:
+    """The second five steps under a layout, from a checkpoint that another one saved."""
+    with samestep.start(device="cpu", strategy=LAYOUTS[name][1] if name != "single" else None) as world:
+        engine, batches, evaluation = made(world, model)
+        assert samestep.Checkpoints(folder, engine, batches).resume()
+        return {"steps": steps_of(engine, batches, STEPS), **outcome(world, engine, evaluation)}
+
+
+def all_trained(names: list[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every layout of as many ranks, one after the other."""
+    return {name: trained(name, model, folder) for name in names}
+
+
+def all_gone_on(names: list[str], model: str, folder: Path, saved: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Every layout of as many ranks, from what each layout has saved."""
+    return {(before, name): gone_on(name, model, folder / before) for name in names for before in saved}
