@@ -106,7 +106,7 @@ def settle(part: StrategyPart, processes: int, shards: int | None = None) -> Lay
     """
     name = "ddp" if part.name == "auto" else part.name
     used, given = _USED[name], part.mesh.given
-    _require_used(name, used, given)
+    _require_used(name, given, processes)
     if name == "hsdp" and not given and processes > 1:
         raise InputError(
             "hsdp without the sizes of its axes",
@@ -137,16 +137,23 @@ def _name(name: str, sizes: dict[str, int]) -> str:
     return " x ".join(word for word in parts if word) or "single"
 
 
-def _require_used(name: str, used: tuple[str, ...], given: dict[str, int]) -> None:
-    larger = [axis for axis, size in given.items() if size > 1]
-    foreign = [axis for axis in larger if axis not in used]
+def _require_used(name: str, given: dict[str, int], processes: int) -> None:
+    used = _USED[name]
+    foreign = [axis for axis, size in given.items() if axis not in used and size > 1]
     if foreign:
-        fitting = [other for other, axes in _USED.items() if all(axis in axes for axis in larger)]
+        others = [other for other in _USED if _has_layout(other, given, processes)]
         raise InputError(
             f"strategy {name} with a {foreign[0]} axis of {given[foreign[0]]}",
             rule=f"{name} uses {'the axes ' + ', '.join(used) if used else 'no axis: it is one process'}",
-            do=f"--strategy {fitting[0]}" if fitting else f"leave {foreign[0]} out of the mesh",
+            do=f"--strategy {others[0]}" if others else f"--strategy ddp --mesh replicate={processes}",
         )
+
+
+def _has_layout(name: str, given: dict[str, int], processes: int) -> bool:
+    """Whether a strategy has a layout with these sizes on that many ranks."""
+    fixed, used = math.prod(given.values()), _USED[name]
+    fits = processes == fixed if all(axis in given for axis in used) else processes % fixed == 0
+    return fits and all(axis in used for axis, size in given.items() if size > 1)
 
 
 def _require_shards(layout: Layout, shards: int | None) -> None:
