@@ -195,7 +195,7 @@ def _fitting(name: str, processes: int) -> str:
     """A layout of that many processes, by this strategy if it can."""
     used = _USED[name]
     if not used:
-        return "--strategy ddp"
+        return f"--strategy ddp --mesh replicate={processes}"
     return f"--mesh {_example(used, processes) if len(used) > 1 else f'{used[0]}={processes}'}"
 
 
