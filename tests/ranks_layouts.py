@@ -1,5 +1,6 @@
 """What ranks run for `conformance/test_layouts.py`: the same training under every layout."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "ddp": (4, StrategyPart(name="ddp")),
     "fsdp": (4, StrategyPart(name="fsdp")),
     "fsdp offload": (2, StrategyPart(name="fsdp", offload=True)),
+    "fsdp from meta": (4, StrategyPart(name="fsdp", meta=True)),
     "hsdp": (4, StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=2))),
     "fsdp on 3": (3, StrategyPart(name="fsdp")),
 }
@@ -57,7 +59,8 @@ def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
     inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
     torch.manual_seed(0)
-    net = MODELS[model]().double()
+    with torch.device("meta") if world.strategy.meta and world.rank else nullcontext():
+        net = MODELS[model]().double()
     decayed = [p for p in net.parameters() if p.dim() > 1 and p.requires_grad]
     others = [p for p in net.parameters() if p.dim() == 1 and p.requires_grad]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]

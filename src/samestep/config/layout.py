@@ -22,11 +22,17 @@ _USED = {
     "pp": ("pipeline", "replicate", "tensor"),
 }
 # Settings of a strategy that mean something only with an axis, or only under some names.
-_OF_AXIS = {"plan": "tensor", "offload": "shard", "gather": "shard", "stages": "pipeline", "schedule": "pipeline"}
+_OF_AXIS = {
+    "plan": "tensor",
+    "offload": "shard",
+    "gather": "shard",
+    "meta": "shard",
+    "stages": "pipeline",
+    "schedule": "pipeline",
+}
 _OF_NAME = {
     "hook": ("auto", "ddp"),
     "bucket_mb": ("auto", "ddp"),
-    "static_graph": ("auto", "ddp"),
     "devices": ("dp", "placed"),
     "place": ("placed",),
 }
@@ -124,6 +130,7 @@ def settle(part: StrategyPart, processes: int, shards: int | None = None) -> Lay
     sizes = dict.fromkeys(AXES, 1) | given | ({free: processes // fixed} if free else {})
     layout = Layout(_name(name, sizes), **sizes)
     _require_shards(layout, shards)
+    _require_work_for_devices(part, shards)
     _require_meaning(part, layout)
     return layout
 
@@ -165,6 +172,15 @@ def _require_shards(layout: Layout, shards: int | None) -> None:
             rule="ranks that share the data <= shards",
             do=f"--processes {layout.size // layout.data * shards}, or set shards: {layout.data} "
             "(this changes batch-norm groups and dropout, so results change)",
+        )
+
+
+def _require_work_for_devices(part: StrategyPart, shards: int | None) -> None:
+    if part.name == "dp" and shards is not None and (part.devices or 1) > shards:
+        raise InputError(
+            f"strategy dp has {part.devices} devices but the recipe has {shards} shards",
+            rule="a device computes a shard at a time: devices <= shards",
+            do=f"set strategy.devices: {shards}",
         )
 
 

@@ -61,9 +61,10 @@ class StrategyPart:
         mesh: sizes of the axes, for products such as `ddp` with `tensor: 2`.
         hook: for `ddp`: how gradients travel; anything but `none` rounds them.
         bucket_mb: for `ddp`: megabytes of gradients that travel together; None for torch's own 25.
-        static_graph: for `ddp`: every step uses the same parameters in the same order.
         offload: for a shard axis: parameters and optimizer state lie in the memory of the host.
         gather: for a shard axis: the precision in which parameters are gathered and computed with.
+        meta: for a shard axis: only rank 0 builds the model with values, the others without; they get theirs part by
+            part, so that no device, and no other rank, ever holds the whole model.
         plan: for a tensor axis: shell patterns of module names with how each divides its product; empty for the plan
             that comes with the model.
         stages: for a pipeline axis: names of the modules with which the second and further stages begin; empty for
@@ -79,9 +80,9 @@ class StrategyPart:
     mesh: Mesh = field(default_factory=Mesh)
     hook: Hook = "none"
     bucket_mb: float | None = None
-    static_graph: bool = False
     offload: bool = False
     gather: GatherPrecision = "fp32"
+    meta: bool = False
     plan: dict[str, str] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
     schedule: PipelineSchedule = "1f1b"

@@ -7,16 +7,14 @@ which moves each element by itself, in gradients, averages and checksums.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from samestep.errors import InputError
+from samestep.parallel.division import division_of
 from samestep.runtime.world import World
 
 # They move an element by its own gradient and state. What looks at a whole tensor (Adafactor, LBFGS, Muon) would
@@ -26,27 +24,12 @@ _ELEMENTWISE = (
 )
 
 
-@dataclass(frozen=True)
-class Division:
-    """How ranks divide a tensor among them."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those within which parts differ, an axis each."""
-        axes = enumerate(self.placements)
-        return tuple(self.mesh.get_group(axis) for axis, placement in axes if not placement.is_replicate())
-
-
 class Pieces:
     """What this rank holds of a model's parameters.
 
     Attributes:
         names: what stands for each trained parameter in the optimizer, with the model's name for it.
+        own_names: the trained parameters as the model computes with them, with the same names.
         is_divided: some parameter is not whole on this rank.
     """
 
@@ -56,6 +39,7 @@ class Pieces:
         self._divisions = {name: division_of(p) for name, p in self._own.items() if isinstance(p, DTensor)}
         self._held = {name: _local(parameter) for name, parameter in self._own.items()}
         self.names = {self._held[name]: name for name, p in self._own.items() if p.requires_grad}
+        self.own_names = {p: name for name, p in self._own.items() if p.requires_grad}
         self.is_divided = bool(self._divisions)
 
     @property
@@ -78,22 +62,24 @@ class Pieces:
                 held.grad = gradient.redistribute(placements=self._divisions[name].placements).to_local()
                 own.grad = None
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients that a backward left in the model."""
+        for name in self._divisions:
+            self._own[name].grad = None
+
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """A parameter, or what belongs to it element by element, from the parts of all ranks; all of them call it."""
         division = self._divisions.get(name)
         if division is None or part.dim() != len(division.shape):
             return part  # a count of steps, say
-        return DTensor.from_local(
-            part, division.mesh, division.placements, run_check=False, shape=division.shape, stride=division.stride
-        ).full_tensor()
+        return division.whole(part)
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor that has the parameter's shape; anything else as it is."""
         division = self._divisions.get(name)
         if division is None or whole.shape != division.shape:
             return whole
-        sizes, offsets = compute_local_shape_and_global_offset(division.shape, division.mesh, division.placements)
-        return whole[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+        return division.part(whole)
 
     def total_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients together, the same on every rank."""
@@ -122,11 +108,6 @@ class Pieces:
             division = self._divisions.get(name)
             found.setdefault(division.groups if division is not None else (), []).append(name)
         return found
-
-
-def division_of(tensor: DTensor) -> Division:
-    """How a tensor is divided."""
-    return Division(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
 
 def hand_over(optimizer: torch.optim.Optimizer, before: Iterable[torch.nn.Parameter], pieces: Pieces) -> None:

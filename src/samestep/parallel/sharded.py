@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from samestep.config import StrategyPart
+from samestep.parallel.hand_out import hand_out, set_aside
 from samestep.parallel.lane import done
 from samestep.parallel.pieces import Pieces
 from samestep.parallel.reduction import Reduction
@@ -32,8 +33,11 @@ def divide(model: nn.Module, world: World) -> None:
     dtype = torch.bfloat16 if part.gather == "bf16" else None
     # Sums are kept in 32 bits, whatever is computed with.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    values = set_aside(model, world) if part.meta else {}
     for module in [*units(model), model]:
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=_offload(part, world))
+    if part.meta:
+        hand_out(model, values, torch.device("cpu") if part.offload else world.device, world)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The engine divides by what was counted; and gloo has no sum that divides as it goes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,8 +60,10 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     splits = _splits(recipe.data)
     ignored = recipe.loss.options.get("ignore_index", -100)
     metrics = build_metrics(recipe.metrics, len(splits.classes), world.device, ignore_index=ignored)
-    model, notes = build_model(recipe, splits.classes, splits.model_options)
-    if recipe.model.pretrained is not None:
+    gets_values = recipe.strategy.meta and world.layout.shard > 1
+    with torch.device("meta") if gets_values and not world.is_main else nullcontext():
+        model, notes = build_model(recipe, splits.classes, splits.model_options)
+    if recipe.model.pretrained is not None and not gets_values:
         require_same_weights(model, world)
     notes = splits.notes + notes
     train, evaluation = _loaders(recipe, options, splits, world)
