@@ -57,7 +57,7 @@ class Members:
             return None
         ranks = tuple(rank for rank in range(size) if tree.cover(rank, size))
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks))
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=self._world.timeout)
         return self._groups[ranks]
 
 

@@ -127,7 +127,7 @@ def start(
         stop_signal=lambda: stop.number,
     )
     try:
-        lay_out(world, strategy or StrategyPart())
+        lay_out(world, strategy or StrategyPart(), patience)
         with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
     except BaseException:

@@ -31,6 +31,7 @@ class World:
         strategy: how the model lives on these ranks.
         layout: the sizes of the axes that follow from it.
         mesh: the same as torch has it; None where there is but one axis of copies.
+        timeout: how long a collective waits for the other ranks.
         data: the ranks that divide the data among them, this one in its place: all, unless some see the same samples.
     """
 
@@ -49,6 +50,7 @@ class World:
         self.rank, self.size, self.device, self.group = rank, size, device, group
         self.strategy, self.layout = StrategyPart(), settle(StrategyPart(), size)
         self.mesh: DeviceMesh | None = None
+        self.timeout: timedelta = dist.default_pg_timeout
         self.data = self
         self._stop_requested, self._stop_signal = stop_requested, stop_signal
         self.pulse = pulse or own_pulse()
