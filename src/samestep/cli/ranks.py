@@ -87,6 +87,8 @@ def _auto(device: str, recipe: Recipe | None, devices: Devices | None) -> int:
         return found
     if recipe.strategy.name == "dp":
         return 1
+    if recipe.strategy.name == "placed":
+        found = max(1, found // (recipe.strategy.devices or found))
     divided = math.prod(size for axis, size in recipe.strategy.mesh.given.items() if axis in ("pipeline", "tensor"))
     return min(recipe.shards * divided, found)
 

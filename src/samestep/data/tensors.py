@@ -19,3 +19,11 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(data, list | tuple):
         return type(data)(map_tensors(value, function) for value in data)
     return data
+
+
+def first_device(data: Any) -> torch.device | None:
+    """Where the first tensor of `data` is, if there is one."""
+    if isinstance(data, torch.Tensor):
+        return data.device
+    inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
+    return next((device for value in inner if (device := first_device(value)) is not None), None)

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from samestep.data.batch import Shard
-from samestep.data.tensors import map_tensors
+from samestep.data.tensors import first_device, map_tensors
 
 
 def move(data: Any, device: torch.device) -> Any:
     """`data` with every tensor in its lists, tuples and mappings on `device`."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def beside_of(data: Any, other: Any) -> Any:
+    """`data` where `other` is: what goes together may come from several devices."""
+    device = first_device(other)
+    return data if device is None or first_device(data) in (None, device) else move(data, device)
 
 
 def prefetched(shards: Iterator[Shard], device: torch.device) -> Iterator[Shard]:

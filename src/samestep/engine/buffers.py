@@ -49,7 +49,8 @@ class ShardedBuffers:
         """All buffers as one float64 vector of `length`."""
         if not self._places:
             return torch.empty(0, dtype=torch.float64)
-        return torch.cat([buffer.detach().reshape(-1).double() for buffer in self._current()])
+        current = self._current()
+        return torch.cat([buffer.detach().reshape(-1).double().to(current[0].device) for buffer in current])
 
     def write(self, vector: torch.Tensor) -> None:
         """Set the buffers from such a vector."""

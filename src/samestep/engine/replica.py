@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,18 @@ class Replica:
     parameters: dict[nn.Parameter, nn.Parameter]
 
 
-def replicate(model: nn.Module) -> Replica:
+def replicate(
+    model: nn.Module,
+    device: torch.device | None = None,
+    weights: Mapping[nn.Parameter, torch.Tensor] | None = None,
+) -> Replica:
     """A replica of `model`: what is used twice in it (tied weights, shared modules) is used twice in the replica.
 
     Modules are copied as `torch.nn.DataParallel` copies them.
+
+    Args:
+        device: where its buffers are; None for where they are in the model.
+        weights: what its parameters share, each of the model's with its copy; None for the model's own memory.
 
     Raises:
         InputError: a parameter has hooks, which would not hear of a replica's gradients.
@@ -41,14 +49,15 @@ def replicate(model: nn.Module) -> Replica:
         copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in parameters:
-                parameters[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                values = parameter if weights is None else weights[parameter]
+                parameters[parameter] = nn.Parameter(values.detach(), parameter.requires_grad)
             copy._parameters[name] = None if parameter is None else parameters[parameter]
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 # Torch's recurrent modules, for one, keep another list of their parameters.
                 setattr(copy, name, copy._parameters[name])
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in buffers:
-                buffers[buffer] = buffer.detach().clone()
+                buffers[buffer] = buffer.detach().to(device or buffer.device, copy=True)
             copy._buffers[name] = None if buffer is None else buffers[buffer]
     return Replica(copies[model], parameters)
 
@@ -58,8 +67,8 @@ def _require_no_hooks(model: nn.Module) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise InputError(
                 f"the parameter {name!r} has hooks",
-                rule="under batch_norm: sync gradients are those of copies of a parameter until all shards are done",
-                do="look at .grad after the step in the place of hooks, or set batch_norm: shard",
+                rule="under batch_norm: sync, and dp, gradients are those of copies of parameters till shards are done",
+                do="look at .grad after the step in the place of hooks, or set batch_norm: shard and --strategy ddp",
             )
 
 
@@ -71,7 +80,9 @@ def require_untouched(parameters: Sequence[nn.Parameter]) -> None:
     """
     if any(parameter.grad is not None for parameter in parameters):
         raise InputError(
-            "under batch_norm: sync the forward reached the model's own parameters in the place of a copy's",
-            rule="modules are reached as attributes of their parents, not by a list, a method or a compiled function",
-            do="hold modules in nn.ModuleList or nn.ModuleDict, do not compile the model, or set batch_norm: shard",
+            "the forward of a copy of the model reached the model's own parameters in the place of the copy's",
+            rule="under batch_norm: sync, and dp, modules are reached as attributes of their parents, not by a list, a "
+            "method or a compiled function",
+            do="hold modules in nn.ModuleList or nn.ModuleDict, do not compile the model, or set batch_norm: shard and "
+            "--strategy ddp",
         )

@@ -21,11 +21,11 @@ def sum_kept(
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters in order, by some millions of elements of one type, so that no message is as large as the model."""
+    """Parameters in order, by some millions of elements of one kind, so that no message is as large as the model."""
     group: list[torch.nn.Parameter] = []
     for parameter in parameters:
         full = sum(p.numel() for p in group) + parameter.numel() > _GROUP_ELEMENTS
-        if group and (full or parameter.dtype != group[0].dtype):
+        if group and (full or (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)):
             yield group
             group = []
         group.append(parameter)

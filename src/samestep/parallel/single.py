@@ -15,11 +15,10 @@ from samestep.parallel.tree import ShardTree
 class SingleStrategy:
     """The model as it is; the sum over shards stays in this process."""
 
-    name = "single"
     sums_late = False
 
-    def __init__(self, model: torch.nn.Module, reduction: Reduction) -> None:
-        self.module = model
+    def __init__(self, model: torch.nn.Module, reduction: Reduction, name: str = "single") -> None:
+        self.name, self.module = name, model
         self._reduction = reduction
 
     @contextmanager

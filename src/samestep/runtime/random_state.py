@@ -32,8 +32,19 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.random.default_generator.manual_seed(seed)
+    seed_device(seed, device)
+
+
+def seed_device(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generator of this thread's GPU, if `device` is one; it has its own."""
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def shared_state() -> tuple[object, ...]:
+    """Where the generators are that all threads of this process share; equal as long as nobody draws from them."""
+    kind, key, *others = numpy.random.get_state(legacy=True)
+    return random.getstate(), kind, bytes(memoryview(key)), *others, torch.get_rng_state().numpy().tobytes()  # type: ignore[arg-type]
 
 
 class OwnGenerators:

@@ -109,7 +109,7 @@ def start(
     found = read_rendezvous() if taken is None else None
     prepare_torch_environment(loopback=found is None or found.is_on_one_machine)
     rank, size, local_rank = _place(taken, found)
-    place = _device(device, local_rank, found)
+    place = _device(device, local_rank, found, _width(strategy))
     _determinism(reduction, threads)
     pulse = taken.pulse if taken else own_pulse()
     store, patience, watch = _join(taken, found, timeout, place, pulse)
@@ -223,20 +223,26 @@ def _place(seat: Seat | None, found: Rendezvous | None) -> tuple[int, int, int]:
     return (found.rank, found.world_size, found.local_rank) if found is not None else (0, 1, 0)
 
 
-def _device(kind: DeviceKind, local_rank: int, found: Rendezvous | None) -> torch.device:
+def _width(strategy: StrategyPart | None) -> int:
+    """How many devices each rank has of the machine's."""
+    return (strategy.devices or 1) if strategy is not None and strategy.name == "placed" else 1
+
+
+def _device(kind: DeviceKind, local_rank: int, found: Rendezvous | None, width: int) -> torch.device:
+    """The first of this rank's devices."""
     gpus = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and gpus == 0):
         return torch.device("cpu")
-    if gpus == 1 and found is not None and found.launcher != "torchrun":
+    if gpus == width and found is not None and found.launcher != "torchrun":
         local_rank = 0  # srun --gpus-per-task=1 and its like show each rank its own device alone
-    if local_rank >= gpus:
+    if (local_rank + 1) * width > gpus:
         raise InputError(
             f"this rank is number {local_rank} on its machine but torch sees {gpus} GPUs",
-            rule="one GPU a rank",
-            do=f"use --processes {gpus}, or --device cpu" if gpus else "use --device cpu",
+            rule="one GPU a rank" if width == 1 else f"{width} GPUs a rank, as strategy.devices has it",
+            do=f"use --processes {gpus // width}, or --device cpu" if gpus >= width else "use --device cpu",
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(local_rank * width)
+    return torch.device("cuda", local_rank * width)
 
 
 def _determinism(reduction: Reduction, threads: int) -> None:
