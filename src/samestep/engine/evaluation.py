@@ -45,6 +45,7 @@ def evaluate(
     number of ranks. No shard is padded; a rank without samples in a batch just waits for the sum at the end.
 
     Args:
+        world: all ranks; those of `world.data` divide the samples.
         give_up: a rank that is asked to end leaves off after the batch it is in, and so do all in the end.
 
     Returns:
@@ -53,13 +54,14 @@ def evaluate(
     Raises:
         RunError: the loss counts nothing.
     """
+    whole, world = world, world.data
     found: list[tuple[int, list[float]]] = []
     slots = 0
     left_off = False
     model.eval()
     with torch.no_grad(), preserved_generators(world.device):
         for position, batch in enumerate(batches):
-            if give_up and world.stop_requested:
+            if give_up and _leaves_off(whole):
                 left_off = True
                 break
             world.pulse.tick()
@@ -72,7 +74,7 @@ def evaluate(
             for filler in batch.fillers:
                 forward.parts(model, filler, "evaluation", position)
             slots += batch.shards
-    if give_up and _any(left_off, world):
+    if give_up and _any(left_off, whole):
         for metric in metrics:
             metric.reset()
         return None
@@ -86,6 +88,11 @@ def evaluate(
         if isinstance(metric, LossMetric):
             metric.take(values["loss"])
     return values | {metric.name: metric.compute(world) for metric in metrics}
+
+
+def _leaves_off(world: World) -> bool:
+    """Whether this rank does so before the next batch; where ranks compute it together, they do so together."""
+    return _any(world.stop_requested, world) if world.layout.is_split else world.stop_requested
 
 
 def _any(mine: bool, world: World) -> bool:

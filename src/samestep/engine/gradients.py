@@ -26,7 +26,7 @@ class ShardGradients:
 
     Args:
         model: the plain one, which the strategy may have wrapped.
-        names: the trained parameters, with the model's names for them.
+        names: the trained parameters in which backward leaves gradients, with the model's names for them.
     """
 
     def __init__(

@@ -17,13 +17,29 @@ from samestep.engine.meeting import Meetings, Members
 from samestep.engine.norm import join_layers, norm_layers
 from samestep.engine.replica import Replica, replicate, require_untouched
 from samestep.engine.tally import Tally, read_tally, tally_length
+from samestep.errors import InputError
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.threads import Threads
+from samestep.runtime.world import World
 
 
 def has_joint_layers(modes: Modes) -> bool:
     """Whether any norm layer uses statistics of the batch when a step trains."""
     return any(isinstance(module, _BatchNorm) and (trains or module.running_mean is None) for module, trains in modes)
+
+
+def require_whole_model(world: World) -> None:
+    """Refuse to compute shards on copies of a model of which this rank has a part.
+
+    Raises:
+        InputError: it has.
+    """
+    if world.layout.is_split:
+        raise InputError(
+            f"step.batch_norm: sync with the layout {world.layout.name}",
+            rule="batch norm over all shards runs copies of the model side by side, each whole",
+            do="set step.batch_norm: shard, or --strategy ddp",
+        )
 
 
 class JointGradients(ShardGradients):

@@ -23,12 +23,12 @@ from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import Metric, evaluate
 from samestep.engine.forward import Forward
 from samestep.engine.gradients import ShardGradients
-from samestep.engine.joint import JointGradients, has_joint_layers
+from samestep.engine.joint import JointGradients, has_joint_layers, require_whole_model
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
 from samestep.engine.result import StepResult
 from samestep.engine.switches import prepare
-from samestep.engine.tally import Tally
+from samestep.engine.tally import Tally, agreed
 from samestep.errors import InputError
 from samestep.parallel.pieces import Pieces, hand_over
 from samestep.parallel.strategy import build_strategy, divide_model
@@ -80,6 +80,9 @@ class Engine:
             self.rules = observer.prepare(model, self.rules)
         self.steps = 0
         self._modes = training_modes(model)
+        joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
+        if joins:
+            require_whole_model(world)
         whole = list(model.parameters())
         _require_same([parameter for parameter in whole if parameter.requires_grad], optimizer)
         model.to(world.device)
@@ -92,12 +95,12 @@ class Engine:
         self.averaged = AveragedWeights(self.pieces.trained, ema) if ema is not None else None
         self._buffers = ShardedBuffers(model)
         self._forward = Forward(loss, self.rules, world.device)
-        joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
         self._strategy = build_strategy(model, self.pieces, self.rules.reduction, world, together=joins)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
         gradients = JointGradients if joins else ShardGradients
+        computed = self._names if self._strategy.sums_late else self.pieces.own_names
         self._gradients = gradients(
-            model, self._forward, self._strategy, self._buffers, self.scaler, self._names, world, self._observers
+            model, self._forward, self._strategy, self._buffers, self.scaler, computed, world, self._observers
         )
         # Where ranks divide parameters there is nothing to compare: no two of them hold the same.
         compared = None if self.pieces.is_divided else check_every
@@ -140,8 +143,10 @@ class Engine:
             observer.begin_step(self, batch)
         set_modes(self._modes)
         self.optimizer.zero_grad(set_to_none=True)
-        self._forward.begin_step(batch, self.world)
+        self._forward.begin_step(batch, self.world.data)
         tally = self._gradients.compute(batch, self.steps, save=save)
+        if self.world.data.size < self.world.size:
+            tally = agreed(tally, self.world)
         self._divide(batch, tally)
         for observer in self._observers:
             observer.end_gradients(self)
@@ -188,7 +193,7 @@ class Engine:
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
         with self.world.roll_call.during(f"{self._call_name}.evaluate"), averaged:
-            values = evaluate(self.model, batches, metrics, self._forward, self.world.data, give_up=give_up)
+            values = evaluate(self.model, batches, metrics, self._forward, self.world, give_up=give_up)
         if values is not None:
             for observer in self._observers:
                 observer.end_evaluation(self, values)

@@ -7,9 +7,11 @@ their sum is all of them side by side.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from samestep.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Tally:
     def bad_shards(self) -> list[int]:
         """Shards whose loss is not finite."""
         return [shard for shard, loss in enumerate(self.losses) if not math.isfinite(loss)]
+
+
+def agreed(tally: Tally, world: World) -> Tally:
+    """With what any rank of `world` asks for, also those that see the same shards as another; all of them call it."""
+    said = torch.tensor([float(tally.stop), float(tally.save)], device=world.device)
+    world.all_reduce(said)
+    stop, save = said.tolist()
+    return replace(tally, stop=stop > 0, save=save > 0)
 
 
 def rounded_sum(values: list[float]) -> float:

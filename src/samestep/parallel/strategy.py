@@ -10,7 +10,7 @@ import torch
 
 from samestep.config import Reduction as ReductionName
 from samestep.errors import InputError
-from samestep.parallel import sharded
+from samestep.parallel import sharded, tensor
 from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.pieces import Pieces
 from samestep.parallel.reduction import build_reduction
@@ -67,11 +67,13 @@ def divide_model(model: torch.nn.Module, world: World) -> None:
     Raises:
         InputError: the layout does not fit the model.
     """
-    if world.strategy.name in ("dp", "placed") or world.layout.tensor > 1 or world.layout.pipeline > 1:
-        raise InputError(f"the layout {world.layout.name}", rule="ddp, fsdp or hsdp so far", do="--strategy ddp")
+    if world.strategy.name in ("dp", "placed") or world.layout.pipeline > 1:
+        raise InputError(f"the layout {world.layout.name}", rule="ddp, fsdp, hsdp or tp so far", do="--strategy ddp")
     if not world.layout.is_split:
         return
     begin_the_same(model, world)
+    if world.layout.tensor > 1:
+        tensor.divide(model, world)
     if world.layout.shard > 1:
         sharded.divide(model, world)
 
@@ -89,7 +91,7 @@ def build_strategy(
     sums = build_reduction(reduction, world.data, parameters)
     if world.layout.shard > 1:
         return ShardedStrategy(model, pieces, sums, world)
-    if together:
+    if together or world.layout.tensor > 1:
         return TogetherStrategy(model, pieces, sums, world)
     if world.size == 1:
         return SingleStrategy(model, sums)

@@ -45,6 +45,7 @@ class TogetherStrategy:
         return done(self._reduction.vector(tree, vectors, length))
 
     def abandon(self) -> None:
+        self._pieces.drop_gradients()
         self._reduction.forget()
 
     def finish(self, tree: ShardTree) -> None:

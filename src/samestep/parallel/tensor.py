@@ -1,0 +1,142 @@
+"""The tensor axis: which products of a model its ranks divide among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from samestep.errors import InputError
+from samestep.parallel.divided import watch
+from samestep.parallel.plans import ready_plan
+from samestep.parallel.product import WORDS, Product, divided_size, fits, is_product
+from samestep.runtime.world import World
+
+_MOST = 64  # ranks of a tensor axis that an error suggests
+
+
+def divide(model: nn.Module, world: World) -> None:
+    """Divide the products of `model` that its plan names, in place, among the ranks of the tensor axis.
+
+    Everything else stays whole, and the same on all of them.
+
+    Raises:
+        InputError: there is no plan, or it does not fit the model or the number of ranks.
+    """
+    assert world.mesh is not None
+    words = plan_for(model, world.strategy.plan, world.layout.tensor)
+    copies = world.layout.shard > 1
+    styles: dict[str, ParallelStyle] = {name: Product(name, word, copies=copies) for name, word in words.items()}
+    parallelize_module(model, world.mesh["tensor"], styles)
+    watch(model)
+
+
+def plan_for(model: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """The word for each module that so many ranks divide.
+
+    Args:
+        plan: words by shell patterns of names, of which the first that matches decides; empty for the ready plan.
+
+    Raises:
+        InputError: there is none, or it does not fit.
+    """
+    words = _chosen(model, plan) if plan else ready_plan(model)
+    if not words:
+        raise _no_plan(model, ranks)
+    _require_own_weights(model, words)
+    _require_even(model, words, ranks)
+    return words
+
+
+def products(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that could be divided, by name."""
+    # This one takes the weights of its children and does not call them.
+    taken = {
+        below for module in model.modules() if isinstance(module, nn.MultiheadAttention) for below in module.modules()
+    }
+    named = model.named_modules()
+    return {name: module for name, module in named if name and is_product(module) and module not in taken}
+
+
+def _chosen(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    for pattern, word in plan.items():
+        if word not in WORDS:
+            close = get_close_matches(word, WORDS, n=1, cutoff=0.3)
+            raise InputError(
+                f"strategy.plan: {pattern!r} is {word!r}",
+                rule=f"one of {', '.join(WORDS)}",
+                do=f"did you mean {close[0] if close else WORDS[1]}?",
+            )
+    possible = products(model)
+    found: dict[str, str] = {}
+    for pattern, word in plan.items():
+        matching = [name for name in possible if fnmatchcase(name, pattern) and fits(possible[name], word)]
+        if not matching:
+            raise _no_match(model, pattern, word)
+        for name in matching:
+            found.setdefault(name, word)
+    return found
+
+
+def _no_match(model: nn.Module, pattern: str, word: str) -> InputError:
+    names = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    if matching:
+        return InputError(
+            f"strategy.plan: {pattern!r} is {word!r}, and matches {matching[0]} ({names[matching[0]]})",
+            rule="column and column_gathered divide torch.nn.Linear and Embedding, row divides Linear",
+            do=f"leave {pattern!r} out, or name one of {', '.join(list(products(model))[:3]) or 'another model'}",
+        )
+    possible = list(products(model))
+    close = get_close_matches(pattern, possible, n=3, cutoff=0.3) or possible[:3]
+    return InputError(
+        f"strategy.plan: {pattern!r} matches no module",
+        rule="shell patterns of module names, such as blocks.*.fc1",
+        do=f"names like {', '.join(close)}" if close else "a model with torch.nn.Linear modules",
+    )
+
+
+def _no_plan(model: nn.Module, ranks: int) -> InputError:
+    names = list(products(model))
+    shown = ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
+    more = ", ..." if len(names) > 3 else ""
+    return InputError(
+        f"a tensor axis of {ranks} for a {type(model).__name__}, for which there is no ready plan",
+        rule="strategy.plan says for names of modules how ranks divide their products: column_gathered for any; column "
+        "for one whose result goes, element by element, to one that is row",
+        do=f"--set 'strategy.plan={{{shown}{more}}}'",
+    )
+
+
+def _require_own_weights(model: nn.Module, words: Mapping[str, str]) -> None:
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+    for names in users.values():
+        planned = [name for name in names if name in words]
+        if planned and len(names) > 1:
+            raise InputError(
+                f"{' and '.join(names)} have one weight, and strategy.plan divides {planned[0]}",
+                rule="a weight that several modules use stays whole",
+                do=f"leave {' and '.join(planned)} out of strategy.plan",
+            )
+
+
+def _require_even(model: nn.Module, words: Mapping[str, str], ranks: int) -> None:
+    sizes = {name: divided_size(model.get_submodule(name), word) for name, word in words.items()}
+    common = math.gcd(*(size for _, size in sizes.values()))
+    for name, (what, size) in sizes.items():
+        if size % ranks:
+            fitting = [str(number) for number in range(2, min(common, _MOST) + 1) if common % number == 0]
+            raise InputError(
+                f"{name} has {size} {what}, which a tensor axis of {ranks} does not divide",
+                rule="ranks get equal parts of every product of the plan",
+                do=f"--mesh tensor={fitting[-1]}; {', '.join(fitting)} would do"
+                if fitting
+                else f"no size divides all of the plan: leave {name} out of strategy.plan",
+            )
