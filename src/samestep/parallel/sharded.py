@@ -7,12 +7,13 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.config import StrategyPart
 from samestep.parallel.hand_out import hand_out, set_aside
@@ -30,11 +31,8 @@ def divide(model: nn.Module, world: World) -> None:
     part, mesh = world.strategy, world.mesh
     assert mesh is not None
     axes = mesh["replicate", "shard"] if world.layout.replicate > 1 else mesh["shard"]
-    dtype = torch.bfloat16 if part.gather == "bf16" else None
-    # Sums are kept in 32 bits, whatever is computed with.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     values = set_aside(model, world) if part.meta else {}
-    for module in [*units(model), model]:
+    for module, precision in _with_precision([*units(model), model], part):
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=_offload(part, world))
     if part.meta:
         hand_out(model, values, torch.device("cpu") if part.offload else world.device, world)
@@ -43,6 +41,21 @@ def divide(model: nn.Module, world: World) -> None:
             # The engine divides by what was counted; and gloo has no sum that divides as it goes.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _with_precision(
+    modules: Sequence[nn.Module], part: StrategyPart
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Modules from the inside out, the model last, with what they compute in; sums are kept in 32 bits."""
+    full, half = torch.float32, torch.bfloat16
+    if part.gather == "fp32":
+        yield from ((module, MixedPrecisionPolicy()) for module in modules)
+        return
+    norms = [each for each in modules[-1].modules() if isinstance(each, _BatchNorm) and list(each.parameters())]
+    # Running statistics have 32 bits, and torch's batch norm wants all it is given to be alike.
+    yield from ((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms)
+    yield from ((module, MixedPrecisionPolicy(half, full)) for module in modules[:-1] if module not in norms)
+    yield modules[-1], MixedPrecisionPolicy(half, full, output_dtype=full)
 
 
 def units(model: nn.Module) -> list[nn.Module]:
