@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from samestep.data.batch import GlobalBatch
+from samestep.data.transfer import beside_of
 from samestep.engine.forward import Forward
 from samestep.engine.tally import rounded_sum
 from samestep.metrics import LossMetric
@@ -70,7 +71,7 @@ def evaluate(
                 numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
                 found.append((slots + part.number, [*numbers, part.size]))
                 for metric in metrics if part.size else ():
-                    metric.update(outputs, part.data[1])
+                    metric.update(beside_of(outputs, part.data[1]), part.data[1])
             for filler in batch.fillers:
                 forward.parts(model, filler, "evaluation", position)
             slots += batch.shards

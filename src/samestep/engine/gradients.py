@@ -100,7 +100,8 @@ class ShardGradients:
     def _vector(self, batch: GlobalBatch, part: Shard, loss: Loss, buffers: ShardedBuffers, save: bool) -> torch.Tensor:
         """What one shard tells all ranks."""
         stop = self._world.stop_requested
-        return write_tally(batch.shards, part.number, loss.sum, loss.count, buffers.read(), stop=stop, save=save)
+        vector = write_tally(batch.shards, part.number, loss.sum, loss.count, buffers.read(), stop=stop, save=save)
+        return vector.to(self._world.device)
 
     def bad_losses(self, batch: GlobalBatch, tally: Tally) -> list[int]:
         """The shards that made a loss not finite, in the step that was just computed; the same on every rank."""

@@ -17,6 +17,7 @@ from samestep.checkpoint.state import Training
 from samestep.config import StepRules
 from samestep.data.batch import GlobalBatch
 from samestep.engine import finite
+from samestep.engine.at_once import GradientsAtOnce, require_replicas
 from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
 from samestep.engine.drift import DriftCheck, begin_checks
 from samestep.engine.ema import AveragedWeights
@@ -31,7 +32,8 @@ from samestep.engine.switches import prepare
 from samestep.engine.tally import Tally, agreed
 from samestep.errors import InputError
 from samestep.parallel.pieces import Pieces, hand_over
-from samestep.parallel.strategy import build_strategy, divide_model
+from samestep.parallel.placed import require_meetings
+from samestep.parallel.strategy import build_strategy, divide_model, move_to_devices
 from samestep.runtime.gather import all_gather
 from samestep.runtime.world import World
 
@@ -55,6 +57,7 @@ class Engine:
         steps: steps done so far, skipped ones included; what random states and schedule count.
         averaged: the moving average of the weights, if there is one.
         pieces: what this rank holds of the model's parameters.
+        placement: where the parts of the model are, under the strategy `placed`; else None.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class Engine:
             require_whole_model(world)
         whole = list(model.parameters())
         _require_same([parameter for parameter in whole if parameter.requires_grad], optimizer)
-        model.to(world.device)
+        gradients = _kind_of_gradients(world, self.rules, joins=joins)
+        self.placement = move_to_devices(model, world)
         prepare(model, self.rules, world.device)
         divide_model(model, world)
         self.pieces = Pieces(model, world.device)
@@ -97,7 +101,6 @@ class Engine:
         self._forward = Forward(loss, self.rules, world.device)
         self._strategy = build_strategy(model, self.pieces, self.rules.reduction, world, together=joins)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.rules.precision == "fp16")
-        gradients = JointGradients if joins else ShardGradients
         computed = self._names if self._strategy.sums_late else self.pieces.own_names
         self._gradients = gradients(
             model, self._forward, self._strategy, self._buffers, self.scaler, computed, world, self._observers
@@ -240,6 +243,16 @@ class Engine:
 
     def _gradient_list(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+def _kind_of_gradients(world: World, rules: StepRules, *, joins: bool) -> type[ShardGradients]:
+    """What computes the shards of this rank: one after another, in lockstep, or as many at once as it has devices."""
+    if world.strategy.name == "dp":
+        require_replicas(rules, joins=joins)
+        return GradientsAtOnce
+    if joins and world.strategy.name == "placed":
+        require_meetings(world)
+    return JointGradients if joins else ShardGradients
 
 
 def _require_same(parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

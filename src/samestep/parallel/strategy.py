@@ -13,6 +13,7 @@ from samestep.errors import InputError
 from samestep.parallel import sharded, tensor
 from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.pieces import Pieces
+from samestep.parallel.placed import Placement, place
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.same_start import begin_the_same
 from samestep.parallel.sharded import ShardedStrategy
@@ -61,14 +62,27 @@ class Strategy(Protocol):
         """
 
 
+def move_to_devices(model: torch.nn.Module, world: World) -> Placement | None:
+    """Move a model to the device of this rank, or its parts to those it has; where they are, if there are several.
+
+    Raises:
+        InputError: the strategy does not fit the model, or the devices are not there.
+    """
+    if world.strategy.name == "placed":
+        return place(model, world)
+    if world.layout.shard == 1:  # else it is moved part by part, when it is divided
+        model.to(world.device)
+    return None
+
+
 def divide_model(model: torch.nn.Module, world: World) -> None:
     """Leave of `model` on this rank what its layout has here, in place; the order in which a model is wrapped.
 
     Raises:
         InputError: the layout does not fit the model.
     """
-    if world.strategy.name in ("dp", "placed") or world.layout.pipeline > 1:
-        raise InputError(f"the layout {world.layout.name}", rule="ddp, fsdp, hsdp or tp so far", do="--strategy ddp")
+    if world.layout.pipeline > 1:
+        raise InputError(f"the layout {world.layout.name}", rule="all but a pipeline so far", do="--strategy ddp")
     if not world.layout.is_split:
         return
     begin_the_same(model, world)
@@ -91,8 +105,8 @@ def build_strategy(
     sums = build_reduction(reduction, world.data, parameters)
     if world.layout.shard > 1:
         return ShardedStrategy(model, pieces, sums, world)
-    if together or world.layout.tensor > 1:
+    if together or world.layout.tensor > 1 or (world.strategy.name == "placed" and world.size > 1):
         return TogetherStrategy(model, pieces, sums, world)
     if world.size == 1:
-        return SingleStrategy(model, sums)
+        return SingleStrategy(model, sums, world.layout.name)
     return DdpStrategy(model, parameters, sums, world)
