@@ -58,7 +58,7 @@ def precisions() -> dict[str, dict[str, Any]]:
 
 
 def scales() -> list[list[float]]:
-    """By how much every rank changes the scale: after a step that is sound, and after an overflow in one rank's part."""
+    """By how much every rank changes the scale: after a sound step, and after an overflow in one rank's part."""
     found = []
     with samestep.start(device="cpu", strategy=FSDP) as world:
         engine = engine_of(world, Full(), precision="fp16", non_finite="skip")

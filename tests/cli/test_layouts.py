@@ -132,3 +132,24 @@ def test_a_run_goes_on_and_is_evaluated_under_another_layout(place: Path, capsys
     before = weights(run)
     assert here("resume", run, "--strategy", "ddp", "--processes", 2, cwd=place) == EXIT_DONE  # it is done already
     assert weights(run) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "processes"),
+    [("fsdp", "", "1,2,3"), pytest.param("hsdp", "shard=2", "1,4", marks=pytest.mark.long)],
+)
+def test_certificate_says_which_level_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str, mesh: str, processes: str
+) -> None:
+    layout = ("--strategy", strategy, *(("--mesh", mesh) if mesh else ()))
+    options = ("--processes", processes, "--steps", 2, "--double", "--json", "--out", tmp_path / "certificate")
+    if strategy == "fsdp":
+        options = (*options, "--kill-at", 2, "--resume-on", 2)
+    assert here("verify", "digits", *layout, *options, cwd=tmp_path) == EXIT_DONE
+    said = json.loads(capsys.readouterr().out)
+    assert (said["holds"], said["level"], said["precision"]) == (True, "1e-12 relative", "float64")
+    for run in said["comparisons"]:
+        assert run["quantities"]["order of samples"] == "bits"
+        assert any(found not in ("bits", "-") for found in run["quantities"].values()), "sums in another order"
