@@ -152,4 +152,5 @@ def test_certificate_says_which_level_held(
     assert (said["holds"], said["level"], said["precision"]) == (True, "1e-12 relative", "float64")
     for run in said["comparisons"]:
         assert run["quantities"]["order of samples"] == "bits"
-        assert any(found not in ("bits", "-") for found in run["quantities"].values()), "sums in another order"
+    on_three = said["comparisons"][-1] if strategy == "fsdp" else None
+    assert on_three is None or on_three["quantities"]["gradients"] != "bits", "sums are taken in another order"
