@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -127,11 +127,11 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 @contextmanager
-def alone(strategy: StrategyPart | None = None) -> Iterator[World]:
+def alone(strategy: StrategyPart | None = None, device: Literal["cpu", "cuda"] = "cpu") -> Iterator[World]:
     """This process as a world of one, under a strategy."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        with samestep.start(device="cpu", strategy=strategy) as world:
+        with samestep.start(device=device, strategy=strategy) as world:
             yield world
     finally:
         torch.use_deterministic_algorithms(deterministic)
@@ -187,8 +187,8 @@ def outcome(engine: Engine, model: str) -> dict[str, Any]:
     evaluation = samestep.loader(data, batch_size=BATCH, shards=SHARDS, world=engine.world)
     return {
         "strategy": engine.strategy,
-        "state": {name: tensor.clone() for name, tensor in engine.model.state_dict().items()},
-        "average": {name: tensor.clone() for name, tensor in engine.averaged.tensors.items()},
+        "state": {name: tensor.cpu().clone() for name, tensor in engine.model.state_dict().items()},
+        "average": {name: tensor.cpu().clone() for name, tensor in engine.averaged.tensors.items()},
         "evaluation": engine.evaluate(evaluation),
     }
 

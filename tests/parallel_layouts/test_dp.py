@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import samestep
 from batches import batch_of, random_batch, random_data
-from models import Fragile, seeded
+from models import Fragile, Perceptron, seeded
 from ranks_devices import HALF, MODELS, alone, gone_on, made, refusal, require_same_bits, trained
 from ranks_step import bad_gradient, bad_loss
 from samestep.config import Mesh, StepRules, StrategyPart, settle
@@ -52,6 +54,32 @@ def test_of_weights_that_are_used_twice_the_casts_are_shared_as_on_one_device(mo
 def test_in_float64_and_without_clipping(reduction: str) -> None:
     options = {"dtype": torch.float64, "reduction": reduction, "clip_norm": None}
     require_same_bits(run(dp(3), "Normed", **options), run(None, "Normed", **options))
+
+
+@given(size=st.integers(1, 23), shards=st.integers(1, 9), devices=st.integers(1, 9))
+def test_whatever_the_sizes(size: int, shards: int, devices: int) -> None:
+    found = []
+    for part in (None, dp(min(devices, shards))):
+        with alone(part) as world:
+            engine = engine_of(world, seeded(0, Perceptron), clip_norm=0.1)
+            batch = random_batch(world, size, shards)
+            found.append(([engine.step(batch) for _ in range(2)], list(engine.model.state_dict().values())))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_loss_of_several_parts() -> None:
+    def half(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return samestep.cross_entropy(outputs, targets).sum
+
+    parts = [samestep.LossPart("own", half, "samples"), samestep.LossPart("other", half, "samples", weight=0.3)]
+    found = []
+    for part in (None, dp(3)):
+        with alone(part) as world:
+            model = seeded(0, Perceptron)
+            engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), samestep.MultiLoss(parts), world=world)
+            found.append([engine.step(random_batch(world, 19, 8)) for _ in range(3)])
+    assert found[0] == found[1]
 
 
 class Meeting(nn.Module):
@@ -246,7 +274,7 @@ def test_data_parallel_divides_ten_samples_among_four_devices_so() -> None:
 def test_on_gpus_it_has_the_bits_of_one_gpu(model: str) -> None:
     found = []
     for part in (None, dp(None)):
-        with samestep.start(device="cuda", strategy=part) as world:
+        with alone(part, "cuda") as world:
             found.append(trained(world, model))
     require_same_bits(found[1], found[0])
     assert found[1]["turns"] is False  # each GPU has a generator of its own

@@ -9,7 +9,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import ranks_devices
-import samestep
 from ranks_devices import (
     HALF,
     Chain,
@@ -25,7 +24,7 @@ from ranks_devices import (
     trained,
 )
 from samestep import launch
-from samestep.config import Mesh, StepRules, StrategyPart, settle
+from samestep.config import Mesh, StrategyPart, settle
 from samestep.data.transfer import beside_of
 from samestep.errors import InputError
 from samestep.parallel.kept import _groups
@@ -263,8 +262,8 @@ def test_on_two_gpus_it_has_the_bits_of_one(model: str) -> None:
     part = StrategyPart(name="placed", devices=2) if model == "Chain" else PARTS[model]
     found = []
     for strategy in (None, part):
-        with samestep.start(device="cuda", strategy=strategy) as world:
-            engine, batches = made(world, model, **vars(StepRules()) | {"clip_norm": 0.4})
+        with alone(strategy, "cuda") as world:
+            engine, batches = made(world, model)
             steps = steps_of(engine, batches, HALF)
             devices = {parameter.device.index for parameter in engine.model.parameters()}
             found.append((steps, [tensor.cpu() for tensor in engine.model.state_dict().values()], devices))

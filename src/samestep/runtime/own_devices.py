@@ -25,18 +25,45 @@ def own_devices(world: World) -> tuple[torch.device, ...]:
                 do="set strategy.devices: 2",
             )
         return (world.device,) * wanted
-    first, there = world.device.index, torch.cuda.device_count()
     if wanted is None and world.size > 1:
         raise InputError(
             f"strategy {name} on {world.size} ranks without a number of devices",
             rule="ranks on one machine share its GPUs, each as many",
             do="set strategy.devices: 2",
         )
-    count = there - first if wanted is None else wanted
-    if first + count > there:
+    numbers = gpus_from(world.device.index, wanted, torch.cuda.device_count())
+    return tuple(torch.device("cuda", number) for number in numbers)
+
+
+def gpus_from(first: int, wanted: int | None, there: int) -> range:
+    """The numbers of a rank's GPUs, of which the first is known.
+
+    Args:
+        wanted: how many; None for all that follow.
+        there: how many this process sees.
+
+    Raises:
+        InputError: there are fewer.
+    """
+    if wanted is not None and first + wanted > there:
         raise InputError(
-            f"strategy.devices is {count}, and rank {world.rank} begins with GPU {first} of {there}",
+            f"strategy.devices is {wanted}, but torch sees {there - first} GPU{'s' if there - first > 1 else ''} here",
             rule="every device is a GPU that this rank has for itself",
             do=f"set strategy.devices: {there - first}",
         )
-    return tuple(torch.device("cuda", first + number) for number in range(count))
+    return range(first, there if wanted is None else first + wanted)
+
+
+def first_gpu(local_rank: int, width: int, there: int) -> int:
+    """The number of a rank's first GPU: those of a machine go to its ranks in order, `width` to each.
+
+    Raises:
+        InputError: none are left for this one.
+    """
+    if (local_rank + 1) * width > there:
+        raise InputError(
+            f"this rank is number {local_rank} on its machine but torch sees {there} GPUs",
+            rule="one GPU a rank" if width == 1 else f"{width} GPUs a rank, as strategy.devices has it",
+            do=f"use --processes {there // width}, or --device cpu" if there >= width else "use --device cpu",
+        )
+    return local_rank * width

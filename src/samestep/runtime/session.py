@@ -23,6 +23,7 @@ from samestep.runtime.env import prepare_torch_environment, read_environment, re
 from samestep.runtime.job import TIMEOUT, Job, hosted, join_job
 from samestep.runtime.mesh import lay_out
 from samestep.runtime.mutual_watch import MutualWatch
+from samestep.runtime.own_devices import first_gpu
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.roll_call import RollCall
 from samestep.runtime.roll_in import job_prefix, roll_in
@@ -235,14 +236,9 @@ def _device(kind: DeviceKind, local_rank: int, found: Rendezvous | None, width: 
         return torch.device("cpu")
     if gpus == width and found is not None and found.launcher != "torchrun":
         local_rank = 0  # srun --gpus-per-task=1 and its like show each rank its own device alone
-    if (local_rank + 1) * width > gpus:
-        raise InputError(
-            f"this rank is number {local_rank} on its machine but torch sees {gpus} GPUs",
-            rule="one GPU a rank" if width == 1 else f"{width} GPUs a rank, as strategy.devices has it",
-            do=f"use --processes {gpus // width}, or --device cpu" if gpus >= width else "use --device cpu",
-        )
-    torch.cuda.set_device(local_rank * width)
-    return torch.device("cuda", local_rank * width)
+    place = torch.device("cuda", first_gpu(local_rank, width, gpus))
+    torch.cuda.set_device(place)
+    return place
 
 
 def _determinism(reduction: Reduction, threads: int) -> None:
