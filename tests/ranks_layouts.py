@@ -1,6 +1,7 @@
 """What ranks run for `conformance/test_layouts.py`: the same training under every layout."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,24 @@ HALF = STEPS // 2
 LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "ddp": (4, StrategyPart(name="ddp")),
     "fsdp": (4, StrategyPart(name="fsdp")),
-    "fsdp offload": (2, StrategyPart(name="fsdp", offload=True)),
-    "fsdp from meta": (4, StrategyPart(name="fsdp", meta=True)),
+    "fsdp (offload)": (2, StrategyPart(name="fsdp", offload=True)),
+    "fsdp (meta)": (4, StrategyPart(name="fsdp", meta=True)),
     "hsdp": (4, StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=2))),
-    "fsdp on 3": (3, StrategyPart(name="fsdp")),
+    "fsdp (3)": (3, StrategyPart(name="fsdp")),
+    "dp": (1, StrategyPart(name="dp", devices=3)),
+    "placed": (1, StrategyPart(name="placed", devices=2)),
+    "ddp x placed": (2, StrategyPart(name="placed", devices=2)),
+    "tp": (2, StrategyPart(name="tp")),
+    "tp (4)": (4, StrategyPart(name="tp")),
+    "ddp x tp": (4, StrategyPart(name="ddp", mesh=Mesh(tensor=2))),
+    "fsdp x tp": (4, StrategyPart(name="fsdp", mesh=Mesh(tensor=2))),
 }
+# By model: how a tensor axis divides its products, and where its parts lie.
+PLANS = {
+    "chain": {"0": "column", "2": "row", "4": "column", "6": "row"},
+    "full": {"first": "column_gathered", "blocks.*": "column_gathered", "last": "row"},
+}
+PLACES = {"chain": {}, "full": {"first": 0, "norm": 0, "frozen": 0, "blocks*": 1, "drop": 1, "last": 1}}
 
 
 class Chain(nn.Sequential):
@@ -100,9 +114,19 @@ def outcome(world: World, engine: samestep.Engine, evaluation: Any) -> dict[str,
     }
 
 
+def part_for(name: str, model: str) -> StrategyPart | None:
+    """The strategy of a layout, with what it has to know of a model."""
+    if name == "single":
+        return None
+    part = LAYOUTS[name][1]
+    if part.name == "placed":
+        return replace(part, place=PLACES[model])
+    return replace(part, plan=PLANS[model]) if "tp" in name else part
+
+
 def trained(name: str, model: str, folder: Path) -> dict[str, Any]:
     """Ten steps under a layout, with a checkpoint after five."""
-    with samestep.start(device="cpu", strategy=LAYOUTS[name][1] if name != "single" else None) as world:
+    with samestep.start(device="cpu", strategy=part_for(name, model)) as world:
         engine, batches, evaluation = made(world, model)
         found = steps_of(engine, batches, HALF)
         samestep.Checkpoints(folder / name, engine, batches).save()
@@ -112,7 +136,7 @@ def trained(name: str, model: str, folder: Path) -> dict[str, Any]:
 
 def gone_on(name: str, model: str, folder: Path) -> dict[str, Any]:
     """The second five steps under a layout, from a checkpoint that another one saved."""
-    with samestep.start(device="cpu", strategy=LAYOUTS[name][1] if name != "single" else None) as world:
+    with samestep.start(device="cpu", strategy=part_for(name, model)) as world:
         engine, batches, evaluation = made(world, model)
         assert samestep.Checkpoints(folder, engine, batches).resume()
         return {"steps": steps_of(engine, batches, STEPS), **outcome(world, engine, evaluation)}

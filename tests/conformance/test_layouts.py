@@ -62,19 +62,25 @@ def test_it_computes_what_one_process_does(outcomes: Outcomes, name: str, model:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ddp_has_the_bits_of_one_process(outcomes: Outcomes, model: str) -> None:
-    single, ddp = outcomes[model]["single"], outcomes[model]["ddp"]
-    assert ddp["steps"] == single["steps"]
-    assert all(torch.equal(ddp["weights"][name], tensor) for name, tensor in single["weights"].items())
+@pytest.mark.parametrize("name", [name for name, (_, part) in LAYOUTS.items() if part.is_exact])
+def test_it_has_the_bits_of_one_process(outcomes: Outcomes, name: str, model: str) -> None:
+    single, found = outcomes[model]["single"], outcomes[model][name]
+    assert found["steps"] == single["steps"]
+    for kind in ("weights", "average", "buffers"):
+        assert all(torch.equal(found[kind][each], tensor) for each, tensor in single[kind].items())
 
 
-@pytest.mark.parametrize("name", [name for name, (_, part) in LAYOUTS.items() if part.name in ("fsdp", "hsdp")])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_called_what_it_is(outcomes: Outcomes, name: str) -> None:
+    assert outcomes["chain"][name]["layout"] == name.partition(" (")[0]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp (offload)", "fsdp (meta)", "hsdp", "fsdp (3)"])
 def test_a_rank_holds_its_part_alone(outcomes: Outcomes, name: str) -> None:
     ranks, part = LAYOUTS[name]
     divided = part.mesh.shard or ranks
     whole = outcomes["full"]["single"]["held"]
     assert outcomes["full"][name]["held"] == pytest.approx(whole / divided, rel=0.2)
-    assert outcomes["full"][name]["layout"] == part.name
 
 
 @pytest.mark.slow
