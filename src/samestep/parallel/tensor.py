@@ -39,7 +39,7 @@ def plan_for(model: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str,
     """The word for each module that so many ranks divide.
 
     Args:
-        plan: words by shell patterns of names, of which the first that matches decides; empty for the ready plan.
+        plan: words by shell patterns of names, of which the last that matches counts; empty for the ready plan.
 
     Raises:
         InputError: there is none, or it does not fit.
@@ -77,8 +77,7 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         matching = [name for name in possible if fnmatchcase(name, pattern) and fits(possible[name], word)]
         if not matching:
             raise _no_match(model, pattern, word)
-        for name in matching:
-            found.setdefault(name, word)
+        found |= dict.fromkeys(matching, word)
     return found
 
 
