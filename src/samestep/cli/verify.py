@@ -18,6 +18,8 @@ from samestep.tools.verify.plan import Held, Subject
 _STEPS = 3
 # Rounding of sums in another order, after a few steps; in float64 what the project promises of gradients.
 _TOLERANCES = {True: 1e-12, False: 1e-4}
+# Rounding of gradients to 11 and to 8 bits, likewise.
+_OF_HOOK = {"fp16": 0.02, "bf16": 0.2}
 
 
 def add_parser(commands: Any) -> None:
@@ -165,7 +167,7 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
         asked = "fast"
     tolerance = None
     if asked == "fast":
-        tolerance = arguments.tolerance if arguments.tolerance is not None else _TOLERANCES[arguments.double]
+        tolerance = arguments.tolerance if arguments.tolerance is not None else _tolerance(arguments.double, recipe)
     elif arguments.tolerance is not None:
         raise InputError(
             "--tolerance with an exact reduction", rule="exact asks for the same bits", do="--reduction fast"
@@ -174,6 +176,17 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
     held = Held(double=arguments.double, reduction=arguments.reduction if recipe else None)
     steps = arguments.steps if recipe is None else (arguments.steps or _STEPS)
     return Conditions(steps=steps, device=arguments.device, held=held, tolerance=tolerance, patience=arguments.patience)
+
+
+def _tolerance(double: bool, recipe: Recipe | None) -> float:
+    hook = recipe.strategy.hook if recipe is not None else "none"
+    if hook == "powersgd":
+        raise InputError(
+            "strategy.hook powersgd without --tolerance",
+            rule="what it sends is an approximation, and how good it is depends on the model",
+            do="--tolerance 2, or --set strategy.hook=none",
+        )
+    return _OF_HOOK[hook] if hook in _OF_HOOK else _TOLERANCES[double]
 
 
 @contextmanager

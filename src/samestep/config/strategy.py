@@ -19,6 +19,13 @@ _WORDS = {
     "schedule": get_args(PipelineSchedule),
 }
 
+_REMARKS = {
+    "fp16": "gradients travel in 16 bits (fp16): equal to rounding of these, whatever the reduction",
+    "bf16": "gradients travel in 16 bits (bf16): equal to rounding of these, whatever the reduction",
+    "powersgd": "gradients travel as products of narrow matrices (PowerSGD): an approximation, not rounding; what a "
+    "rank has not sent yet is in no checkpoint, so a resumed run is not the same",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -94,6 +101,11 @@ class StrategyPart:
         """Whether the same bits come out of it as out of one process, where the recipe asks for that."""
         divides = any(size > 1 for axis, size in self.mesh.given.items() if axis != "replicate")
         return self.name in ("auto", "ddp", "dp", "placed") and self.hook == "none" and not divides
+
+    @property
+    def remark(self) -> str | None:
+        """What is to be said of gradients that do not travel as they are; None where they do."""
+        return _REMARKS.get(self.hook)
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():

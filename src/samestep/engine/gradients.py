@@ -43,6 +43,7 @@ class ShardGradients:
         self._model, self._forward, self._strategy = model, forward, strategy
         self._buffers, self._scaler = buffers, scaler
         self._names, self._world, self._observers = names, world, observers
+        self._all_used_in: int | None = None
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> Tally:
         """Leave the sum over shards of the gradient in `.grad`, divided by the number of samples.
@@ -69,7 +70,7 @@ class ShardGradients:
                         total = self._strategy.sum_vectors(tree, vectors, length)
                     self._backward(loss.sum, batch.size)
                     if not self._strategy.sums_late:
-                        self._require_used(self._names)
+                        self._require_used(self._names, part.number)
                 if last and self._strategy.sums_late:
                     self._require_used(self._names)
         total = total or self._strategy.sum_vectors(tree, vectors, length)
@@ -135,12 +136,19 @@ class ShardGradients:
         scaled = self._scaler.scale(loss)
         torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
 
-    def _require_used(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def _require_used(self, names: Mapping[torch.nn.Parameter, str], shard: int | None = None) -> None:
         """Refuse parameters that backward of a shard has left without a gradient."""
         unused = [name for parameter, name in names.items() if parameter.grad is None]
-        if unused:
-            raise UnusedParameterError(
-                f"{len(unused)} trained parameters took no part in the loss: {', '.join(unused[:5])}",
-                rule="every parameter that requires a gradient gets one from every shard",
-                do="freeze them (requires_grad_(False), or model.freeze in a recipe), or use them",
-            )
+        if not unused:
+            self._all_used_in = shard
+            return
+        where, do = "", "freeze them (requires_grad_(False), or model.freeze in a recipe), or use them"
+        if shard is not None and self._all_used_in is not None:
+            where = f" of shard {shard}, though they did in that of shard {self._all_used_in} before"
+            do = "look for a branch of the forward that depends on the data; add what it leaves out with a factor of 0"
+        raise UnusedParameterError(
+            f"{len(unused)} trained parameters took no part in the loss{where}: {', '.join(unused[:5])}",
+            rule="every parameter that requires a gradient gets one from every shard"
+            + (f"; here shard {shard} gave none" if shard is not None else ""),
+            do=do,
+        )

@@ -68,7 +68,7 @@ class JointGradients(ShardGradients):
             aliases = {replica.parameters[parameter]: name for parameter, name in self._names.items()}
             self._backward(loss.sum, batch.size)
             require_untouched(list(self._names))
-            self._require_used(aliases)
+            self._require_used(aliases, part.number)
             gradients[part.number] = [alias.grad for alias in aliases]
 
         self._buffers.begin()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.config import StepRules
 from samestep.data.tensors import map_tensors
 from samestep.errors import InputError
+from samestep.runtime.world import World
 
 _IMAGES = 4  # dimensions of a batch of images, to which channels-last applies
 
@@ -36,6 +37,20 @@ def prepare(model: torch.nn.Module, rules: StepRules, device: torch.device) -> N
         module.forward = partial(_recomputed, module.forward)
     if rules.compile:
         _compile(model)
+
+
+def require_steady_scale(rules: StepRules, world: World) -> None:
+    """Refuse to keep parts of gradients for later steps where these may be scaled otherwise.
+
+    Raises:
+        InputError: they would be.
+    """
+    if rules.precision == "fp16" and world.strategy.hook == "powersgd":
+        raise InputError(
+            "strategy.hook powersgd with step.precision fp16",
+            rule="what a step does not send is added to the next one's gradients, of which fp16 changes the scale",
+            do="set step.precision: bf16, or strategy.hook: fp16",
+        )
 
 
 def laid_out(data: Any, rules: StepRules) -> Any:

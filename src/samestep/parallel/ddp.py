@@ -45,6 +45,7 @@ class DdpStrategy:
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=world.strategy.bucket_mb,
             **_own_buffers(),  # type: ignore[arg-type]
         )
         self._ddp.register_comm_hook(None, self._sum_bucket)

@@ -7,19 +7,24 @@ shards a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from samestep.config import Reduction as ReductionName
+from samestep.config.strategy import Hook
 from samestep.parallel.exchange import plain_sum, tree_sum
 from samestep.parallel.flat import flattened
+from samestep.parallel.low_rank import LowRankSum
+from samestep.parallel.rounded import rounded_sum
 from samestep.parallel.tree import Node, ShardTree, merged
 from samestep.runtime.world import World
 
 Parameter = torch.nn.Parameter
 Tensors = list[torch.Tensor]
+# The sum over ranks of the gradients of some parameters, side by side in one tensor, in place of them.
+SumOverRanks = Callable[[Sequence[Parameter], torch.Tensor], torch.Tensor]
 
 
 class Reduction(Protocol):
@@ -51,9 +56,24 @@ class Reduction(Protocol):
         """Drop what was kept, once every bucket of the step has met it."""
 
 
-def build_reduction(name: ReductionName, world: World, parameters: Sequence[Parameter]) -> Reduction:
-    """The implementation behind a recipe's word, for the trained `parameters` of a model."""
+def build_reduction(
+    name: ReductionName, world: World, parameters: Sequence[Parameter], hook: Hook = "none"
+) -> Reduction:
+    """The implementation behind a recipe's word, for the trained `parameters` of a model.
+
+    Args:
+        hook: how gradients travel between ranks; where that is not as they are, no order of summation is exact.
+    """
+    if hook != "none" and world.size > 1:
+        return FastReduction(world, parameters, _carrier(hook, world, parameters))
     return ExactReduction(world, parameters) if name == "exact" else FastReduction(world, parameters)
+
+
+def _carrier(hook: Hook, world: World, parameters: Sequence[Parameter]) -> SumOverRanks:
+    if hook == "powersgd":
+        return LowRankSum(world, parameters)
+    dtype = torch.float16 if hook == "fp16" else torch.bfloat16
+    return lambda _, total: rounded_sum(world, total, dtype)
 
 
 class ExactReduction:
@@ -117,10 +137,15 @@ class ExactReduction:
 
 
 class FastReduction:
-    """Gradients are summed as they come: shard after shard in a rank, over ranks by the backend."""
+    """Gradients are summed as they come: shard after shard in a rank, over ranks by the backend.
 
-    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
+    Args:
+        over_ranks: sums over ranks instead.
+    """
+
+    def __init__(self, world: World, parameters: Sequence[Parameter], over_ranks: SumOverRanks | None = None) -> None:
         self._world = world
+        self._over_ranks = over_ranks or (lambda _, total: plain_sum(world, total))
         self._parameters = list(parameters)
         self._kept: dict[Parameter, torch.Tensor] = {}
 
@@ -139,11 +164,11 @@ class FastReduction:
         self, tree: ShardTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
     ) -> torch.Tensor:
         self._add_kept(parameters, gradients)
-        return plain_sum(self._world, flat)
+        return self._over_ranks(parameters, flat)
 
     def kept(self, tree: ShardTree, parameters: Sequence[Parameter]) -> torch.Tensor:
         mine = [self._kept[p] if p in self._kept else torch.zeros_like(p) for p in parameters]
-        return plain_sum(self._world, flattened(mine, parameters))
+        return self._over_ranks(parameters, flattened(mine, parameters))
 
     def vector(self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
         return _tree_vector(self._world, tree, vectors, length)

@@ -102,7 +102,7 @@ def build_strategy(
         together: all shards of a rank are computed at the same time, and communicate while they are.
     """
     parameters = list(pieces.names)
-    sums = build_reduction(reduction, world.data, parameters)
+    sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
     if world.layout.shard > 1:
         return ShardedStrategy(model, pieces, sums, world)
     if together or world.layout.tensor > 1 or (world.strategy.name == "placed" and world.size > 1):

@@ -75,6 +75,8 @@ def _train(
             recorder.tell("note", text=note)
     if world.layout.is_split:
         recorder.tell("note", text=world.layout.picture())
+    if world.layout.replicate > 1 and recipe.strategy.remark is not None:
+        recorder.tell("note", text=recipe.strategy.remark)
     with recorder:
         summary = trainer.fit()
     return {**asdict(summary), "stop_signal": world.stop_signal}
@@ -126,6 +128,7 @@ def _environment(built: Built, world: World, recipe: Recipe, first_step: int) ->
         "from_step": first_step,
         "processes": world.size,
         "strategy": built.engine.strategy,
+        "remark": recipe.strategy.remark if world.layout.replicate > 1 else None,
         "visible_devices": read_environment().visible_devices if gpu else None,
         "device": gpu or platform.processor() or platform.machine(),
         "threads": recipe.step.threads,

@@ -118,6 +118,6 @@ def test_an_idle_parameter_is_refused_on_all_ranks(found: dict[int, Found], redu
     ],
 )
 def test_a_layer_that_only_some_shards_use_ends_the_run(used: list[int], size: int, reduction: str) -> None:
-    with pytest.raises(RankError, match="2 trained parameters took no part in the loss: sometimes") as failed:
+    with pytest.raises(RankError, match=r"2 trained parameters took no part in the loss.*: sometimes") as failed:
         launch(ranks_step.use_a_layer_in, used, reduction, size, processes=3)
     assert failed.value.exit_code == 2

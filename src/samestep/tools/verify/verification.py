@@ -77,6 +77,8 @@ def verify(
         comparisons = tuple(compare(reference, other, conditions.tolerance) for other in others)
         findings = _findings(lab, reference, others, comparisons)
         notes = printed_note(reference, others)
+    if subject.recipe is not None and subject.recipe.strategy.remark is not None:
+        notes += (subject.recipe.strategy.remark,)
     cuts = reference.noted("additivity")
     found = cut_finding(cuts)
     findings += [found] if found is not None else []
