@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +28,12 @@ class Holding(Protocol):
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor of the parameter's shape; a tensor of another shape as it is."""
 
+    def everywhere(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """What belongs to parameters, in one order on all ranks, which all call it.
+
+        What only other ranks have is there too: numbers as they are, tensors without values, for `whole` to fill.
+        """
+
 
 class WholeModel:
     """A rank that has everything."""
@@ -42,6 +48,9 @@ class WholeModel:
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return whole
+
+    def everywhere(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        return values
 
 
 def gathered(parts: Mapping[str, torch.Tensor], holding: Holding, *, keep: bool) -> dict[str, torch.Tensor]:

@@ -230,14 +230,15 @@ def _pack_optimizer(
     state = training.optimizer.state_dict()
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for index, values in state["state"].items():
+    mine = {names[index]: values for index, values in state["state"].items()}
+    for name, values in training.holding.everywhere(mine).items():
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
-                whole = training.holding.whole(names[index], value.detach())
+                whole = training.holding.whole(name, value.detach())
                 if keep:
-                    slots[f"{slot}/{names[index]}"] = whole.cpu().contiguous()
+                    slots[f"{slot}/{name}"] = whole.cpu().contiguous()
             else:
-                numbers.setdefault(names[index], {})[slot] = value
+                numbers.setdefault(name, {})[slot] = value
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return slots, numbers, groups
 
@@ -246,11 +247,14 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said:
     index = {name: i for i, name in _names(training).items()}
     _require_same_optimizer(training, said["groups"])
     state: dict[int, dict[str, Any]] = {}
+    elsewhere = {name for name, held in training.holding.held.items() if held.is_meta}
     for key, tensor in slots.items():
         slot, _, name = key.partition("/")
-        state.setdefault(index[name], {})[slot] = training.holding.part(name, tensor)
+        if name not in elsewhere:
+            state.setdefault(index[name], {})[slot] = training.holding.part(name, tensor)
     for name, values in said["numbers"].items():
-        state.setdefault(index[name], {}).update(values)
+        if name not in elsewhere:
+            state.setdefault(index[name], {}).update(values)
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in said["groups"]]
     training.optimizer.load_state_dict({"state": state, "param_groups": groups})
 

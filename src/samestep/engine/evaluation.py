@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from samestep.data.batch import GlobalBatch
+from samestep.data.batch import GlobalBatch, Shard
 from samestep.data.transfer import beside_of
 from samestep.engine.forward import Forward
+from samestep.engine.loss import Loss
 from samestep.engine.tally import rounded_sum
 from samestep.metrics import LossMetric
 from samestep.runtime.random_state import preserved_generators
@@ -31,6 +32,30 @@ class Metric(Protocol):
         """Forget what was counted."""
 
 
+class ShardOutputs(Protocol):
+    """What computes the shards of this rank in evaluation.
+
+    Attributes:
+        counted: the ranks that together give every shard once.
+    """
+
+    counted: World
+
+    def __call__(self, batch: GlobalBatch, position: int) -> Iterable[tuple[Shard, Any, list[Loss]]]:
+        """Each shard that this rank gives, what the model returned for it and the loss of each part."""
+
+
+class _OneByOne:
+    def __init__(self, model: torch.nn.Module, forward: Forward, world: World) -> None:
+        self.counted, self._model, self._forward = world.data, model, forward
+
+    def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Shard, Any, list[Loss]]]:
+        for part in batch.parts:
+            yield part, *self._forward.parts(self._model, part, "evaluation", position)
+        for filler in batch.fillers:
+            self._forward.parts(self._model, filler, "evaluation", position)
+
+
 def evaluate(
     model: torch.nn.Module,
     batches: Iterable[GlobalBatch],
@@ -39,6 +64,7 @@ def evaluate(
     world: World,
     *,
     give_up: bool,
+    outputs: ShardOutputs | None = None,
 ) -> dict[str, float] | None:
     """`loss`, each part of a loss that has several, `samples` and every metric over `batches`.
 
@@ -48,6 +74,7 @@ def evaluate(
     Args:
         world: all ranks; those of `world.data` divide the samples.
         give_up: a rank that is asked to end leaves off after the batch it is in, and so do all in the end.
+        outputs: what computes shards; None for `model` itself, one after another.
 
     Returns:
         None if a rank left off.
@@ -55,7 +82,8 @@ def evaluate(
     Raises:
         RunError: the loss counts nothing.
     """
-    whole, world = world, world.data
+    compute = outputs or _OneByOne(model, forward, world)
+    whole, world = world, compute.counted
     found: list[tuple[int, list[float]]] = []
     slots = 0
     left_off = False
@@ -66,14 +94,11 @@ def evaluate(
                 left_off = True
                 break
             world.pulse.tick()
-            for part in batch.parts:
-                outputs, losses = forward.parts(model, part, "evaluation", position)
+            for part, found_outputs, losses in compute(batch, position):
                 numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
                 found.append((slots + part.number, [*numbers, part.size]))
                 for metric in metrics if part.size else ():
-                    metric.update(beside_of(outputs, part.data[1]), part.data[1])
-            for filler in batch.fillers:
-                forward.parts(model, filler, "evaluation", position)
+                    metric.update(beside_of(found_outputs, part.data[1]), part.data[1])
             slots += batch.shards
     if give_up and _any(left_off, whole):
         for metric in metrics:

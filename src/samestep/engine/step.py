@@ -27,11 +27,12 @@ from samestep.engine.gradients import ShardGradients
 from samestep.engine.joint import JointGradients, has_joint_layers, require_whole_model
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
+from samestep.engine.pipelined import PipelineGradients, outputs_of, require_stages
 from samestep.engine.result import StepResult
-from samestep.engine.switches import prepare, require_steady_scale
+from samestep.engine.switches import prepare
 from samestep.engine.tally import Tally, agreed
 from samestep.errors import InputError
-from samestep.parallel.pieces import Pieces, hand_over
+from samestep.parallel.pieces import hand_over
 from samestep.parallel.placed import require_meetings
 from samestep.parallel.strategy import build_strategy, divide_model, move_to_devices
 from samestep.runtime.gather import all_gather
@@ -81,7 +82,6 @@ class Engine:
         self.rules = rules or StepRules()
         for observer in self._observers:
             self.rules = observer.prepare(model, self.rules)
-        require_steady_scale(self.rules, world)
         self.steps = 0
         self._modes = training_modes(model)
         joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)
@@ -92,8 +92,7 @@ class Engine:
         gradients = _kind_of_gradients(world, self.rules, joins=joins)
         self.placement = move_to_devices(model, world)
         prepare(model, self.rules, world.device)
-        divide_model(model, world)
-        self.pieces = Pieces(model, world.device)
+        self.pieces = divide_model(model, world)
         hand_over(optimizer, whole, self.pieces)
         self._names = self.pieces.names
         self._parameters = list(self._names)
@@ -106,6 +105,7 @@ class Engine:
         self._gradients = gradients(
             model, self._forward, self._strategy, self._buffers, self.scaler, computed, world, self._observers
         )
+        self._outputs = outputs_of(self._strategy, self._forward, world)
         # Where ranks divide parameters there is nothing to compare: no two of them hold the same.
         compared = None if self.pieces.is_divided else check_every
         self._drift = DriftCheck(model, optimizer, world, compared, self.averaged)
@@ -197,7 +197,9 @@ class Engine:
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
         with self.world.roll_call.during(f"{self._call_name}.evaluate"), averaged:
-            values = evaluate(self.model, batches, metrics, self._forward, self.world, give_up=give_up)
+            values = evaluate(
+                self.model, batches, metrics, self._forward, self.world, give_up=give_up, outputs=self._outputs
+            )
         if values is not None:
             for observer in self._observers:
                 observer.end_evaluation(self, values)
@@ -251,6 +253,9 @@ def _kind_of_gradients(world: World, rules: StepRules, *, joins: bool) -> type[S
     if world.strategy.name == "dp":
         require_replicas(rules, joins=joins)
         return GradientsAtOnce
+    if world.layout.pipeline > 1:
+        require_stages(rules)
+        return PipelineGradients
     if joins and world.strategy.name == "placed":
         require_meetings(world)
     return JointGradients if joins else ShardGradients

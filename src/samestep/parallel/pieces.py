@@ -6,7 +6,8 @@ which moves each element by itself, in gradients, averages and checksums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class Pieces:
         names: what stands for each trained parameter in the optimizer, with the model's name for it.
         own_names: the trained parameters as the model computes with them, with the same names.
         is_divided: some parameter is not whole on this rank.
+        is_cut: the optimizer sees parts of parameters.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -40,7 +42,7 @@ class Pieces:
         self._held = {name: _local(parameter) for name, parameter in self._own.items()}
         self.names = {self._held[name]: name for name, p in self._own.items() if p.requires_grad}
         self.own_names = {p: name for name, p in self._own.items() if p.requires_grad}
-        self.is_divided = bool(self._divisions)
+        self.is_divided = self.is_cut = bool(self._divisions)
 
     @property
     def held(self) -> dict[str, torch.nn.Parameter]:
@@ -81,6 +83,10 @@ class Pieces:
             return whole
         return division.part(whole)
 
+    def everywhere(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """What belongs to parameters; every rank has something of each."""
+        return values
+
     def total_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients together, the same on every rank."""
         if not self.is_divided:
@@ -118,7 +124,8 @@ def hand_over(optimizer: torch.optim.Optimizer, before: Iterable[torch.nn.Parame
     """
     if not pieces.is_divided:
         return
-    if type(optimizer).__name__ not in _ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim"):
+    is_elementwise = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+    if pieces.is_cut and not is_elementwise:
         raise InputError(
             f"the optimizer {type(optimizer).__name__} with parameters that ranks divide among them",
             rule=f"one that moves each element by itself: {', '.join(_ELEMENTWISE)} of torch.optim",

@@ -9,10 +9,12 @@ from typing import Protocol
 import torch
 
 from samestep.config import Reduction as ReductionName
-from samestep.errors import InputError
 from samestep.parallel import sharded, tensor
 from samestep.parallel.ddp import DdpStrategy
 from samestep.parallel.pieces import Pieces
+from samestep.parallel.pipeline import strategy as pipeline
+from samestep.parallel.pipeline.pieces import StagePieces
+from samestep.parallel.pipeline.strategy import PipelineStrategy
 from samestep.parallel.placed import Placement, place
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.same_start import begin_the_same
@@ -75,21 +77,24 @@ def move_to_devices(model: torch.nn.Module, world: World) -> Placement | None:
     return None
 
 
-def divide_model(model: torch.nn.Module, world: World) -> None:
+def divide_model(model: torch.nn.Module, world: World) -> Pieces:
     """Leave of `model` on this rank what its layout has here, in place; the order in which a model is wrapped.
+
+    Returns:
+        What that is.
 
     Raises:
         InputError: the layout does not fit the model.
     """
-    if world.layout.pipeline > 1:
-        raise InputError(f"the layout {world.layout.name}", rule="all but a pipeline so far", do="--strategy ddp")
     if not world.layout.is_split:
-        return
-    begin_the_same(model, world)
+        return Pieces(model, world.device)
+    if not world.strategy.meta:
+        begin_the_same(model, world)
     if world.layout.tensor > 1:
         tensor.divide(model, world)
     if world.layout.shard > 1:
         sharded.divide(model, world)
+    return pipeline.divide(model, world) if world.layout.pipeline > 1 else Pieces(model, world.device)
 
 
 def build_strategy(
@@ -101,8 +106,10 @@ def build_strategy(
         pieces: what `divide_model` has left of the model here.
         together: all shards of a rank are computed at the same time, and communicate while they are.
     """
+    if isinstance(pieces, StagePieces):
+        return PipelineStrategy(model, pieces, world)
     parameters = list(pieces.names)
-    sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
+    sums = build_reduction(reduction, world.data, parameters)
     if world.layout.shard > 1:
         return ShardedStrategy(model, pieces, sums, world)
     if together or world.layout.tensor > 1 or (world.strategy.name == "placed" and world.size > 1):

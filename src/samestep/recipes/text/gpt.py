@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
 from samestep.errors import InputError, RecipeError
@@ -63,14 +63,7 @@ class GPT(nn.Module):
         Raises:
             InputError: there are more tokens than `context`.
         """
-        length = tokens.shape[1]
-        if length > self.context:
-            raise InputError(
-                f"{length} tokens in a row, but the model looks at {self.context}",
-                rule="data.options.context <= model.options.context",
-                do=f"set model.options.context: {length}",
-            )
-        places = torch.arange(length, device=tokens.device)
+        places = _places(tokens, self.context)
         features = self.norm(self.blocks(self.dropout(self.tokens(tokens) + self.positions(places))))
         return functional.linear(features, self.tokens.weight).transpose(1, 2)
 
@@ -123,6 +116,21 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, drop
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     attention = functional.softmax(scores.masked_fill(later, float("-inf")), dim=3)
     return functional.dropout(attention, dropout, training=dropout > 0) @ value
+
+
+def _places(tokens: torch.Tensor, context: int) -> torch.Tensor:
+    """The numbers of the places of `(N, T)` tokens."""
+    length = tokens.shape[1]
+    if length > context:
+        raise InputError(
+            f"{length} tokens in a row, but the model looks at {context}",
+            rule="data.options.context <= model.options.context",
+            do=f"set model.options.context: {length}",
+        )
+    return torch.arange(length, device=tokens.device)
+
+
+fx.wrap("_places")  # where a model is cut into stages, a condition on a size cannot be followed
 
 
 def _begin(module: nn.Module) -> None:

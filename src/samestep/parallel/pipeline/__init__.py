@@ -1,0 +1,1 @@
+"""Layers one after another on different ranks."""
