@@ -29,7 +29,7 @@ from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
 from samestep.engine.pipelined import PipelineGradients, outputs_of, require_stages
 from samestep.engine.result import StepResult
-from samestep.engine.switches import prepare
+from samestep.engine.switches import prepare, require_steady_scale
 from samestep.engine.tally import Tally, agreed
 from samestep.errors import InputError
 from samestep.parallel.pieces import hand_over
@@ -82,6 +82,7 @@ class Engine:
         self.rules = rules or StepRules()
         for observer in self._observers:
             self.rules = observer.prepare(model, self.rules)
+        require_steady_scale(self.rules, world)
         self.steps = 0
         self._modes = training_modes(model)
         joins = self.rules.batch_norm == "sync" and has_joint_layers(self._modes)

@@ -109,7 +109,7 @@ def build_strategy(
     if isinstance(pieces, StagePieces):
         return PipelineStrategy(model, pieces, world)
     parameters = list(pieces.names)
-    sums = build_reduction(reduction, world.data, parameters)
+    sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
     if world.layout.shard > 1:
         return ShardedStrategy(model, pieces, sums, world)
     if together or world.layout.tensor > 1 or (world.strategy.name == "placed" and world.size > 1):
