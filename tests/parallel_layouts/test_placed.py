@@ -26,9 +26,10 @@ from ranks_devices import (
 from samestep import launch
 from samestep.config import Mesh, StrategyPart, settle
 from samestep.data.transfer import beside_of
-from samestep.errors import InputError
+from samestep.errors import EXIT_INPUT, InputError
 from samestep.parallel.kept import _groups
 from samestep.parallel.placed import Placement, place
+from system import here
 
 
 def at(place: dict[str, int], devices: int | None = 2) -> StrategyPart:
@@ -226,6 +227,15 @@ def test_what_does_not_fit_is_refused(part: StrategyPart, model: nn.Module, said
     assert said in refused.value
     assert do in str(refused.do)
     assert refused.rule
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_command_says_what_does_not_fit(processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ("strategy.devices=2", "strategy.place={'*': 0, 'tail': 1}")
+    chosen = ("--strategy", "placed", "--processes", processes, "--set", *place)
+    assert here("train", "digits", *chosen, cwd=tmp_path) == EXIT_INPUT
+    said = capsys.readouterr().err
+    assert said.count("strategy.place: 'tail' matches no module") == 1
 
 
 class OutOfOrder(nn.Sequential):
