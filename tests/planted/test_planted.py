@@ -68,7 +68,9 @@ def marked(names: Sequence[str]) -> list[Any]:
 
 def verified(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     """The exit code and the certificate."""
-    code = here("verify", "--json", "--out", place, "--patience", 10, *arguments, cwd=FOLDER)
+    # Scripts may hang, and are small; what a recipe imports takes seconds on a machine that has more to do.
+    patience = 10 if "--script" in arguments else 60
+    code = here("verify", "--json", "--out", place, "--patience", patience, *arguments, cwd=FOLDER)
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
     return code, said
 
