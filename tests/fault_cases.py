@@ -361,7 +361,8 @@ CASES = [
         {"kind": "kill a worker", "rank": "any"},
         ("--workers", 1),
         code=1,
-        told=r"error: rank \d failed .*worker .*(killed|exited unexpectedly)",  # who notices first, the signal or the queue
+        # By who notices it first, the signal's handler or the queue.
+        told=r"error: rank \d failed .*worker .*(killed|exited unexpectedly)",
     ),
     Case(
         "a sample is corrupt",
