@@ -6,15 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed import tensor
+from torch.distributed.tensor import DTensor
 
 import samestep
 from batches import FIRST_SAMPLE, batch_of, random_batch, random_data
 from models import Root, seeded
 from samestep import LossPart, MultiLoss, StepRules, World
 from samestep.config import Mesh, StrategyPart
+from samestep.cursor import Cursor
+from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.step import Engine
 from samestep.errors import InputError, NonFiniteError
 from tensor_models import data_of, model_of, plan_of
@@ -126,7 +130,7 @@ def _is_on_tensor_axis(parameter: torch.Tensor) -> bool:
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return any(
-        name == "tensor" and isinstance(placement, Shard)
+        name == "tensor" and isinstance(placement, tensor.Shard)
         for name, placement in zip(names, parameter.placements, strict=True)
     )
 
@@ -184,6 +188,7 @@ def questions() -> dict[str, Any]:
         found["stopped"] = samestep.all_gather(stopped(world), world)
         found["scaled"] = samestep.all_gather(scaled(world), world)
         found["sync"] = refused_sync(world)
+        found["heads"] = samestep.all_gather(heads(world), world)
         return found
 
 
@@ -195,6 +200,34 @@ def alone() -> dict[str, Any]:
             "parts": parts(world),
             "stopped": [stopped(world)],
         }
+
+
+def heads(world: World) -> dict[str, Any]:
+    """How many heads a rank computes, and what is said of dropout that would be drawn for a part."""
+    seen: list[int] = []
+    model = model_of("bert")
+    world.strategy = replace(world.strategy, plan={})
+    layers = [module for name, module in model.named_modules() if name.endswith("attention.self")]
+    engine = engine_of(world, model)
+    for layer in layers:
+        layer.register_forward_hook(lambda module, given, found: seen.append(found[0].to_local().shape[2] // 4))
+    inputs, targets = {"input_ids": torch.ones(3, 4, dtype=torch.int64)}, torch.zeros(3, dtype=torch.int64)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    batch = GlobalBatch(Cursor(), Cursor(0, 3), numpy.arange(3), 1, (Shard(0, 3, (inputs, targets)),))
+    engine.step(batch)
+    said = []
+    for change in ({"_attn_implementation": "sdpa"}, {"attention_probs_dropout_prob": 0.0}):
+        config = layers[0].config
+        for key, value in change.items():
+            setattr(config, key, value)
+        for layer in layers:
+            layer.dropout.p = config.attention_probs_dropout_prob
+        try:
+            engine.step(batch)
+            said.append("")
+        except InputError as error:
+            said.append(error.value)
+    return {"seen": seen, "said": said}
 
 
 def refused(world: World, between: str) -> tuple[str, str, str]:

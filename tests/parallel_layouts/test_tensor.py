@@ -153,6 +153,13 @@ def test_joint_batch_norm_is_refused(said: dict[str, Any]) -> None:
     assert "--strategy ddp" in said["sync"]
 
 
+def test_heads_are_divided_and_their_scores_dropped_from_as_a_whole(said: dict[str, Any]) -> None:
+    for found in said["heads"]:
+        assert found["seen"][:2] == [2, 2]
+        assert "scaled_dot_product_attention in bert.encoder.layer.0.attention.self" in found["said"][0]
+        assert found["said"][1] == ""
+
+
 # --- plans ------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +210,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_close_names() -> None:
 
 def test_a_module_that_cannot_be_divided_is_refused() -> None:
     assert "matches norm (BatchNorm1d)" in refusal(Layers(), {"norm": "column"}).value
+    assert "matches norm (BatchNorm1d)" in refusal(Layers(), {"norm": "heads"}).value
     assert "matches embed (Embedding)" in refusal(Layers(), {"embed": "row"}).value
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     assert "attention.out_proj" in refusal(attention, {"*.out_proj": "row"}).value
@@ -219,6 +227,12 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(ranks: int, fit
     error = refusal(Layers(), {name: word for name, word in PLAN.items() if name != "last"}, ranks)
     assert f"which a tensor axis of {ranks} does not divide" in error.value
     assert fitting in str(error.do)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    error = refusal(model_of("bert"), {}, 8)
+    assert "attention.self has 4 heads, which a tensor axis of 8 does not divide" in error.value
+    assert "--mesh tensor=4" in str(error.do)
 
 
 def test_where_no_size_divides_a_module_is_to_be_left_out() -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.errors import InputError
 
 # They draw a number an element, so that on a part they would draw others than on the whole.
-_DRAWING = {
+DRAWING = {
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu),
     *(torch.dropout, torch.bernoulli, torch.rand_like, torch.randn_like, torch.randint_like),
@@ -38,13 +38,18 @@ def _dropped(module: nn.Dropout, forward: Callable[[Any], Any], given: torch.Ten
     if not isinstance(given, DTensor) or not module.training or module.p == 0:
         kept: torch.Tensor = forward(given)
         return kept
+    return given * whole_mask(given, module.p)
+
+
+def whole_mask(given: DTensor, probability: float) -> DTensor:
+    """A rank's part of what dropout multiplies a tensor with, drawn for the whole of it."""
     # Laid out as the whole would be: masks are drawn in the order of memory.
     ones = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).fill_(1)
-    mask = functional.dropout(ones, module.p)
+    mask = functional.dropout(ones, probability)
     for axis, placement in enumerate(given.placements):
         if isinstance(placement, Shard):
             mask = mask.chunk(given.device_mesh.size(axis), placement.dim)[given.device_mesh.get_local_rank(axis)]
-    return given * DTensor.from_local(mask, given.device_mesh, given.placements, run_check=False)
+    return DTensor.from_local(mask, given.device_mesh, given.placements, run_check=False)
 
 
 def _watched(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -65,7 +70,7 @@ class _NothingDrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func in _DRAWING and isinstance(next(iter((*args, *options.values()))), DTensor):
+        if func in DRAWING and isinstance(next(iter((*args, *options.values()))), DTensor):
             given = dict(zip(("input", "p", "training"), args, strict=False)) | options
             if given.get("training", True) and given.get("p", 0.5) != 0:
                 raise InputError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-# By the class of a block: each of its products. Attention gets whole results, for it looks at heads and draws dropout.
+# By the class of a block: each of its products. Where one product makes queries, keys and values, a part of its result
+# is not that of some heads, so attention gets the whole.
 _PLANS = {
     "samestep.recipes.text.gpt._Block": {
         "mixed": "column_gathered",
@@ -27,7 +28,8 @@ _PLANS = {
     },
 }
 _BERT = {
-    **{f"attention.self.{part}": "column_gathered" for part in ("query", "key", "value")},
+    "attention.self": "heads",
+    **{f"attention.self.{part}": "column" for part in ("query", "key", "value")},
     "attention.output.dense": "row",
     "intermediate.dense": "column",
     "output.dense": "row",

@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from samestep.errors import InputError
 
-WORDS = ("column", "column_gathered", "row")
-
 
 class Product(ParallelStyle):
     """A module whose product is divided: by its results (`column`), or by what it sums over (`row`).
@@ -27,12 +25,13 @@ class Product(ParallelStyle):
     Args:
         name: of the module.
         word: `column`, whose result stays divided; `column_gathered`; `row`, which takes a divided or a whole tensor.
+        inside: of a module whose heads are divided: a divided result is this rank's part of it, as a plain tensor.
         copies: the result is no view of another tensor: FSDP2 loses the thread where such a one is changed in place.
     """
 
-    def __init__(self, name: str, word: str, *, copies: bool) -> None:
+    def __init__(self, name: str, word: str, *, inside: bool, copies: bool) -> None:
         super().__init__()
-        self._name, self._word, self._copies = name, word, copies
+        self._name, self._word, self._inside, self._copies = name, word, inside, copies
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._divide, self._take, self._give)
@@ -65,14 +64,16 @@ class Product(ParallelStyle):
 
     def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self._word == "column":
-            return outputs
+            return outputs.to_local() if self._inside else outputs
         whole = outputs.redistribute(placements=[Replicate()]).to_local()
         return whole.clone() if self._copies else whole
 
 
-def is_product(module: nn.Module) -> bool:
-    """Whether a tensor axis knows how to divide a module."""
-    return isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module)
+def is_product(module: nn.Module, word: str = "column") -> bool:
+    """Whether a module can be divided so."""
+    return (
+        isinstance(module, nn.Linear) or _is_transposed(module) or (isinstance(module, nn.Embedding) and word != "row")
+    )
 
 
 def divided_size(module: nn.Module, word: str) -> tuple[str, int]:
@@ -80,11 +81,6 @@ def divided_size(module: nn.Module, word: str) -> tuple[str, int]:
     weight = module.get_parameter("weight")
     size = weight.shape[_axes(module, word)["weight"]]
     return ("inputs" if word == "row" else "outputs"), size
-
-
-def fits(module: nn.Module, word: str) -> bool:
-    """Whether the module is one that can be divided so."""
-    return word != "row" or not isinstance(module, nn.Embedding)
 
 
 def _axes(module: nn.Module, word: str) -> dict[str, int]:

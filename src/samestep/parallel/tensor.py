@@ -12,10 +12,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from samestep.errors import InputError
 from samestep.parallel.divided import watch
+from samestep.parallel.heads import Heads, heads_of
 from samestep.parallel.plans import ready_plan
-from samestep.parallel.product import WORDS, Product, divided_size, fits, is_product
+from samestep.parallel.product import Product, divided_size, is_product
 from samestep.runtime.world import World
 
+HEADS = "heads"
+WORDS = ("column", "column_gathered", "row", HEADS)
 _MOST = 64  # ranks of a tensor axis that an error suggests
 
 
@@ -29,8 +32,7 @@ def divide(model: nn.Module, world: World) -> None:
     """
     assert world.mesh is not None
     words = plan_for(model, world.strategy.plan, world.layout.tensor)
-    copies = world.layout.shard > 1
-    styles: dict[str, ParallelStyle] = {name: Product(name, word, copies=copies) for name, word in words.items()}
+    styles = {name: _style(name, words, copies=world.layout.shard > 1) for name in words}
     parallelize_module(model, world.mesh["tensor"], styles)
     watch(model)
 
@@ -52,14 +54,22 @@ def plan_for(model: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str,
     return words
 
 
-def products(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that could be divided, by name."""
-    # This one takes the weights of its children and does not call them.
-    taken = {
-        below for module in model.modules() if isinstance(module, nn.MultiheadAttention) for below in module.modules()
-    }
+def _style(name: str, words: Mapping[str, str], *, copies: bool) -> ParallelStyle:
+    if words[name] == HEADS:
+        return Heads(name)
+    inside = any(word == HEADS and name.startswith(f"{other}.") for other, word in words.items())
+    return Product(name, words[name], inside=inside, copies=copies)
+
+
+def candidates(model: nn.Module, word: str = "column") -> list[str]:
+    """The names of the modules that could be divided so."""
+    if word == HEADS:
+        return [name for name, module in model.named_modules() if name and heads_of(module)]
+    # It takes the weights of its children and does not call them.
+    callers = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    taken = {below for module in callers for below in module.modules()}
     named = model.named_modules()
-    return {name: module for name, module in named if name and is_product(module) and module not in taken}
+    return [name for name, module in named if name and is_product(module, word) and module not in taken]
 
 
 def _chosen(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -71,10 +81,9 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 rule=f"one of {', '.join(WORDS)}",
                 do=f"did you mean {close[0] if close else WORDS[1]}?",
             )
-    possible = products(model)
     found: dict[str, str] = {}
     for pattern, word in plan.items():
-        matching = [name for name in possible if fnmatchcase(name, pattern) and fits(possible[name], word)]
+        matching = [name for name in candidates(model, word) if fnmatchcase(name, pattern)]
         if not matching:
             raise _no_match(model, pattern, word)
         found |= dict.fromkeys(matching, word)
@@ -83,24 +92,24 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 def _no_match(model: nn.Module, pattern: str, word: str) -> InputError:
     names = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    matching = [name for name in names if fnmatchcase(name, pattern)]
+    matching, possible = [name for name in names if fnmatchcase(name, pattern)], candidates(model, word)
     if matching:
         return InputError(
             f"strategy.plan: {pattern!r} is {word!r}, and matches {matching[0]} ({names[matching[0]]})",
-            rule="column and column_gathered divide torch.nn.Linear and Embedding, row divides Linear",
-            do=f"leave {pattern!r} out, or name one of {', '.join(list(products(model))[:3]) or 'another model'}",
+            rule="column and column_gathered divide torch.nn.Linear and Embedding, row divides Linear, heads an "
+            "attention that says how many it has",
+            do=f"leave {pattern!r} out, or name one of {', '.join(possible[:3]) or 'another model'}",
         )
-    possible = list(products(model))
     close = get_close_matches(pattern, possible, n=3, cutoff=0.3) or possible[:3]
     return InputError(
         f"strategy.plan: {pattern!r} matches no module",
         rule="shell patterns of module names, such as blocks.*.fc1",
-        do=f"names like {', '.join(close)}" if close else "a model with torch.nn.Linear modules",
+        do=f"names like {', '.join(close)}" if close else f"leave it out: nothing here can be {word}",
     )
 
 
 def _no_plan(model: nn.Module, ranks: int) -> InputError:
-    names = list(products(model))
+    names = candidates(model)
     shown = ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
     more = ", ..." if len(names) > 3 else ""
     return InputError(
@@ -127,7 +136,7 @@ def _require_own_weights(model: nn.Module, words: Mapping[str, str]) -> None:
 
 
 def _require_even(model: nn.Module, words: Mapping[str, str], ranks: int) -> None:
-    sizes = {name: divided_size(model.get_submodule(name), word) for name, word in words.items()}
+    sizes = {name: _size(model.get_submodule(name), word) for name, word in words.items()}
     common = math.gcd(*(size for _, size in sizes.values()))
     for name, (what, size) in sizes.items():
         if size % ranks:
@@ -139,3 +148,7 @@ def _require_even(model: nn.Module, words: Mapping[str, str], ranks: int) -> Non
                 if fitting
                 else f"no size divides all of the plan: leave {name} out of strategy.plan",
             )
+
+
+def _size(module: nn.Module, word: str) -> tuple[str, int]:
+    return ("heads", heads_of(module) or 0) if word == HEADS else divided_size(module, word)
