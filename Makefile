@@ -16,7 +16,7 @@ test: lint
 	$(PY) -m pytest -m "not slow and not long and not gpu"
 
 test-slow: types
-	$(PY) -m pytest -m "slow and not gpu"
+	$(PY) -m pytest -m "slow and not long and not gpu"
 
 # What is much like other tests; some 10 minutes.
 test-long: .venv/.installed

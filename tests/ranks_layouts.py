@@ -1,7 +1,9 @@
 """What ranks run for `conformance/test_layouts.py`: the same training under every layout."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "tp": (2, StrategyPart(name="tp")),
     "tp (4)": (4, StrategyPart(name="tp")),
     "ddp x tp": (4, StrategyPart(name="ddp", mesh=Mesh(tensor=2))),
+    "pp": (2, StrategyPart(name="pp")),
+    "ddp x pp": (4, StrategyPart(name="pp", mesh=Mesh(pipeline=2))),
     "fsdp x tp": (4, StrategyPart(name="fsdp", mesh=Mesh(tensor=2))),
 }
 # By model: how a tensor axis divides its products, and where its parts lie.
@@ -50,12 +54,12 @@ class Chain(nn.Sequential):
 class Full(nn.Module):
     """Batch norm, dropout, blocks in a list, a frozen layer and a weight that is used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(12, 16), nn.BatchNorm1d(16)
         self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.drop, self.last = nn.Dropout(0.2), nn.Linear(16, 4)
+        self.drop, self.last = nn.Dropout(dropout), nn.Linear(16, 4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.frozen(self.norm(self.first(inputs)))
@@ -65,7 +69,13 @@ class Full(nn.Module):
         return logits
 
 
-MODELS: dict[str, type[nn.Module]] = {"chain": Chain, "full": Full}
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": Chain, "full": Full, "without dropout": partial(Full, 0.0)}
+# Stages draw masks of their own, so those of one process are not theirs.
+OF_MODEL = {
+    "chain": list(LAYOUTS),
+    "full": [name for name in LAYOUTS if "pp" not in name],
+    "without dropout": [name for name in LAYOUTS if "pp" in name],
+}
 
 
 def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
