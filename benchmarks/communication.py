@@ -1,0 +1,185 @@
+"""What each layout sends in a step and what a rank holds, beside the formulas.
+
+Bytes are those that the kernel has counted on the connections of a rank, whoever asked for them: torch's DDP and FSDP,
+the sum in tree order, and what a step tells besides. The rank that sends most is shown. How busy the machine is does
+not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from communication_rank import BATCH, CONTEXT, WIDTH, Case, Traffic, measure, narrow_bytes, parameter_bytes
+from machine import describe_machine, machine_line, markdown_table, save
+
+import samestep
+from samestep.config import Mesh, StrategyPart, settle
+from samestep.config.layout import Layout
+from samestep.errors import SamestepError
+
+HERE = Path(__file__).parent
+BLOCKS = 4
+ADAMW = 4  # parameters, gradients and two numbers of the optimizer for each
+
+BEFORE = """\
+A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of {batch} x {context} tokens
+(H = {hidden} MB between blocks, divided by the number of data ranks), one shard a data rank. MB are millions of bytes, in a step, of
+the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are copies. Held are
+parameters, gradients and optimizer state."""
+AFTER = """\
+Over gloo a sum of which each rank keeps a part is a whole all-reduce; over NCCL the second term of `fsdp` is
+(S-1)/S P. With several shards a rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, of what
+it has not sent. Embedding and output layer of this GPT are one: under `pp` the first and the last stage hold it, and
+its gradients meet; under `tp` every rank has it. `pp` is as large as its largest stage."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a layout should send and hold, in bytes, of a model of `P` bytes."""
+
+    sent: Callable[[Layout, int], float]
+    words: str
+    held: Callable[[Layout, int], float]
+
+
+def ring(ranks: int, size: float) -> float:
+    """An all-reduce of `size` bytes."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def sharded(layout: Layout, size: int) -> float:
+    # Two gathers and a sum of which each rank keeps a part; gloo makes the whole sum for that. Then copies meet.
+    gathers = 2 * (layout.shard - 1) / layout.shard * size
+    return gathers + ring(layout.shard, size) + ring(layout.replicate, size / layout.shard)
+
+
+def hidden(layout: Layout) -> float:
+    """The features that one block hands to the next, of the samples of one data rank."""
+    return BATCH / layout.data * CONTEXT * WIDTH * 4
+
+
+def tensor(layout: Layout, size: int) -> float:
+    # Four sums over ranks; and what makes queries, keys and values at once is gathered, three times as wide.
+    blocks = BLOCKS * (4 * ring(layout.tensor, hidden(layout)) + 2 * ring(layout.tensor, hidden(layout)))
+    return blocks + ring(layout.replicate, size / layout.tensor)
+
+
+def pipelined(layout: Layout, size: int) -> float:
+    neighbours = min(2, layout.pipeline - 1)
+    return neighbours * hidden(layout) + ring(layout.replicate, size / layout.pipeline)
+
+
+def whole(layout: Layout, size: int) -> float:
+    return ADAMW * size
+
+
+def divided(layout: Layout, size: int) -> float:
+    return ADAMW * size / (layout.shard * layout.tensor * layout.pipeline)
+
+
+DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
+HALF = Formula(lambda layout, size: ring(layout.size, size / 2), "half of it", whole)
+NARROW = Formula(lambda layout, _: ring(layout.size, narrow_bytes()), "2(N-1)/N of the narrow products", whole)
+SHARDED = Formula(sharded, "2(S-1)/S P + 2(S-1)/S P + 2(R-1)/R P/S", divided)
+TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
+PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
+
+LAYOUTS: dict[str, tuple[StrategyPart, Formula]] = {
+    "ddp exact": (StrategyPart(), DDP),
+    "ddp fast": (StrategyPart(), DDP),
+    "ddp fp16": (StrategyPart(hook="fp16"), HALF),
+    "ddp bf16": (StrategyPart(hook="bf16"), HALF),
+    "ddp powersgd": (StrategyPart(hook="powersgd"), NARROW),
+    "fsdp": (StrategyPart(name="fsdp"), SHARDED),
+    "hsdp": (StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=2)), SHARDED),
+    "tp": (StrategyPart(name="tp"), TENSOR),
+    "ddp x tp": (StrategyPart(name="tp", mesh=Mesh(replicate=2, tensor=2)), TENSOR),
+    "pp": (StrategyPart(name="pp"), PIPELINED),
+    "ddp x pp": (StrategyPart(name="pp", mesh=Mesh(replicate=2, pipeline=2)), PIPELINED),
+}
+
+
+def cases(processes: list[int]) -> list[Case]:
+    """Every layout on every number of processes that it has a mesh for."""
+    found = []
+    for number in processes:
+        for name, (part, _) in LAYOUTS.items():
+            if not part.mesh.given or number == 4:
+                found.append(Case(name, number, part, "fast" if name == "ddp fast" else "exact"))
+    return found
+
+
+def row(case: Case, traffic: Traffic, shards: int) -> dict[str, Any]:
+    """One measurement beside its formulas."""
+    formula, size = LAYOUTS[case.name][1], parameter_bytes()
+    layout = settle(case.strategy, case.processes)
+    return {
+        "layout": case.name,
+        "processes": case.processes,
+        "shards": shards,
+        **asdict(traffic),
+        "formula": formula.words,
+        "sent_by_formula": formula.sent(layout, size),
+        "held_by_formula": formula.held(layout, size),
+    }
+
+
+def page(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    table = markdown_table(
+        ["layout", "processes", "sent a step, MB", "by formula", "formula", "messages", "held, MB", "by formula"],
+        [
+            [
+                each["layout"],
+                str(each["processes"]),
+                _shown(each["sent"]),
+                _shown(each["sent_by_formula"]),
+                each["formula"],
+                f"{each['messages']:g}",
+                _shown(each["held"]),
+                _shown(each["held_by_formula"]),
+            ]
+            for each in rows
+        ],
+    )
+    parts = [
+        "# What layouts send and hold",
+        machine_line(machine),
+        BEFORE.format(
+            parameters=_shown(parameter_bytes()), batch=BATCH, context=CONTEXT, hidden=_shown(hidden(Layout()))
+        ),
+        table,
+        AFTER,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(count: float) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "communication.json")
+    options = parser.parse_args()
+    machine, rows = describe_machine(), []
+    try:
+        for case in cases(options.processes):
+            if case.name in options.layouts:
+                found = samestep.launch(measure, case, processes=case.processes, preload=("communication_rank",))
+                rows.append(row(case, *found))
+                print({name: value for name, value in rows[-1].items() if name != "formula"}, flush=True)
+    except SamestepError as error:
+        raise SystemExit(f"error: {error}") from None
+    save(options.output, {"machine": machine, "parameters": parameter_bytes(), "rows": rows}, page(machine, rows))
+    print(f"written to {options.output} and {options.output.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()

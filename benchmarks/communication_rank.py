@@ -1,0 +1,155 @@
+"""What each rank of `communication.py` does: some steps under a layout, with what it sends and what it holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.config import Reduction, StepRules, StrategyPart
+from samestep.recipes.text.gpt import GPT
+
+CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
+_WARMUP, _STEPS = 3, 2
+# Where the kernel's `struct tcp_info` has `tcpi_bytes_sent`.
+_BYTES_SENT = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to be measured."""
+
+    name: str
+    processes: int
+    strategy: StrategyPart
+    reduction: Reduction = "exact"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends, and what it holds at the end.
+
+    Attributes:
+        sent: bytes a step, as the kernel has counted them.
+        messages: collectives, and messages to one other rank, a step.
+        held: bytes of parameters, gradients and optimizer state.
+    """
+
+    sent: float
+    messages: float
+    held: int
+
+
+def model() -> GPT:
+    """A GPT of 3.2 M parameters."""
+    return GPT(num_classes=CLASSES, width=WIDTH, heads=4, blocks=4, context=CONTEXT)
+
+
+def measure(case: Case) -> tuple[Traffic, int]:
+    """The traffic of the rank that sends most, and the number of shards; what `samestep.launch` runs in each rank."""
+    torch.manual_seed(0)
+    # The logits of this model are a view; nothing writes to them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    count = MessageCount()
+    with samestep.start(device="cpu", reduction=case.reduction, strategy=case.strategy) as world:
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        rules = StepRules(reduction=case.reduction)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, rules=rules)
+        shards = max(world.layout.data, world.layout.pipeline)
+        batches = iter(samestep.loader(Letters(), batch_size=BATCH, shards=shards, world=world))
+        for _ in range(_WARMUP):
+            engine.step(next(batches))
+        before = (bytes_sent(), count.now())
+        for _ in range(_STEPS):
+            engine.step(next(batches))
+        after = (bytes_sent(), count.now())
+        state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+        parameters = list(engine.pieces.held.values())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sent, messages = ((now - then) / _STEPS for now, then in zip(after, before, strict=True))
+        held = sum(map(_size, [*parameters, *gradients, *state]))
+        most = [max(values) for values in zip(*samestep.all_gather([sent, messages, held], world), strict=True)]
+        return Traffic(most[0], most[1], int(most[2])), shards
+
+
+class Letters:
+    """Tokens that follow each other at random, and for each the next one."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(CLASSES, (CONTEXT + 1,), generator=torch.Generator().manual_seed(index))
+        return tokens[:-1], tokens[1:]
+
+
+class MessageCount:
+    """Counts collectives by torch's flight recorder, and messages between two ranks, which are not in it."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._send = dist.batch_isend_irecv
+
+        def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
+            self._sent += sum(operation.op is dist.isend for operation in operations)
+            return self._send(operations)
+
+        dist.batch_isend_irecv = counted
+
+    def now(self) -> int:
+        recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+        ids = [entry["record_id"] for entry in recorded.get("entries", [])]
+        return self._sent + (max(ids) + 1 if ids else 0)
+
+
+def bytes_sent() -> int:
+    """What this process has sent over all of its open TCP connections."""
+    return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd") if _is_socket(name))
+
+
+def _is_socket(name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    except FileNotFoundError:
+        return False  # the folder's own
+
+
+def _sent_by(number: int) -> int:
+    with socket.socket(fileno=os.dup(number)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return 0
+        facts = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        if len(facts) < _BYTES_SENT + 8:
+            raise SystemExit("error: this kernel does not count the bytes of a connection (Linux 4.19 does)")
+        return int(struct.unpack_from("Q", facts, _BYTES_SENT)[0])
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def parameter_bytes() -> int:
+    """Of the whole model."""
+    with torch.device("meta"):
+        return sum(map(_size, model().parameters()))
+
+
+def narrow_bytes() -> int:
+    """What `hook: powersgd` sends of one rank's gradients."""
+    from samestep.parallel.low_rank import _RANK, is_made_narrow
+
+    with torch.device("meta"):
+        parameters = list(model().parameters())
+    total = 0
+    for p in parameters:
+        narrow = is_made_narrow(p)
+        total += 4 * (_RANK * (p.shape[0] + p.numel() // p.shape[0]) if narrow else p.numel())
+    return total
