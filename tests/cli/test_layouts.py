@@ -138,19 +138,51 @@ def test_a_run_goes_on_and_is_evaluated_under_another_layout(place: Path, capsys
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("strategy", "mesh", "processes"),
-    [("fsdp", "", "1,2,3"), pytest.param("hsdp", "shard=2", "1,4", marks=pytest.mark.long)],
+    [
+        ("fsdp", "", "1,2,3"),
+        ("tp", "", "1,2"),
+        ("pp", "", "1,2"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("hsdp", "shard=2", "1,4"), ("ddp", "tensor=2", "1,4"), ("fsdp", "tensor=2", "1,4"))
+        ),
+        *(pytest.param(name, "pipeline=2", "1,4", marks=pytest.mark.long) for name in ("ddp", "pp")),
+    ],
 )
 def test_certificate_says_which_level_held(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str, mesh: str, processes: str
 ) -> None:
     layout = ("--strategy", strategy, *(("--mesh", mesh) if mesh else ()))
     options = ("--processes", processes, "--steps", 2, "--double", "--json", "--out", tmp_path / "certificate")
-    if strategy == "fsdp":
+    recipe: tuple[object, ...] = ("digits",)
+    if strategy == "fsdp" and not mesh:
         options = (*options, "--kill-at", 2, "--resume-on", 2)
-    assert here("verify", "digits", *layout, *options, cwd=tmp_path) == EXIT_DONE
+    elif strategy != "hsdp":
+        sizes = (
+            "model.width=32",
+            "model.heads=4",
+            "model.blocks=2",
+            "data.train_tokens=4000",
+            "data.evaluation_tokens=640",
+        )
+        recipe = ("language", "--set", *sizes)
+    assert here("verify", *recipe, *layout, *options, cwd=tmp_path) == EXIT_DONE
     said = json.loads(capsys.readouterr().out)
     assert (said["holds"], said["level"], said["precision"]) == (True, "1e-12 relative", "float64")
     for run in said["comparisons"]:
         assert run["quantities"]["order of samples"] == "bits"
-    on_three = said["comparisons"][-1] if strategy == "fsdp" else None
+    on_three = said["comparisons"][-1] if strategy == "fsdp" and not mesh else None
     assert on_three is None or on_three["quantities"]["gradients"] != "bits", "sums are taken in another order"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("dp", "1"), ("placed", "1,2")])
+def test_several_devices_of_a_rank_have_a_certificate_of_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, processes: str
+) -> None:
+    place = "strategy.place={stem: 0, blocks: 0, head: 1}" if name == "placed" else "strategy.name=dp"
+    chosen = ("--strategy", name, "--set", "strategy.devices=2", place, "--processes", processes, "--steps", 2)
+    assert here("verify", "digits", *chosen, "--json", "--out", tmp_path / "certificate", cwd=tmp_path) == EXIT_DONE
+    said = json.loads(capsys.readouterr().out)
+    assert (said["holds"], said["level"]) == (True, "bits")
+    assert [run["first_difference"] for run in said["comparisons"]] == [None] * len(said["comparisons"])

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A hash of type, shape and every bit of a tensor."""
+    """A hash of type, shape and every bit of a tensor; where ranks divide it, all of them call this."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     # A flat copy in the order of the elements, whatever the strides; types like bfloat16 have no NumPy counterpart.
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -44,8 +44,9 @@ def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
     """The first steps, the last batch of the epoch, and one evaluation."""
     assert trial.steps is not None
     rules = recipe.step
-    # One process has nothing to divide, whatever it is compared with.
-    strategy = recipe.strategy if trial.processes > 1 else None
+    # One process is what others are compared with; it has nothing to divide, but may have several devices.
+    has_devices = recipe.strategy.name in ("dp", "placed") and trial.reference is not None
+    strategy = recipe.strategy if trial.processes > 1 or has_devices else None
     with start(device=trial.device, reduction=rules.reduction, threads=rules.threads, strategy=strategy) as world:
         built = build(recipe, RunOptions(device=trial.device, workers=0), world)
         probe.note("data", {"train": built.train.samples, "evaluation": built.evaluation.samples})
