@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "visible_devices",
     "threads",
     "python",
+    "remark",
     "torch",
     "cuda",
     "system",
