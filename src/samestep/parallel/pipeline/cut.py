@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 
 from torch import fx, nn
 
 from samestep.errors import InputError
 from samestep.parallel.pipeline.trace import trace
 
-_DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "normal")  # in names of functions that must run once only
+# Functions that must run once only, by what is in their names.
+_DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "normal")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,23 @@ def cut(model: nn.Module, names: Sequence[str], count: int) -> Cut:
     Raises:
         InputError: the model cannot be cut so.
     """
-    traces = {training: trace(model, names, training=training) for training in (True, False)}
+    opened = _above(names) if names else _opened(model, count)
+    traces = {training: trace(model, opened, training=training) for training in (True, False)}
     starts = list(names) or balanced(model, traces[True], count)
-    stages = {training: _stages(graph, starts) for training, graph in traces.items()}
+    graphs = {training: _graphs(graph, _stages(graph, starts), len(starts) + 1) for training, graph in traces.items()}
     users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
     modules: dict[str, int] = {}
-    for training in (True, False):
-        for node, stage in stages[training].items():
-            for parameter in parameters_at(model, node):
-                users[parameter].add(stage)
-            if node.op == "call_module":
-                _require_one_stage(model, str(node.target), modules.setdefault(str(node.target), stage), stage)
-    return Cut(
-        {training: _graphs(model, graph, stages[training], len(starts) + 1) for training, graph in traces.items()},
-        {name: tuple(sorted(users[parameter])) or (0,) for name, parameter in model.named_parameters()},
-        modules,
-    )
+    for stage, node in chain(*(_numbered(stages) for stages in graphs.values())):
+        for parameter in parameters_at(model, node):
+            users[parameter].add(stage)
+        if node.op == "call_module":
+            _require_one_stage(model, str(node.target), modules.setdefault(str(node.target), stage), stage)
+    homes = {name: tuple(sorted(users[parameter])) or (0,) for name, parameter in model.named_parameters()}
+    return Cut(graphs, homes, modules)
+
+
+def _numbered(stages: Sequence[StageGraph]) -> Iterator[tuple[int, fx.Node]]:
+    return ((stage, node) for stage, one in enumerate(stages) for node in one.graph.nodes)
 
 
 def balanced(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
@@ -81,13 +85,7 @@ def balanced(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
     Raises:
         InputError: there are not so many modules that have parameters.
     """
-    seen: set[nn.Parameter] = set()
-    sizes: dict[str, int] = {}
-    for node in graph.nodes:
-        new = [parameter for parameter in parameters_at(model, node) if parameter not in seen]
-        seen.update(new)
-        if node.op == "call_module" and new:
-            sizes[str(node.target)] = sum(parameter.numel() for parameter in new)
+    sizes = _sizes(model, graph)
     if len(sizes) < count:
         raise InputError(
             f"{type(model).__name__} has {len(sizes)} modules at which a stage can begin, for {count} stages",
@@ -96,6 +94,46 @@ def balanced(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
         )
     names, weights = list(sizes), list(sizes.values())
     return [names[i] for i in _partition(weights, count)]
+
+
+def _sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
+    """For each module that is called, how many parameters are used there first; those without any left out."""
+    seen: set[nn.Parameter] = set()
+    sizes: dict[str, int] = {}
+    for node in graph.nodes:
+        new = [parameter for parameter in parameters_at(model, node) if parameter not in seen]
+        seen.update(new)
+        if node.op == "call_module" and new:
+            sizes[str(node.target)] = sum(parameter.numel() for parameter in new)
+    return sizes
+
+
+def _above(names: Sequence[str]) -> set[str]:
+    """The modules around those of some names."""
+    parts = [name.split(".") for name in names]
+    return {".".join(path[:depth]) for path in parts for depth in range(1, len(path))}
+
+
+def _opened(model: nn.Module, count: int) -> set[str]:
+    """The modules that are larger than a stage should be, and can be looked into."""
+    share = sum(parameter.numel() for parameter in model.parameters()) / count
+    opened, whole = set[str](), set[str]()
+    while True:
+        sizes = _sizes(model, trace(model, opened, training=True))
+        large = [name for name, size in sizes.items() if size > share and name not in whole]
+        if not large:
+            return opened
+        for name in large:
+            can = any(True for _ in model.get_submodule(name).children()) and _can_open(model, opened | {name})
+            (opened if can else whole).add(name)
+
+
+def _can_open(model: nn.Module, opened: set[str]) -> bool:
+    try:
+        found = [trace(model, opened, training=training) for training in (True, False)]
+    except InputError:  # what it does depends on values: it stays one thing
+        return False
+    return all(node.target not in opened for graph in found for node in graph.nodes if node.op == "call_module")
 
 
 def _partition(weights: Sequence[int], count: int) -> list[int]:
@@ -131,11 +169,12 @@ def _stages(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int]:
     """The stage of each node."""
     order = list(graph.nodes)
     begins = [_first(order, name) for name in starts]
-    if begins != sorted(set(begins)) or any(begin == 0 for begin in begins):
+    first = next(position for position, node in enumerate(order) if node.op == "call_module")
+    if [first, *begins] != sorted({first, *begins}):
         raise InputError(
             f"the stages begin at {', '.join(starts)}",
-            rule="modules in the order in which the forward calls them, each after the one before",
-            do="put strategy.stages in that order",
+            rule="the second stage and those after it, in the order in which the forward calls the modules",
+            do=f"put strategy.stages in that order, without {order[first].target}, with which the first one begins",
         )
     return {node: sum(position >= begin for begin in begins) for position, node in enumerate(order)}
 
@@ -163,8 +202,8 @@ def _require_one_stage(model: nn.Module, name: str, first: int, stage: int) -> N
         )
 
 
-def _graphs(model: nn.Module, graph: fx.Graph, stages: dict[fx.Node, int], count: int) -> list[StageGraph]:
-    free = _free(model, graph)
+def _graphs(graph: fx.Graph, stages: dict[fx.Node, int], count: int) -> list[StageGraph]:
+    free = _free(graph)
     bound = [node for node in graph.nodes if node not in free]
     last = {node: max((stages[user] for user in _bound_users(node, free)), default=stages[node]) for node in bound}
     crossing = [[n for n in bound if stages[n] < stage <= last[n]] for stage in range(count + 1)]
@@ -174,14 +213,17 @@ def _graphs(model: nn.Module, graph: fx.Graph, stages: dict[fx.Node, int], count
     ]
 
 
-def _free(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that follow from the model's inputs by functions alone (masks, positions): every stage makes its own."""
+def _free(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that follow from the model's inputs and own tensors by functions alone: every stage makes its own.
+
+    Masks, positions, expanded parameters. Not what draws, and not what changes a tensor in place.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        is_function = node.op in ("call_function", "call_method") and not any(word in name for word in _DRAWS)
-        is_buffer = node.op == "get_attr" and not parameters_at(model, node)
-        if node.op == "placeholder" or is_buffer or (is_function and all(n in found for n in node.all_input_nodes)):
+        once = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or any(w in name for w in _DRAWS)
+        follows = node.op in ("call_function", "call_method") and all(n in found for n in node.all_input_nodes)
+        if node.op in ("placeholder", "get_attr") or (follows and not once):
             found.add(node)
     return found
 

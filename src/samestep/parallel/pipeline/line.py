@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from samestep.errors import PeerLostError
+from samestep.parallel.pipeline.compute import Computer
 from samestep.parallel.pipeline.cut import Cut
 from samestep.parallel.pipeline.handover import Arrived, Kind, Tensors, measured, sent
 from samestep.parallel.pipeline.order import Schedule, schedule
@@ -50,7 +51,7 @@ class Line:
         self.own = tuple(range(world.rank, cut.count, world.size))
         self._model, self._name = model, name
         self._computers = {
-            (training, stage): _computer(model, graphs[stage].graph)
+            (training, stage): Computer(model, graphs[stage].graph)
             for training, graphs in cut.graphs.items()
             for stage in self.own
         }
@@ -105,7 +106,7 @@ class Line:
         given = bound(self._model, positional, named)
         inputs = [given[name] for name in self.cut.graphs[training][stage].inputs]
         with work.around(slot, stage):
-            values = self._computers[training, stage].run(*map(Arrived.apply, arriving), *inputs)
+            values = self._computers[training, stage](*map(Arrived.apply, arriving), *inputs)
             if stage == self.cut.count - 1:
                 return (torch.stack([work.end(slot, values)]),)  # not a view: schedules detach it in place
         return tuple(sent(value, stage) for value in values)
@@ -166,9 +167,3 @@ class _Stage(nn.Module):
     def forward(self, *arriving: torch.Tensor, slot: torch.Tensor) -> Tensors | torch.Tensor:
         leaving = self._line[0].forward(self._stage, int(slot), arriving, training=self._trains)
         return leaving[0] if self._stage == self._line[0].cut.count - 1 else leaving
-
-
-def _computer(model: nn.Module, graph: fx.Graph) -> fx.Interpreter:
-    computer = fx.Interpreter(model, graph=graph)
-    computer.extra_traceback = False  # errors are to be what they are without it
-    return computer

@@ -17,7 +17,7 @@ from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.line import Line
 from samestep.parallel.pipeline.order import stage_count
 from samestep.parallel.pipeline.pieces import StagePieces, leave_own
-from samestep.parallel.reduction import FastReduction, Reduction
+from samestep.parallel.reduction import build_reduction
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.world import World
 
@@ -56,7 +56,7 @@ class PipelineStrategy:
         self.name = world.layout.name
         self.module: nn.Module = model
         self.line, self._pieces = pieces.line, pieces
-        self._reduction: Reduction = FastReduction(world.data, list(pieces.names))
+        self._reduction = build_reduction("fast", world.data, list(pieces.names), world.strategy.hook)
         self._groups = {ranks: self._group(ranks) for ranks in sorted(pieces.shared) if self.line.world.rank in ranks}
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import Any
 
 from torch import fx, nn
@@ -11,14 +11,14 @@ from torch import fx, nn
 from samestep.errors import InputError
 
 
-def trace(model: nn.Module, names: Iterable[str], *, training: bool) -> fx.Graph:
+def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -> fx.Graph:
     """The graph of a forward, down to the children of `model` and the elements of its sequences.
 
     What is inside of modules is not looked at: whether they train, draw random numbers or keep statistics is asked
     when they run. What the model's own forward asks of `self.training` is answered here.
 
     Args:
-        names: modules that must be nodes, however deep they lie.
+        opened: names of modules that are looked into too.
 
     Raises:
         InputError: the forward does what depends on values.
@@ -26,7 +26,7 @@ def trace(model: nn.Module, names: Iterable[str], *, training: bool) -> fx.Graph
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        return _ChainTracer(model, names).trace(model)
+        return _ChainTracer(model, opened).trace(model)
     except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
         raise InputError(
             f"the forward of {type(model).__name__} cannot be cut into stages: {type(error).__name__}: {error}",
@@ -64,16 +64,15 @@ def bound(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
 
 
 class _ChainTracer(fx.Tracer):
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, opened: Set[str]) -> None:
         super().__init__(param_shapes_constant=True)
-        self._opened = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+        self._opened = opened
         self._inputs = input_names(model)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._opened:
-            return False
-        # A sequence whose forward was replaced (it is computed again in backward) is one thing.
-        return type(m).forward is not nn.Sequential.forward or "forward" in vars(m)
+        # What has another forward than its class (it is computed again in backward) is one thing.
+        is_opened = module_qualified_name in self._opened or type(m).forward is nn.Sequential.forward
+        return not is_opened or "forward" in vars(m)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None

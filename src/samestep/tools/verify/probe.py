@@ -132,17 +132,17 @@ class Probe(Observer):
         }
 
     def end_gradients(self, engine: Observed) -> None:
-        held = engine.pieces.held
-        gradients = {n: engine.pieces.whole(n, p.grad) for n, p in held.items() if p.grad is not None}
+        mine = {name: {"": p.grad} for name, p in engine.pieces.held.items() if p.grad is not None}
+        gradients = {name: whole for (name, _), whole in _whole(engine, mine).items()}
         self._step["gradients"] = _digests(gradients)
         self._values.add("gradients", gradients)
 
     def end_step(self, engine: Observed, result: StepResult) -> None:
         state = _state(engine)
-        slots = {
-            f"{name}/{slot}": engine.pieces.whole(name, value)
-            for (name, slot), value in optimizer_tensors(engine.pieces.held, engine.optimizer).items()
-        }
+        mine: dict[str, dict[str, torch.Tensor]] = {}
+        for (name, slot), value in optimizer_tensors(engine.pieces.held, engine.optimizer).items():
+            mine.setdefault(name, {})[slot] = value
+        slots = {f"{name}/{slot}": whole for (name, slot), whole in _whole(engine, mine).items()}
         memory = _memory_digests(memory_of(engine.model, self._holding.averaged))
         self._values.add("outputs", {str(shard): outputs for shard, (_, outputs) in self._parts.items()})
         self._values.add("state", state)
@@ -192,6 +192,14 @@ def _state(engine: Observed) -> dict[str, torch.Tensor]:
     """What a checkpoint would hold of the model; where ranks divide it, all of them call this."""
     pieces = engine.pieces
     return state_tensors(engine.model) | {name: pieces.whole(name, p.detach()) for name, p in pieces.held.items()}
+
+
+def _whole(engine: Observed, mine: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:
+    """What belongs to parameters, from what each rank has of it; where ranks divide them, all of them call this."""
+    everywhere = engine.pieces.everywhere(mine)
+    return {
+        (n, slot): engine.pieces.whole(n, value) for n, slots in everywhere.items() for slot, value in slots.items()
+    }
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
