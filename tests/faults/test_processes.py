@@ -58,7 +58,8 @@ def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert done.code == 1
         assert done.out == ""
         first = done.err.splitlines()[0]
-        assert first == "error: rank 2 was killed by SIGKILL in engine.step 7"
+        # Rank 0 waits in step 7; rank 2 may be on its way there.
+        assert re.fullmatch("error: rank 2 was killed by SIGKILL (in engine.step 7|after engine.step 6)", first)
         assert len(re.findall(r"was killed by SIGKILL", done.err)) == 1
         assert "Traceback" not in done.err
         none_left(running)
