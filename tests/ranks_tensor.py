@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from batches import FIRST_SAMPLE, batch_of, random_batch, random_data
@@ -214,7 +216,8 @@ def heads(world: World) -> dict[str, Any]:
     inputs, targets = {"input_ids": torch.ones(3, 4, dtype=torch.int64)}, torch.zeros(3, dtype=torch.int64)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     batch = GlobalBatch(Cursor(), Cursor(0, 3), numpy.arange(3), 1, (Shard(0, 3, (inputs, targets)),))
-    engine.step(batch)
+    with _Messages() as messages:
+        engine.step(batch)
     said = []
     for change in ({"_attn_implementation": "sdpa"}, {"attention_probs_dropout_prob": 0.0}):
         config = layers[0].config
@@ -227,7 +230,20 @@ def heads(world: World) -> dict[str, Any]:
             said.append("")
         except InputError as error:
             said.append(error.value)
-    return {"seen": seen, "said": said}
+    return {"seen": seen, "said": said, "messages": messages.counts}
+
+
+class _Messages(TorchDispatchMode):
+    """Counts what goes from rank to rank while a model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "all" in func.name():
+            self.counts[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def refused(world: World, between: str) -> tuple[str, str, str]:

@@ -87,6 +87,13 @@ def test_checkpoints_go_between_layouts(tmp_path: Path) -> None:
             require_same(outcome, found["single", "layers"], HALF)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_compiled_model_is_divided_too(tmp_path: Path) -> None:
+    found = trained(tmp_path, ["single"], ["layers"]) | trained(tmp_path, ["tp on 2"], ["layers"], compile=True)
+    require_layout(found, "tp on 2", "layers")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_blocks_are_computed_again_with_the_same_masks(tmp_path: Path) -> None:
@@ -156,6 +163,8 @@ def test_joint_batch_norm_is_refused(said: dict[str, Any]) -> None:
 def test_heads_are_divided_and_their_scores_dropped_from_as_a_whole(said: dict[str, Any]) -> None:
     for found in said["heads"]:
         assert found["seen"][:2] == [2, 2]
+        # Of two blocks with two pairs of products each, one in forward and one in backward.
+        assert found["messages"] == {"all_reduce": 8}
         assert "scaled_dot_product_attention in bert.encoder.layer.0.attention.self" in found["said"][0]
         assert found["said"][1] == ""
 

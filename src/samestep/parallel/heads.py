@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -44,6 +44,9 @@ class Heads(ParallelStyle):
         return module
 
     def _computed(self, module: nn.Module, forward: Any, mesh: DeviceMesh, *arguments: Any, **named: Any) -> Any:
+        if arguments and not isinstance(arguments[0], DTensor):
+            # Once for queries, keys and values: so the gradients of all three travel as one.
+            arguments = (DTensor.from_local(arguments[0], mesh, [Replicate()], run_check=False), *arguments[1:])
         with _OwnHeads(self._name, heads_of(module) or 0, mesh):
             outputs = forward(*arguments, **named)
         if isinstance(outputs, torch.Tensor):

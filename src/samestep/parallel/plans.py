@@ -13,6 +13,12 @@ _PLANS = {
         "widened": "column",
         "narrowed": "row",
     },
+    "samestep.recipes.text.tokens._Block": {
+        "mixed": "column_gathered",
+        "joined": "row",
+        "layers.0": "column",
+        "layers.2": "row",
+    },
     "timm.models.vision_transformer.Block": {
         "attn.qkv": "column_gathered",
         "attn.proj": "row",

@@ -60,7 +60,9 @@ class Product(ParallelStyle):
         if not isinstance(given, DTensor):
             given = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
         wanted = Shard(given.dim() - 1) if self._word == "row" else Replicate()
-        return (given.redistribute(placements=[wanted]), *others)
+        if tuple(given.placements) != (wanted,):  # else gradients of several products are added up before they travel
+            given = given.redistribute(placements=[wanted])
+        return (given, *others)
 
     def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self._word == "column":
