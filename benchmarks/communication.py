@@ -27,9 +27,9 @@ ADAMW = 4  # parameters, gradients and two numbers of the optimizer for each
 
 BEFORE = """\
 A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of {batch} x {context} tokens
-(H = {hidden} MB between blocks, divided by the number of data ranks), one shard a data rank. MB are millions of bytes, in a step, of
-the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are copies. Held are
-parameters, gradients and optimizer state."""
+(H = {hidden} MB between blocks, divided by the number of data ranks), one shard a data rank. MB are millions of
+bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
+copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
 Over gloo a sum of which each rank keeps a part is a whole all-reduce; over NCCL the second term of `fsdp` is
 (S-1)/S P. With several shards a rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, of what

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,11 @@ OPTIONS: dict[str, StrategyPart] = {
     "powersgd": StrategyPart(hook="powersgd"),
     "powersgd, many buckets": StrategyPart(hook="powersgd", bucket_mb=0.02),
 }
+PRODUCTS: dict[str, StrategyPart] = {
+    "tp": StrategyPart(name="ddp", mesh=Mesh(tensor=2), plan={"blocks.*": "column_gathered"}),
+    "pp": StrategyPart(name="ddp", mesh=Mesh(pipeline=2)),
+}
+PRODUCTS |= {f"{name} fp16": replace(part, hook="fp16") for name, part in PRODUCTS.items()}
 
 
 class Net(nn.Module):
@@ -56,7 +62,7 @@ def trained(option: str) -> dict[str, Any]:
     """Some steps under an option, what they lead to, and a hash of it."""
     inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
-    with samestep.start(device="cpu", strategy=OPTIONS[option]) as world:
+    with samestep.start(device="cpu", strategy={**OPTIONS, **PRODUCTS}[option]) as world:
         net = seeded(0, Net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
         engine = samestep.Engine(
@@ -67,7 +73,8 @@ def trained(option: str) -> dict[str, Any]:
         while engine.steps < STEPS:
             steps += [engine.step(batch) for batch in batches]
         values = engine.evaluate(samestep.loader(data, batch_size=20, shards=SHARDS, world=world))
-        weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        here = {name: parameter for name, parameter in engine.pieces.held.items() if not parameter.is_meta}
+        weights = {name: parameter.detach().clone() for name, parameter in here.items()}
         return {
             "steps": [(step.loss, step.grad_norm) for step in steps],
             "evaluation": values,
@@ -81,6 +88,11 @@ def all_trained() -> dict[str, list[dict[str, Any]]]:
     found = {option: trained(option) for option in OPTIONS}
     with samestep.start(device="cpu") as world:
         return {option: gathered(outcome) for option, outcome in found.items()} if world.size > 1 else {}
+
+
+def products_trained() -> dict[str, list[tuple[float, float]]]:
+    """Loss and norm of each step where copies are of a model that is divided."""
+    return {name: trained(name)["steps"] for name in PRODUCTS}
 
 
 def numbers_of(rank: int, dtype: torch.dtype, size: float) -> torch.Tensor:

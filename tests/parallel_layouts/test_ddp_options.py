@@ -63,6 +63,15 @@ def test_gradients_of_16_bits_are_equal_to_rounding(
 
 
 @pytest.mark.slow
+def test_copies_of_a_divided_model_round_too() -> None:
+    found = launch(ranks_ddp_options.products_trained, processes=RANKS)
+    for name in ("tp", "pp"):
+        pairs = zip(found[name], found[f"{name} fp16"], strict=True)
+        distance = max(abs(loss - rounded) / loss for (loss, _), (rounded, _) in pairs)
+        assert 1e-9 < distance < 2e-3, (name, distance)
+
+
+@pytest.mark.slow
 def test_one_process_sends_nothing_and_rounds_nothing(reference: dict[str, Any]) -> None:
     assert launch(ranks_ddp_options.trained, "fp16", processes=1)["bits"] == reference["bits"]
 

@@ -117,6 +117,7 @@ def test_ranks_that_share_the_data_are_no_more_than_shards() -> None:
         (StrategyPart(name="ddp", offload=True), 2, "strategy.offload without a shard axis"),
         (StrategyPart(name="ddp", gather="bf16"), 2, "strategy.gather without a shard axis"),
         (StrategyPart(name="ddp", bucket_mb=1, mesh=Mesh(tensor=2)), 2, "strategy.bucket_mb with the layout tp"),
+        (StrategyPart(name="ddp", bucket_mb=1, mesh=Mesh(tensor=2)), 2, "strategy.bucket_mb with the layout tp"),
         (StrategyPart(name="fsdp", meta=True, mesh=Mesh(tensor=2)), 4, "strategy.meta with the layout fsdp x tp"),
         (StrategyPart(name="fsdp", plan={"a": "column"}), 2, "strategy.plan without a tensor axis"),
         (StrategyPart(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),

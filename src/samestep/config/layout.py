@@ -206,6 +206,12 @@ def _require_meaning(part: StrategyPart, layout: Layout) -> None:
             rule="a tensor axis divides values, which rank 0 alone would have",
             do="leave strategy.meta out",
         )
+    if part.bucket_mb is not None and layout.is_split:
+        raise InputError(
+            f"strategy.bucket_mb with the layout {layout.name}",
+            rule="buckets are of copies of a whole model; parts of one meet when all shards are done",
+            do="leave strategy.bucket_mb out",
+        )
     for key, axis in _OF_AXIS.items():
         if getattr(part, key) != getattr(unset, key) and getattr(layout, axis) == 1 < layout.size:
             raise InputError(
