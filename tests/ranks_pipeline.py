@@ -39,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, StrategyPart | None]] = {
     "pp of 4": (4, pipeline(4)),
     "zero_bubble of 4": (4, pipeline(4, "zero_bubble")),
     "ddp x pp": (4, pipeline(2, "interleaved", copies=2)),
+    "pp x tp": (4, replace(pipeline(2), mesh=Mesh(pipeline=2, tensor=2))),
+    "pp x tp zero_bubble": (4, replace(pipeline(2, "zero_bubble"), mesh=Mesh(pipeline=2, tensor=2))),
     "ddp x pp zero_bubble": (4, pipeline(2, "zero_bubble", copies=2)),
 }
 

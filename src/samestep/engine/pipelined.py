@@ -49,6 +49,7 @@ class PipelineGradients(ShardGradients):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         assert isinstance(self._strategy, PipelineStrategy)
+        self._line_strategy = self._strategy
         self._line = self._strategy.line
         self._stage_buffers = StageBuffers(self._model, _stages_of(self._buffers, self._line), self._line.own)
 
@@ -66,6 +67,7 @@ class PipelineGradients(ShardGradients):
                         self._line.run(work, slots, like, training=True)
                     self._stage_buffers.end()
                     self._world.pulse.arrive(len(batch.parts))
+                    self._line_strategy.take_gradients()
                     self._require_used(self._names)
                 self._tell(batch.parts, work.found)
         vectors = {part.number: self._stage_vector(batch, slot, work, save) for slot, part in enumerate(batch.parts)}
@@ -105,12 +107,14 @@ class PipelineOutputs:
 
     def __init__(self, line: Line, forward: Forward, world: World) -> None:
         self.counted, self._line, self._forward = world, line, forward
+        # Ranks of a tensor axis have the same outputs: the first of them counts for all.
+        self._counts = world.layout.place(world.rank)["tensor"] == 0
 
     def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Shard, Any, list[Loss]]]:
         work = _Work(batch.parts, self._forward, "evaluation", position)
         for like, slots in _alike(batch.parts).items():
             self._line.run(work, slots, like, training=False)
-        for slot in sorted(work.found):
+        for slot in sorted(work.found) if self._counts else ():
             yield batch.parts[slot], *work.found[slot]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from samestep.config import StrategyPart
 from samestep.errors import PeerLostError
+from samestep.parallel.divided import watched
 from samestep.parallel.pipeline.compute import Computer
 from samestep.parallel.pipeline.cut import Cut
 from samestep.parallel.pipeline.handover import Arrived, Kind, Tensors, measured, sent
@@ -44,12 +46,16 @@ class Line:
         world: the ranks of one pipeline, the first stage's first.
         cut: the model in stages.
         own: the stages of this rank.
+
+    Args:
+        watches: products are divided too, and what is left divided is looked after.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, world: World, name: str) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, world: World, part: StrategyPart, *, watches: bool) -> None:
         self.world, self.cut = world, cut
+        self._call = watched if watches else _called
         self.own = tuple(range(world.rank, cut.count, world.size))
-        self._model, self._name = model, name
+        self._model, self._name = model, part.schedule
         self._computers = {
             (training, stage): Computer(model, graphs[stage].graph)
             for training, graphs in cut.graphs.items()
@@ -106,7 +112,7 @@ class Line:
         given = bound(self._model, positional, named)
         inputs = [given[name] for name in self.cut.graphs[training][stage].inputs]
         with work.around(slot, stage):
-            values = self._computers[training, stage](*map(Arrived.apply, arriving), *inputs)
+            values = self._call(self._computers[training, stage], *map(Arrived.apply, arriving), *inputs)
             if stage == self.cut.count - 1:
                 return (torch.stack([work.end(slot, values)]),)  # not a view: schedules detach it in place
         return tuple(sent(value, stage) for value in values)
@@ -153,6 +159,10 @@ class Line:
         if isinstance(error, dist.DistError):
             raise PeerLostError(f"rank {self.world.rank} lost its connection to another stage: {error}") from error
         raise error
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class _Stage(nn.Module):

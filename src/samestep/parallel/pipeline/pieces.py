@@ -1,4 +1,4 @@
-"""What a rank holds of a model whose layers are on different ranks: the parameters of its stages, each whole."""
+"""What a rank holds of a model whose layers are on different ranks: the parameters of its stages."""
 
 from __future__ import annotations
 
@@ -11,34 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep.parallel.pieces import Pieces
-from samestep.parallel.pipeline.cut import Cut
 from samestep.parallel.pipeline.line import Line
 from samestep.runtime.gather import all_gather
-from samestep.runtime.world import World
-
-
-def leave_own(model: nn.Module, cut: Cut, world: World) -> dict[str, tuple[int, ...]]:
-    """Leave of `model` on this rank the parameters of its stages; the others are names and shapes without values.
-
-    Buffers stay: all ranks of a pipeline have those of all stages.
-
-    Args:
-        world: the ranks of the pipeline.
-
-    Returns:
-        For the name of each parameter, the ranks of the pipeline that have it.
-    """
-    homes = {name: tuple(sorted({stage % world.size for stage in used})) for name, used in cut.homes.items()}
-    empty = {
-        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-        if world.rank not in homes[name]
-    }
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter in empty:
-                module._parameters[name] = empty[parameter]
-    return homes
 
 
 class StagePieces(Pieces):
@@ -50,26 +24,33 @@ class StagePieces(Pieces):
         shared: names of trained parameters that several ranks have (tied weights), by these ranks.
     """
 
-    def __init__(self, model: nn.Module, homes: Mapping[str, tuple[int, ...]], line: Line) -> None:
+    def __init__(self, model: nn.Module, line: Line) -> None:
         super().__init__(model, line.world.device)
-        self._homes, self.line, self._line = homes, line, line.world
+        self.line, self._line = line, line.world
+        size = self._line.size
+        self._homes = {name: tuple(sorted({s % size for s in used})) for name, used in line.cut.homes.items()}
         trained = list(self.names.values())
-        self.names = {held: name for held, name in self.names.items() if self._line.rank in homes[name]}
-        self.own_names = {own: name for own, name in self.own_names.items() if self._line.rank in homes[name]}
+        self._leave_own(model)
+        self.names = {self._held[name]: name for name in trained if self._is_here(name)}
+        self.own_names = {self._own[name]: name for name in trained if self._is_here(name)}
         self.is_divided = True
         self.shared: dict[tuple[int, ...], list[str]] = {}
         for name in trained:
-            if len(homes[name]) > 1:
-                self.shared.setdefault(homes[name], []).append(name)
+            if len(self._homes[name]) > 1:
+                self.shared.setdefault(self._homes[name], []).append(name)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: held for name, held in self.held.items() if held.requires_grad}
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        home = self._homes[name][0]
-        found = part.detach().clone() if self._line.rank == home else torch.empty_like(part, device=self._line.device)
-        found = found.contiguous()
+        home, device = self._homes[name][0], self._line.device
+        if self._line.rank == home:
+            found = super().whole(name, part.detach()).clone().contiguous()
+        else:
+            division = self._divisions.get(name)
+            is_part = division is not None and part.dim() == len(division.shape)
+            found = torch.empty(division.shape if division and is_part else part.shape, dtype=part.dtype, device=device)
         if found.numel():
             raw = found.flatten().view(torch.uint8)  # the backend does not know every type
             group = self._line.group
@@ -88,15 +69,41 @@ class StagePieces(Pieces):
         return {name: self._filled(values.get(name), said[name]) for name in self.held if name in said}
 
     def total_norm(self) -> torch.Tensor:
-        squares = torch.zeros((), dtype=torch.float64, device=self._line.device)
-        for parameter, name in self.names.items():
-            if parameter.grad is not None and self._homes[name][0] == self._line.rank:
-                squares += parameter.grad.double().square().sum()
-        self._line.all_reduce(squares)
-        return squares.sqrt()
+        total = torch.zeros((), dtype=torch.float64, device=self._line.device)
+        for groups, names in self._by_groups().items():
+            here = torch.zeros_like(total)
+            for name in names:
+                gradient = self._held[name].grad
+                if gradient is not None and self._homes[name][0] == self._line.rank:
+                    here += gradient.double().square().sum()
+            for group in groups:
+                dist.all_reduce(here, group=group)
+            total += here
+        self._line.all_reduce(total)
+        return total.sqrt()
+
+    def _is_here(self, name: str) -> bool:
+        return self._line.rank in self._homes[name]
+
+    def _leave_own(self, model: nn.Module) -> None:
+        """Let go of the parameters of other ranks' stages; buffers stay, those of all stages."""
+        empty = {}
+        for name, own in list(self._own.items()):
+            if not self._is_here(name):
+                held = self._held[name]
+                self._own[name] = empty[own] = _without_values(own.shape, own)
+                self._held[name] = empty[own] if held is own else _without_values(held.shape, own)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in empty:
+                    module._parameters[name] = empty[parameter]
 
     def _filled(self, mine: Mapping[str, Any] | None, said: Mapping[str, Any]) -> dict[str, Any]:
         return {slot: _stand_in(value) if mine is None else mine[slot] for slot, value in said.items()}
+
+
+def _without_values(shape: torch.Size, like: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), like.requires_grad)
 
 
 def _said(value: Any) -> Any:

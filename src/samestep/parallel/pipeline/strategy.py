@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from samestep.errors import InputError
 from samestep.parallel.flat import flattened, taken_apart
 from samestep.parallel.kept import sum_kept
 from samestep.parallel.lane import done
 from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.line import Line
 from samestep.parallel.pipeline.order import stage_count
-from samestep.parallel.pipeline.pieces import StagePieces, leave_own
+from samestep.parallel.pipeline.pieces import StagePieces
 from samestep.parallel.reduction import build_reduction
 from samestep.parallel.tree import ShardTree
 from samestep.runtime.world import World
@@ -29,16 +28,9 @@ def divide(model: nn.Module, world: World) -> StagePieces:
         InputError: the model cannot be cut so.
     """
     assert world.mesh is not None
-    if world.layout.tensor > 1:
-        raise InputError(
-            f"the layout {world.layout.name}",
-            rule="a model is cut into stages or has its products divided, not both",
-            do=f"--mesh pipeline={world.layout.pipeline},replicate={world.layout.tensor * world.layout.replicate}",
-        )
     part, ranks = world.strategy, world.part(world.mesh.get_group("pipeline"))
     stages = cut(model, part.stages, stage_count(part, ranks.size))
-    homes = leave_own(model, stages, ranks)
-    return StagePieces(model, homes, Line(model, stages, ranks, part.schedule))
+    return StagePieces(model, Line(model, stages, ranks, part, watches=world.layout.tensor > 1))
 
 
 class PipelineStrategy:
@@ -65,6 +57,10 @@ class PipelineStrategy:
         yield
         self._reduction.keep(tree, shard)
 
+    def take_gradients(self) -> None:
+        """Move the gradients of all micro-batches to what the optimizer holds."""
+        self._pieces.take_gradients()
+
     def sum_vectors(
         self, tree: ShardTree, vectors: Mapping[int, torch.Tensor], length: int
     ) -> torch.futures.Future[torch.Tensor]:
@@ -76,6 +72,7 @@ class PipelineStrategy:
         return done(self._reduction.vector(tree, vectors, length))
 
     def abandon(self) -> None:
+        self._pieces.drop_gradients()
         self._reduction.forget()
 
     def finish(self, tree: ShardTree) -> None:

@@ -41,8 +41,11 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
 def input_names(model: nn.Module) -> list[str]:
     """The arguments of a forward that have no default; the others keep theirs in a pipeline."""
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    given = inspect.signature(model.forward).parameters.values()
-    return [each.name for each in given if each.kind in plain and each.default is inspect.Parameter.empty]
+    return [
+        each.name
+        for each in _signature(model).parameters.values()
+        if each.kind in plain and each.default is inspect.Parameter.empty
+    ]
 
 
 def bound(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +54,8 @@ def bound(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
     Raises:
         InputError: an argument is given that a pipeline leaves at its default.
     """
-    found = inspect.signature(model.forward).bind(*positional, **named).arguments
+    positional, named = _prepared(model, positional, named)
+    found = _signature(model).bind(*positional, **named).arguments
     names = input_names(model)
     extra = [name for name in found if name not in names]
     if extra:
@@ -61,6 +65,24 @@ def bound(model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) 
             do=f"give the model a forward that takes {extra[0]} without a default, or --strategy fsdp",
         )
     return found
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    """That of the forward that a class has; what another one was put around it for, stages do by themselves."""
+    whole = inspect.signature(type(model).forward)
+    return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def _prepared(
+    model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs after the hooks that a call of the model would run before its forward."""
+    for number, hook in model._forward_pre_hooks.items():
+        if number in model._forward_pre_hooks_with_kwargs:
+            positional, named = hook(model, positional, named) or (positional, named)
+        elif (changed := hook(model, positional)) is not None:
+            positional = changed if isinstance(changed, tuple) else (changed,)
+    return positional, named
 
 
 class _ChainTracer(fx.Tracer):
@@ -79,12 +101,12 @@ class _ChainTracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         # torch's own makes inputs of arguments that have a default too, and then `x is None` is never so.
         proxies: list[Any] = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
-        kinds = inspect.signature(self.root.forward).parameters
+        kinds = _signature(self.root).parameters
         named = {name: proxy for name, proxy in zip(self._inputs, proxies, strict=True) if _by_name(kinds[name])}
         inline = [proxy for name, proxy in zip(self._inputs, proxies, strict=True) if name not in named]
 
         def forward(root: nn.Module, *arguments: Any) -> Any:
-            return self.root.forward(*arguments, **named)
+            return type(root).forward(root, *arguments, **named)
 
         return forward, [self.root, *inline]
 
