@@ -190,6 +190,7 @@ def questions() -> dict[str, Any]:
         found["stopped"] = samestep.all_gather(stopped(world), world)
         found["scaled"] = samestep.all_gather(scaled(world), world)
         found["sync"] = refused_sync(world)
+        found["again"] = refused_again(world)
         found["heads"] = samestep.all_gather(heads(world), world)
         return found
 
@@ -329,6 +330,15 @@ class Normed(Pair):
     def __init__(self) -> None:
         super().__init__("")
         self.batch_norm = nn.BatchNorm1d(6)
+
+
+def refused_again(world: World) -> str:
+    world.strategy = replace(world.strategy, plan={})
+    try:
+        engine_of(world, model_of("bert"), recompute=("*.attention.self",))
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def refused_sync(world: World) -> str:

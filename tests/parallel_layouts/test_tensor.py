@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import ranks_tensor
 from ranks_tensor import BETWEEN, HALF, LAYOUTS
 from samestep import launch
 from samestep.errors import InputError
+from samestep.parallel.drawing import draws
 from samestep.parallel.plans import ready_plan
 from samestep.parallel.tensor import plan_for
 from tensor_models import MODELS, PLAN, Layers, model_of
@@ -96,11 +98,12 @@ def test_a_compiled_model_is_divided_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_blocks_are_computed_again_with_the_same_masks(tmp_path: Path) -> None:
-    found = trained(tmp_path, ["single", "ddp x tp"], ["layers"], recompute=("blocks.*",))
-    plain = trained(tmp_path / "plain", ["single"], ["layers"])
-    require_layout(found, "ddp x tp", "layers")
-    assert found["single", "layers"]["steps"] == plain["single", "layers"]["steps"]
+@pytest.mark.parametrize(("model", "blocks"), [("layers", "blocks.*"), ("bert", "bert.encoder.layer.*")])
+def test_blocks_are_computed_again_with_the_same_masks(tmp_path: Path, model: str, blocks: str) -> None:
+    found = trained(tmp_path, ["single", "ddp x tp"], [model], recompute=(blocks,))
+    plain = trained(tmp_path / "plain", ["single"], [model])
+    require_layout(found, "ddp x tp", model)
+    assert found["single", model]["steps"] == plain["single", model]["steps"]
 
 
 # --- one question each ------------------------------------------------------------------------------------
@@ -160,6 +163,11 @@ def test_joint_batch_norm_is_refused(said: dict[str, Any]) -> None:
     assert "--strategy ddp" in said["sync"]
 
 
+def test_an_attention_is_not_computed_again_alone(said: dict[str, Any]) -> None:
+    assert "bert.encoder.layer.0.attention.self is computed again in backward" in said["again"]
+    assert "a module around" in said["again"]
+
+
 def test_heads_are_divided_and_their_scores_dropped_from_as_a_whole(said: dict[str, Any]) -> None:
     for found in said["heads"]:
         assert found["seen"][:2] == [2, 2]
@@ -167,6 +175,24 @@ def test_heads_are_divided_and_their_scores_dropped_from_as_a_whole(said: dict[s
         assert found["messages"] == {"all_reduce": 8}
         assert "scaled_dot_product_attention in bert.encoder.layer.0.attention.self" in found["said"][0]
         assert found["said"][1] == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "named", "expected"),
+    [
+        (functional.dropout, (0, 0.5), {}, True),
+        (functional.dropout, (0, 0.5, False), {}, False),
+        (functional.dropout, (), {"input": 0, "p": 0.0}, False),
+        (torch.dropout, (0,), {"p": 0.5, "train": False}, False),
+        (functional.scaled_dot_product_attention, (0, 0, 0, None), {}, False),
+        (functional.scaled_dot_product_attention, (0, 0, 0, None, 0.1), {}, True),
+        (functional.scaled_dot_product_attention, (0, 0, 0), {"dropout_p": 0.1}, True),
+        (torch.Tensor.exponential_, (0,), {}, True),
+        (functional.gelu, (0,), {}, False),
+    ],
+)
+def test_what_draws_is_known(function: Any, arguments: tuple[Any, ...], named: dict[str, Any], expected: bool) -> None:
+    assert draws(function, arguments, named) is expected
 
 
 # --- plans ------------------------------------------------------------------------------------------------

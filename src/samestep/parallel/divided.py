@@ -13,14 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import InputError
+from samestep.parallel.drawing import draws
 
-# They draw a number an element, so that on a part they would draw others than on the whole.
-DRAWING = {
-    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
-    *(functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu),
-    *(torch.dropout, torch.bernoulli, torch.rand_like, torch.randn_like, torch.randint_like),
-    *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
-}
 _RULE = "what a `column` leaves divided goes through functions of single elements to a `row`"
 _DO = "set strategy.plan: column_gathered for the products before"
 
@@ -75,14 +69,12 @@ class _NothingDrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func in DRAWING and isinstance(next(iter((*args, *options.values()))), DTensor):
-            given = dict(zip(("input", "p", "training"), args, strict=False)) | options
-            if given.get("training", True) and given.get("p", 0.5) != 0:
-                raise InputError(
-                    f"{func.__name__} is called with a divided tensor",
-                    rule="on a part it draws other numbers than on the whole; torch.nn.Dropout does not",
-                    do=_DO,
-                )
+        if draws(func, args, options) and any(isinstance(given, DTensor) for given in (*args, *options.values())):
+            raise InputError(
+                f"{func.__name__} is called with a divided tensor",
+                rule="on a part it draws other numbers than on the whole; torch.nn.Dropout does not",
+                do=_DO,
+            )
         return func(*args, **options)
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import InputError
-from samestep.parallel.divided import DRAWING, whole_mask
+from samestep.parallel.divided import whole_mask
+from samestep.parallel.drawing import draws
 
 _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _HEADS = 1  # the dimension of heads in scores `(N, heads, T, T)`
@@ -71,9 +72,7 @@ class _OwnHeads(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is functional.dropout:
             return self._dropout(*args, **options)
-        dropped = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | options
-        fused = func is functional.scaled_dot_product_attention and dropped.get("dropout_p", 0) != 0
-        if fused or func in DRAWING:
+        if draws(func, args, options):
             raise self._drawn(func.__name__)
         return func(*args, **options)
 
