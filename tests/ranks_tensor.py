@@ -256,8 +256,11 @@ def refused(world: World, between: str) -> tuple[str, str, str]:
 
 
 def result_of(world: World, between: str) -> list[float]:
-    """Losses where what is between is no function of single elements, and torch knows how it is divided."""
-    engine = engine_of(world, seeded(0, Pair, between))
+    """Losses where what is between is no function of single elements, and torch knows how it is divided.
+
+    The models of ranks begin with different weights.
+    """
+    engine = engine_of(world, seeded(world.rank, Pair, between))
     return [engine.step(random_batch(world.data, 12, 4)).loss for _ in range(3)]
 
 

@@ -247,6 +247,8 @@ def test_a_module_that_cannot_be_divided_is_refused() -> None:
     assert "matches norm (BatchNorm1d)" in refusal(Layers(), {"norm": "column"}).value
     assert "matches norm (BatchNorm1d)" in refusal(Layers(), {"norm": "heads"}).value
     assert "matches embed (Embedding)" in refusal(Layers(), {"embed": "row"}).value
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    assert "matches one (ParametrizedLinear)" in refusal(nn.ModuleDict({"one": computed}), {"one": "row"}).value
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     assert "attention.out_proj" in refusal(attention, {"*.out_proj": "row"}).value
 

@@ -72,10 +72,10 @@ class Product(ParallelStyle):
 
 
 def is_product(module: nn.Module, word: str = "column") -> bool:
-    """Whether a module can be divided so."""
-    return (
-        isinstance(module, nn.Linear) or _is_transposed(module) or (isinstance(module, nn.Embedding) and word != "row")
-    )
+    """Whether a module can be divided so; one whose weight is computed from others (`parametrize`) cannot."""
+    is_kind = isinstance(module, nn.Linear) or _is_transposed(module)
+    is_kind = is_kind or (isinstance(module, nn.Embedding) and word != "row")
+    return is_kind and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def divided_size(module: nn.Module, word: str) -> tuple[str, int]:
