@@ -96,9 +96,14 @@ def test_a_compiled_model_is_divided_too(tmp_path: Path) -> None:
     require_layout(found, "tp on 2", "layers")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "blocks"), [("layers", "blocks.*"), ("bert", "bert.encoder.layer.*")])
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        pytest.param("layers", "blocks.*", marks=pytest.mark.slow),
+        pytest.param("bert", "bert.encoder.layer.*", marks=pytest.mark.long),
+    ],
+)
 def test_blocks_are_computed_again_with_the_same_masks(tmp_path: Path, model: str, blocks: str) -> None:
     found = trained(tmp_path, ["single", "ddp x tp"], [model], recompute=(blocks,))
     plain = trained(tmp_path / "plain", ["single"], [model])
