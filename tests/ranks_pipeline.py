@@ -1,5 +1,6 @@
 """What ranks run for `parallel_layouts/test_pipeline.py`: small trainings in float64, in stages and in one process."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -63,6 +64,15 @@ class Deep(nn.Module):
         return logits
 
 
+class HalfFrozen(Deep):
+    """Trains some of its modules only, which are all in one stage of two."""
+
+    def __init__(self, trained: tuple[str, ...]) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+
+
 def points() -> Any:
     """91 samples; 5 shards of 4 in a batch of 20, and a last batch of 11."""
     inputs = torch.randn(91, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -87,6 +97,8 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
     "deep": (Deep, points, {}),
     "text": (partial(GPT, 11, 8, 2, 5, 8), sentences, {"collate": padded}),
     "dropout": (partial(Deep, 0.3), points, {}),
+    "first frozen": (partial(HalfFrozen, ("blocks.4", "last")), points, {}),
+    "last frozen": (partial(HalfFrozen, ("first", "norm", "blocks.0")), points, {}),
 }
 
 
@@ -305,3 +317,23 @@ def number_between_stages() -> None:
     """Refused on the rank that would hand it on."""
     with samestep.start(device="cpu", strategy=pipeline(2, stages=("two",))) as world:
         one_step(world, Shapes(), {})
+
+
+class Stuck(nn.Module):
+    """Never ends its second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        while self.calls > 1:
+            time.sleep(0.05)
+        return inputs
+
+
+def stuck() -> None:
+    """The middle one of three stages hangs."""
+    with samestep.start(device="cpu", strategy=pipeline(3)) as world:
+        one_step(world, nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), Stuck(), nn.Linear(12, CLASSES)), {})

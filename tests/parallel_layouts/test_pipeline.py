@@ -138,11 +138,13 @@ def test_dropout_is_a_matter_of_stages_not_of_copies_or_runs() -> None:
 
 
 @pytest.mark.slow
-def test_switches_work_in_stages() -> None:
+def test_switches_work_in_stages_and_stages_that_learn_nothing() -> None:
     rules: dict[str, tuple[str, dict[str, Any]]] = {
         "recompute": ("text", {"recompute": ("blocks.*",)}),
         "channels last": ("deep", {"channels_last": True}),
         "no clipping": ("deep", {"clip_norm": None}),
+        "first frozen": ("first frozen", {}),
+        "last frozen": ("last frozen", {}),
     }
     single = {name: (None, *case) for name, case in rules.items()}
     divided = {
@@ -200,3 +202,10 @@ def test_what_is_no_tensor_does_not_go_from_stage_to_stage() -> None:
     with pytest.raises(RankError, match="a int goes from stage 1 of the pipeline to the next") as failed:
         launch(ranks_pipeline.number_between_stages, processes=2)
     assert failed.value.exit_code == EXIT_INPUT
+
+
+@pytest.mark.slow
+def test_the_stage_that_hangs_is_told_from_those_that_wait_for_it() -> None:
+    with pytest.raises(RankError, match="rank 1 does not come") as failed:
+        launch(ranks_pipeline.stuck, processes=3, hang_after=4)
+    assert "ranks_pipeline.py" in str(failed.value).partition("stack of rank 0")[0]

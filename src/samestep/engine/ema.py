@@ -39,17 +39,19 @@ class AveragedWeights:
         """Take in the weights as they are after step number `step`, from 1."""
         # As TensorFlow's ExponentialMovingAverage with `num_updates` has it.
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._averages(), self._current(), 1 - decay)
+        if current := self._current():
+            torch._foreach_lerp_(self._averages(), current, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While the block runs the model's weights are the average."""
-        own = [weights.clone() for weights in self._current()]
-        torch._foreach_copy_(self._current(), self._averages())
+        current = self._current()
+        own = [weights.clone() for weights in current]
+        _copy(current, self._averages())
         try:
             yield
         finally:
-            torch._foreach_copy_(self._current(), own)
+            _copy(current, own)
 
     def _current(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self._trained.values() if not parameter.is_meta]
@@ -57,3 +59,9 @@ class AveragedWeights:
     def _averages(self) -> list[torch.Tensor]:
         """Those that have values: of parameters on other ranks there are only names and shapes."""
         return [average for average in self._average.values() if not average.is_meta]
+
+
+def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Set tensors from others; torch's own refuses to set none."""
+    if to:
+        torch._foreach_copy_(to, values)

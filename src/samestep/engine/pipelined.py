@@ -60,6 +60,7 @@ class PipelineGradients(ShardGradients):
         # Every rank's scaler counts, and it begins with the first number it is given.
         self._scaler.scale(torch.zeros((), device=self._world.device))
         work = _TrainingWork(batch.parts, self._forward, position, self._stage_buffers, self._scaled(batch.size))
+        work.keeps_outputs = bool(self._observers)
         with preserved_generators(self._world.device), self._undone_on_failure():
             if batch.parts:
                 with self._strategy.shard(tree, batch.parts[-1].number, last=True):
@@ -153,14 +154,17 @@ class _TrainingWork(_Work):
 
     Attributes:
         buffers: what the stages have made of their buffers, a vector a shard.
+        keeps_outputs: somebody wants to see them.
     """
+
+    keeps_outputs = False
 
     def __init__(
         self, parts: Sequence[Shard], forward: Forward, position: int, stage_buffers: StageBuffers, root: Root
     ) -> None:
         super().__init__(parts, forward, "shard", position)
         self._stage_buffers, self._root = stage_buffers, root
-        self.buffers = [torch.zeros(stage_buffers.length, dtype=torch.float64) for _ in parts]
+        self.buffers = [stage_buffers.empty() for _ in parts]
 
     @contextmanager
     def around(self, slot: int, stage: int) -> Iterator[None]:
@@ -172,7 +176,8 @@ class _TrainingWork(_Work):
     def end(self, slot: int, outputs: Any) -> torch.Tensor:
         loss = self._forward.joined(self._parts[slot], self._forward.losses(self._parts[slot], outputs))
         # Without their graphs, which would stay until the end of the step.
-        self.found[slot] = (map_tensors(outputs, torch.Tensor.detach), [Loss(loss.sum.detach(), loss.count)])
+        kept = map_tensors(outputs, torch.Tensor.detach) if self.keeps_outputs else None
+        self.found[slot] = (kept, [Loss(loss.sum.detach(), loss.count)])
         return self._root(loss)
 
 

@@ -19,6 +19,7 @@ class StageBuffers:
 
     def __init__(self, model: torch.nn.Module, stages: Sequence[int], own: Sequence[int]) -> None:
         self._own = own
+        self._device = next((buffer.device for buffer in model.buffers()), None)
         self._places: dict[int, list[tuple[torch.nn.Module, str, slice]]] = {stage: [] for stage in own}
         self.length = 0
         for full, stage in zip(ShardedBuffers(model).names, stages, strict=True):
@@ -34,6 +35,10 @@ class StageBuffers:
         """Remember the buffers that the step begins with."""
         everywhere = [place for stage in self._own for place in self._places[stage]]
         self._start = [(module, name, getattr(module, name)) for module, name, _ in everywhere]
+
+    def empty(self) -> torch.Tensor:
+        """A vector of `length` in which nothing is written yet."""
+        return torch.zeros(self.length, dtype=torch.float64, device=self._device)
 
     def renew(self, stage: int) -> None:
         """Give a stage what the step began with, in new tensors: graphs of other shards may still need the old."""

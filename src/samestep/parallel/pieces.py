@@ -104,8 +104,11 @@ class Pieces:
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Let a gradient that overflowed in one rank's part count for all."""
         if self.is_divided and scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                world.all_reduce(found)
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:  # nothing is trained on this rank, which knows by the others alone
+                found[self._device] = torch.zeros((), device=self._device)
+            for flag in found.values():
+                world.all_reduce(flag)
 
     def _by_groups(self) -> dict[tuple[dist.ProcessGroup, ...], list[str]]:
         """The names of the trained parameters by the groups that divide them."""

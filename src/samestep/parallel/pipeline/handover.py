@@ -48,8 +48,11 @@ def measured(forward: Callable[[int, Tensors], Tensors], stages: int, world: Wor
     return kinds
 
 
-def sent(value: Any, stage: int) -> torch.Tensor:
+def sent(value: Any, stage: int, *, wants_gradient: bool = False) -> torch.Tensor:
     """A value that a stage hands on, as the backend and the schedule can take it.
+
+    Args:
+        wants_gradient: the next stage shall send one, whether or not this one has a use for it.
 
     Raises:
         InputError: it is no tensor.
@@ -61,7 +64,8 @@ def sent(value: Any, stage: int) -> torch.Tensor:
             do="let strategy.stages begin elsewhere, or keep what is made of shapes inside of a module",
         )
     # Some schedules detach it in place, which cannot be done to a view.
-    return value.clone(memory_format=torch.contiguous_format) if _is_odd(value) else value
+    ready = value.clone(memory_format=torch.contiguous_format) if _is_odd(value) else value
+    return ready.requires_grad_() if wants_gradient and ready.is_floating_point() else ready
 
 
 class Arrived(torch.autograd.Function):

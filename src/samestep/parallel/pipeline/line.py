@@ -90,8 +90,7 @@ class Line:
         try:
             prepared = self._schedule(slots, like, training=training)
             numbers = torch.tensor(slots)
-            with self.world.pulse.waiting("the other stages of the pipeline"):
-                prepared.step(slot=numbers, target=numbers)
+            prepared.step(slot=numbers, target=numbers)
         except (RuntimeError, dist.DistError) as error:
             self._schedules.clear()  # what they hold is of a run that was not finished
             self._raise(error)
@@ -108,14 +107,16 @@ class Line:
             raise
 
     def _forward(self, work: Work, stage: int, slot: int, arriving: Tensors, *, training: bool) -> Tensors:
-        positional, named = work.inputs(slot)
-        given = bound(self._model, positional, named)
-        inputs = [given[name] for name in self.cut.graphs[training][stage].inputs]
+        names = self.cut.graphs[training][stage].inputs
+        given = bound(self._model, *work.inputs(slot)) if names else {}
+        inputs = [given[name] for name in names]
         with work.around(slot, stage):
             values = self._call(self._computers[training, stage], *map(Arrived.apply, arriving), *inputs)
             if stage == self.cut.count - 1:
                 return (torch.stack([work.end(slot, values)]),)  # not a view: schedules detach it in place
-        return tuple(sent(value, stage) for value in values)
+        # Backward in two halves finds nothing to do behind inputs that want no gradient.
+        wants = training and self._name == "zero_bubble"
+        return tuple(sent(value, stage, wants_gradient=wants) for value in values)
 
     def _schedule(self, slots: Sequence[int], like: Hashable, *, training: bool) -> Schedule:
         key = (like, len(slots), training)
