@@ -186,3 +186,21 @@ def test_a_run_says_that_its_gradients_are_rounded(tmp_path: Path) -> None:
     words = "gradients travel in 16 bits (fp16): equal to rounding"
     assert any(words in text for text in told)
     assert words in json.loads((run / "environment.json").read_text())[0]["remark"]
+
+
+@pytest.mark.slow
+def test_a_certificate_says_that_gradients_are_rounded(tmp_path: Path) -> None:
+    short = ["--steps", 2, "--loss-of-shards", "--out", tmp_path / "found"]
+    options = ["--processes", f"1,{RANKS}", *short, "--set", "strategy.hook=fp16", "batch_size=256"]
+    assert here("verify", "digits", *options, cwd=tmp_path) == 0
+    data = json.loads((tmp_path / "found" / "certificate.json").read_text())
+    assert data["level"] == "0.1 relative"
+    assert any("gradients travel in 16 bits (fp16)" in note for note in data["notes"])
+    assert data["comparisons"][0]["quantities"]["gradients"] != "bits"
+
+
+def test_an_approximation_is_not_verified_without_a_distance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("verify", "digits", "--processes", "1,4", "--set", "strategy.hook=powersgd", cwd=tmp_path) == 2
+    assert "strategy.hook powersgd without --tolerance" in capsys.readouterr().err

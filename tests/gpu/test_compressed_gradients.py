@@ -1,0 +1,43 @@
+"""Gradients that travel compressed, on a GPU: `pytest -m gpu` on a machine that has one."""
+
+import pytest
+import torch
+
+import samestep
+from samestep.parallel.flat import flattened, taken_apart
+from samestep.parallel.low_rank import LowRankSum
+from samestep.parallel.rounded import rounded_sum
+from samestep.runtime.launch import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+
+def sum_on(device: str, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum in 16 bits, of one rank."""
+    with samestep.start(device=device) as world:  # type: ignore[arg-type]
+        return rounded_sum(world, numbers.to(world.device), dtype).cpu()
+
+
+def narrow_on(device: str, matrix: torch.Tensor) -> torch.Tensor:
+    """What arrives of a matrix."""
+    with samestep.start(device=device) as world:  # type: ignore[arg-type]
+        parameters = [torch.nn.Parameter(torch.zeros(matrix.shape, device=world.device))]
+        total = flattened([matrix.to(world.device)], parameters)
+        return taken_apart(LowRankSum(world, parameters)(parameters, total), parameters)[0].cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_a_sum_in_16_bits_is_that_of_a_cpu(dtype: torch.dtype, size: float) -> None:
+    numbers = size * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected = launch(sum_on, "cpu", numbers, dtype, processes=1)
+    assert torch.equal(launch(sum_on, "cuda", numbers, dtype, processes=1), expected)
+
+
+def test_a_narrow_product_comes_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(60, 4, generator=generator) @ torch.randn(4, 80, generator=generator)
+    torch.testing.assert_close(launch(narrow_on, "cuda", matrix, processes=1), matrix, rtol=1e-4, atol=1e-4)
