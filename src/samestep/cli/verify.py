@@ -18,8 +18,8 @@ from samestep.tools.verify.plan import Held, Subject
 _STEPS = 3
 # Rounding of sums in another order, after a few steps; in float64 what the project promises of gradients.
 _TOLERANCES = {True: 1e-12, False: 1e-4}
-# Gradients of 11 and of 8 bits are 7e-4 and 6e-3 apart in a first step; later a ReLU may be on in one run and off in the
-# other.
+# Gradients of 11 and of 8 bits are 7e-4 and 6e-3 apart in a first step; later a ReLU may be on in one run and off in
+# the other.
 _OF_HOOK = {"fp16": 0.1, "bf16": 0.5}
 
 
