@@ -26,12 +26,11 @@ class Product(ParallelStyle):
         name: of the module.
         word: `column`, whose result stays divided; `column_gathered`; `row`, which takes a divided or a whole tensor.
         inside: of a module whose heads are divided: a divided result is this rank's part of it, as a plain tensor.
-        copies: the result is no view of another tensor: FSDP2 loses the thread where such a one is changed in place.
     """
 
-    def __init__(self, name: str, word: str, *, inside: bool, copies: bool) -> None:
+    def __init__(self, name: str, word: str, *, inside: bool) -> None:
         super().__init__()
-        self._name, self._word, self._inside, self._copies = name, word, inside, copies
+        self._name, self._word, self._inside = name, word, inside
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._divide, self._take, self._give)
@@ -67,8 +66,7 @@ class Product(ParallelStyle):
     def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self._word == "column":
             return outputs.to_local() if self._inside else outputs
-        whole = outputs.redistribute(placements=[Replicate()]).to_local()
-        return whole.clone() if self._copies else whole
+        return outputs.redistribute(placements=[Replicate()]).to_local()
 
 
 def is_product(module: nn.Module, word: str = "column") -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from samestep.config import StrategyPart
 from samestep.parallel.hand_out import hand_out, set_aside
@@ -33,6 +35,7 @@ def divide(model: nn.Module, world: World) -> None:
     axes = mesh["replicate", "shard"] if world.layout.replicate > 1 else mesh["shard"]
     values = set_aside(model, world) if part.meta else {}
     for module, precision in _with_precision([*units(model), model], part):
+        module.register_forward_hook(_without_views)  # before torch's own, which it is to serve
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=_offload(part, world))
     if part.meta:
         hand_out(model, values, torch.device("cpu") if part.offload else world.device, world)
@@ -105,6 +108,11 @@ class ShardedStrategy:
 
     def finish(self, tree: ShardTree) -> None:
         pass
+
+
+def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Outputs that are views, copied: whoever changed one in place would cut the thread by which parts are gathered."""
+    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) and each._is_view() else each, outputs)
 
 
 def _offload(part: StrategyPart, world: World) -> OffloadPolicy:

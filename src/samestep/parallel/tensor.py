@@ -32,7 +32,7 @@ def divide(model: nn.Module, world: World) -> None:
     """
     assert world.mesh is not None
     words = plan_for(model, world.strategy.plan, world.layout.tensor)
-    styles = {name: _style(name, words, copies=world.layout.shard > 1) for name in words}
+    styles = {name: _style(name, words) for name in words}
     parallelize_module(model, world.mesh["tensor"], styles)
     watch(model)
 
@@ -54,11 +54,11 @@ def plan_for(model: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str,
     return words
 
 
-def _style(name: str, words: Mapping[str, str], *, copies: bool) -> ParallelStyle:
+def _style(name: str, words: Mapping[str, str]) -> ParallelStyle:
     if words[name] == HEADS:
         return Heads(name)
     inside = any(word == HEADS and name.startswith(f"{other}.") for other, word in words.items())
-    return Product(name, words[name], inside=inside, copies=copies)
+    return Product(name, words[name], inside=inside)
 
 
 def candidates(model: nn.Module, word: str = "column") -> list[str]:
