@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], StrategyPart, dict[str, Any]]]
     "too few modules": (Shapes, pipeline(2, "interleaved"), {}),
     "unknown stage": (Deep, pipeline(2, stages=("block.3",)), {}),
     "number of stages": (Deep, pipeline(2, stages=("blocks.1", "blocks.3")), {}),
-    "compile": (Deep, pipeline(2), {"compile": True}),
+    "compile": (Deep, pipeline(2, "zero_bubble"), {"compile": True}),
     "batch norm": (Deep, pipeline(2), {"batch_norm": "sync"}),
 }
 

@@ -158,6 +158,14 @@ def test_switches_work_in_stages_and_stages_that_learn_nothing() -> None:
         assert found == [pytest.approx(step, rel=MOST) for step in theirs], name
 
 
+@pytest.mark.slow
+def test_modules_of_stages_can_be_compiled() -> None:
+    rules = {"compile": True}
+    (expected,) = launch(ranks_pipeline.losses_under, {"one": (None, "deep", rules)}, processes=1).values()
+    (found,) = launch(ranks_pipeline.losses_under, {"two": (pipeline(2), "deep", rules)}, processes=2).values()
+    assert found == [pytest.approx(step, rel=MOST) for step in expected]
+
+
 def test_observers_hear_of_every_shard_where_the_outputs_are() -> None:
     assert launch(ranks_pipeline.told, processes=2) == [[], [0, 1, 2, 3, 4]]
 
@@ -186,7 +194,7 @@ def refusals() -> dict[str, list[str]]:
         ("too few modules", "Shapes has 3 modules at which a stage can begin, for 4 stages", "pipeline=3"),
         ("unknown stage", "the forward never calls a module 'block.3'", "names like blocks.3"),
         ("number of stages", "names 2 modules, which makes 3 stages for 2 ranks", "name 1 of them"),
-        ("compile", "step.compile with a pipeline axis", "leave step.compile out"),
+        ("compile", "step.compile with strategy.schedule: zero_bubble", "strategy.schedule: 1f1b"),
         ("batch norm", "batch_norm: sync", "batch_norm: shard"),
     ],
 )

@@ -18,7 +18,9 @@ from samestep.engine.loss import Loss
 from samestep.engine.stage_buffers import StageBuffers
 from samestep.engine.tally import Tally, read_tally, tally_length, write_tally
 from samestep.errors import InputError
+from samestep.parallel.pieces import Pieces
 from samestep.parallel.pipeline.line import Line
+from samestep.parallel.pipeline.pieces import StagePieces
 from samestep.parallel.pipeline.strategy import PipelineStrategy
 from samestep.parallel.strategy import Strategy
 from samestep.parallel.tree import ShardTree
@@ -29,18 +31,24 @@ Found = tuple[Any, list[Loss]]
 Root = Callable[[Loss], torch.Tensor]
 
 
-def require_stages(rules: StepRules) -> None:
+def require_stages(rules: StepRules, world: World) -> None:
     """Refuse what stages cannot do.
 
     Raises:
         InputError: the rules ask for it.
     """
-    if rules.compile:
+    if rules.compile and world.strategy.schedule == "zero_bubble":
         raise InputError(
-            "step.compile with a pipeline axis",
-            rule="stages are computed module by module, by torch's own schedules",
-            do="leave step.compile out, or --strategy fsdp",
+            "step.compile with strategy.schedule: zero_bubble",
+            rule="zero_bubble computes backward in two halves, and a compiled module has one",
+            do="set strategy.schedule: 1f1b, or leave step.compile out",
         )
+
+
+def prepare_stages(pieces: Pieces, rules: StepRules) -> None:
+    """Compile the modules of this rank's stages, if the rules say so: the model as a whole is never called."""
+    if rules.compile and isinstance(pieces, StagePieces):
+        pieces.line.compile()
 
 
 class PipelineGradients(ShardGradients):

@@ -27,7 +27,7 @@ from samestep.engine.gradients import ShardGradients
 from samestep.engine.joint import JointGradients, has_joint_layers, require_whole_model
 from samestep.engine.loss import LossFunction
 from samestep.engine.observer import observers
-from samestep.engine.pipelined import PipelineGradients, outputs_of, require_stages
+from samestep.engine.pipelined import PipelineGradients, outputs_of, prepare_stages, require_stages
 from samestep.engine.result import StepResult
 from samestep.engine.switches import prepare, require_steady_scale
 from samestep.engine.tally import Tally, agreed
@@ -94,6 +94,7 @@ class Engine:
         self.placement = move_to_devices(model, world)
         prepare(model, self.rules, world.device)
         self.pieces = divide_model(model, world)
+        prepare_stages(self.pieces, self.rules)
         hand_over(optimizer, whole, self.pieces)
         self._names = self.pieces.names
         self._parameters = list(self._names)
@@ -255,7 +256,7 @@ def _kind_of_gradients(world: World, rules: StepRules, *, joins: bool) -> type[S
         require_replicas(rules, joins=joins)
         return GradientsAtOnce
     if world.layout.pipeline > 1:
-        require_stages(rules)
+        require_stages(rules, world)
         return PipelineGradients
     if joins and world.strategy.name == "placed":
         require_meetings(world)

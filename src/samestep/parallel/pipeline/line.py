@@ -75,6 +75,12 @@ class Line:
         """The parameters that a stage of this rank uses."""
         return [p for name, p in self._model.named_parameters() if stage in self.cut.homes[name]]
 
+    def compile(self) -> None:
+        """Compile the modules that this rank's stages call, each by itself."""
+        for name, stage in self.cut.modules.items():
+            if stage in self.own:
+                self._model.get_submodule(name).compile(dynamic=False)
+
     def run(self, work: Work, slots: Sequence[int], like: Hashable, *, training: bool) -> None:
         """Forward of some micro-batches through all stages, and backward if it is training.
 
