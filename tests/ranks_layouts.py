@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "ddp x tp": (4, StrategyPart(name="ddp", mesh=Mesh(tensor=2))),
     "pp": (2, StrategyPart(name="pp")),
     "ddp x pp": (4, StrategyPart(name="pp", mesh=Mesh(pipeline=2))),
+    "pp x tp": (4, StrategyPart(name="pp", mesh=Mesh(pipeline=2, tensor=2))),
     "fsdp x tp": (4, StrategyPart(name="fsdp", mesh=Mesh(tensor=2))),
 }
 # By model: how a tensor axis divides its products, and where its parts lie.
