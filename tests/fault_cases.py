@@ -211,7 +211,6 @@ CASES = [
             in_step("kill", rank, 8),
             RESTART,
             also=(f"restart 1 of 2, on 4 processes: rank {rank} was killed by SIGKILL in engine.step 8",),
-            is_quick=rank == 0,
             is_variant=rank != 0,
         )
         for rank in (0, 3)
@@ -422,7 +421,6 @@ CASES = [
             command=loop(what, 2, 6, 1),
             code=1,
             told="error: after engine.step [67], rank 2 went another way than the others:",
-            is_quick=what == "fewer batches",
             is_variant=what in ("skip", "other dtype"),
         )
         for what in ("fewer batches", "skip", "other shape", "other dtype", "extra barrier")

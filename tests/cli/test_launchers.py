@@ -108,6 +108,7 @@ def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
     assert json.loads(first.out)["samples"] == 30
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
     run = place / "runs" / "requeued"
     arguments = ["train", RECIPE, *PLAIN, "--name", "requeued", "--checkpoint-every", 4]

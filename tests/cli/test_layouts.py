@@ -120,6 +120,7 @@ def test_checkpoint_of_a_divided_run_is_one_like_any_other(place: Path) -> None:
     assert one["aliases"] == four["aliases"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_evaluated_under_another_layout(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place / "runs" / "divided"
     found = []

@@ -160,7 +160,8 @@ def ended_in_evaluation(place: Path, processes: int, *command: object) -> Done:
         return running.wait(60)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
 def test_a_request_in_an_evaluation_ends_it_and_resume_makes_it(tmp_path: Path, whole: Path, processes: int) -> None:
     run = tmp_path / "runs" / "a"
     done = ended_in_evaluation(tmp_path, processes, "train", RECIPE, "--name", "a", *HELD)

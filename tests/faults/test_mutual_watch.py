@@ -82,6 +82,7 @@ def test_a_rank_that_does_not_come_is_told_once_and_all_end(tmp_path: Path, stop
     assert weights(run) == weights(tmp_path / "runs/whole")
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_is_watched_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -70,6 +70,7 @@ def require_same(found: dict[str, Any], expected: dict[str, Any], first_step: in
             assert distance(found[kind], expected[kind]) < MOST, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in QUICK.items() for name in names])
 def test_it_computes_what_one_process_does(outcomes: Outcomes, name: str, task: str) -> None:
     found = outcomes[task][name]
@@ -84,6 +85,7 @@ def test_every_schedule_does(outcomes: Outcomes, more: Outcomes, name: str, task
     require_same(more[task][name], outcomes[task]["single"])
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_stages_alone(outcomes: Outcomes) -> None:
     (whole,) = outcomes["deep"]["single"]["held"]
     held = outcomes["deep"]["1f1b"]["held"]
@@ -95,6 +97,7 @@ def test_a_rank_holds_its_stages_alone(outcomes: Outcomes) -> None:
     assert max(outcomes["text"]["pp x tp"]["held"]) < 0.6 * max(outcomes["text"]["1f1b"]["held"])
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_that_of_one_process(outcomes: Outcomes, folder: Path) -> None:
     from safetensors.torch import load_file
 
@@ -107,6 +110,7 @@ def test_the_checkpoint_is_that_of_one_process(outcomes: Outcomes, folder: Path)
                 assert {key: tensor.shape for key, tensor in mine.items()} == {k: t.shape for k, t in theirs.items()}
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_stages_and_they_from_it(outcomes: Outcomes, folder: Path) -> None:
     found = launch(ranks_pipeline.all_gone_on, ["single"], "text", folder / "text", ["1f1b"], processes=1)
     found |= launch(ranks_pipeline.all_gone_on, ["1f1b"], "text", folder / "text", ["single"], processes=2)

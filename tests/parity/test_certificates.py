@@ -88,6 +88,7 @@ def test_fast_is_the_same_to_rounding_in_float64(
         assert gradients == "bits" or float(gradients) <= 1e-12
 
 
+@pytest.mark.slow
 def test_token_recipe_on_four_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = certificate(capsys, tmp_path, "tokens", "--processes", "1,4", "--steps", "2")
     [run] = said["comparisons"]

@@ -70,6 +70,7 @@ def test_these_trainings_learn_and_differ(exact: Outcomes) -> None:
         assert sum(outcome["losses"][3:]) < sum(outcome["losses"][:3]), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_leads_to_the_same_weights_to_rounding(
     fast: Outcomes, reference: dict[str, list[dict[str, Any]]], case: str
@@ -81,6 +82,7 @@ def test_fast_leads_to_the_same_weights_to_rounding(
             assert distance < 1e-12, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_tells_the_same_losses_to_rounding(
     fast: Outcomes, reference: dict[str, list[dict[str, Any]]], case: str
@@ -91,6 +93,7 @@ def test_fast_tells_the_same_losses_to_rounding(
             assert found["evaluation"] == pytest.approx(reference[case][0]["evaluation"], rel=1e-12), ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_leads_to_the_same_bits_on_all_ranks_of_a_world(fast: Outcomes, case: str) -> None:
     for ranks in FAST_RANKS:

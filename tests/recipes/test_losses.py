@@ -87,6 +87,7 @@ def test_options_go_to_a_class_of_losses_and_nowhere_else(place: Path, alone: Wo
         built(alone, "loss.name=parts_beside:parts", "loss.options.sharpness=0.2")
 
 
+@pytest.mark.slow
 def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

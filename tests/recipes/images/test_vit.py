@@ -72,6 +72,7 @@ def test_drop_path_rises_to_the_last_block() -> None:
     assert rates == pytest.approx([0.0, 0.3])
 
 
+@pytest.mark.slow
 def test_one_rank_and_three_train_the_same_and_a_run_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ("model.drop_path_rate=0.2", "model.proj_drop_rate=0.1", "schedule.warmup_epochs=0.5")
     for count in (1, 3):

@@ -54,6 +54,7 @@ def told(run: Path) -> list[dict[str, Any]]:
 # --- training --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_processes_give_the_bits_of_one(balls: Path, tmp_path: Path) -> None:
     one, three = (train(balls, tmp_path, f"on-{processes}", processes) for processes in (1, 3))
     assert weights(one) == weights(three)

@@ -16,7 +16,9 @@ ORDER = [int(index) for index in global_order(SIZE, seed=0, epoch=0, shuffle=Tru
 WHOLE_SHARDS = frozenset({*ORDER[4:6], *ORDER[-2:]})
 
 
-@pytest.mark.parametrize("bad", [SOME, WHOLE_SHARDS], ids=["some", "whole shards"])
+@pytest.mark.parametrize(
+    "bad", [SOME, pytest.param(WHOLE_SHARDS, marks=pytest.mark.slow)], ids=["some", "whole shards"]
+)
 def test_bits_do_not_depend_on_ranks_and_workers(bad: frozenset[int]) -> None:
     alone = launch(trained, bad, processes=1)
     assert alone[2] == sorted(2 * [f"row {index} is torn" for index in bad]), "in each epoch"
