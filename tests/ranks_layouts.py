@@ -132,7 +132,7 @@ def part_for(name: str, model: str) -> StrategyPart | None:
     part = LAYOUTS[name][1]
     if part.name == "placed":
         return replace(part, place=PLACES[model])
-    return replace(part, plan=PLANS[model]) if "tp" in name else part
+    return replace(part, plan=PLANS["chain" if model == "chain" else "full"]) if "tp" in name else part
 
 
 def trained(name: str, model: str, folder: Path) -> dict[str, Any]:

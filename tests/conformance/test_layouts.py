@@ -24,9 +24,9 @@ EACH = [
 ]
 
 
-def by_ranks(model: str) -> dict[int, list[str]]:
+def by_ranks(names: list[str]) -> dict[int, list[str]]:
     found = defaultdict(list)
-    for name in OF_MODEL[model]:
+    for name in names:
         found[LAYOUTS[name][0]].append(name)
     return dict(found)
 
@@ -43,7 +43,7 @@ def outcomes(folder: Path) -> Outcomes:
     @cache
     def of(model: str) -> dict[str, dict[str, Any]]:
         found = {"single": launch(ranks_layouts.trained, "single", model, folder / model, processes=1)}
-        for ranks, names in by_ranks(model).items():
+        for ranks, names in by_ranks(OF_MODEL[model]).items():
             found |= launch(ranks_layouts.all_trained, names, model, folder / model, processes=ranks)
         return found
 
@@ -94,16 +94,29 @@ def test_a_rank_holds_its_part_alone(outcomes: Outcomes, name: str) -> None:
     assert outcomes("chain")[name]["held"] == pytest.approx(whole / divided, rel=0.2)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "model", ["chain", *(pytest.param(each, marks=pytest.mark.long) for each in ("full", "without dropout"))]
-)
-def test_what_any_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path, model: str) -> None:
-    saved = ["single", *OF_MODEL[model]]
+# One layout of every kind; variants of a kind have their turn in the long tests.
+KINDS = [name for name in LAYOUTS if "(" not in name and name != "ddp x placed"]
+
+
+def require_matrix(outcomes: Outcomes, folder: Path, model: str, names: list[str]) -> None:
+    """Every layout goes on from what each of them has saved."""
+    expected, saved = outcomes(model)["single"], ["single", *names]
     found = launch(ranks_layouts.all_gone_on, ["single"], model, folder / model, saved, processes=1)
-    for ranks, names in by_ranks(model).items():
-        found |= launch(ranks_layouts.all_gone_on, names, model, folder / model, saved, processes=ranks)
+    for ranks, same in by_ranks(names).items():
+        found |= launch(ranks_layouts.all_gone_on, same, model, folder / model, saved, processes=ranks)
     assert len(found) == len(saved) ** 2
     for outcome in found.values():
-        require_same(outcome, outcomes(model)["single"], HALF)
+        require_same(outcome, expected, HALF)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_any_kind_of_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path) -> None:
+    require_matrix(outcomes, folder, "chain", KINDS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", OF_MODEL)
+def test_what_any_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path, model: str) -> None:
+    require_matrix(outcomes, folder, model, OF_MODEL[model])
