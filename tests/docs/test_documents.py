@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -66,9 +67,14 @@ def run(line: str, place: Path) -> str:
     return "".join(told) + done.stdout if "train" in line else done.stdout
 
 
-@pytest.mark.slow
+def marked(document: Path) -> Any:
+    """The page of one strategy has its turn in the long tests: `strategies.md` has a command for each."""
+    is_long = document.parent.name == "strategies"
+    return pytest.param(document, marks=pytest.mark.long if is_long else pytest.mark.slow, id=document.name)
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "console")], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [marked(document) for document in DOCUMENTS if blocks(document, "console")])
 def test_commands_do_what_is_shown(document: Path, place: Path) -> None:
     hashes: set[str] = set()
     for block in blocks(document, "console"):
