@@ -110,13 +110,13 @@ def require_matrix(outcomes: Outcomes, folder: Path, model: str, names: list[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_what_any_kind_of_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path) -> None:
     require_matrix(outcomes, folder, "chain", KINDS)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", OF_MODEL)
 def test_what_any_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path, model: str) -> None:
     require_matrix(outcomes, folder, model, OF_MODEL[model])
