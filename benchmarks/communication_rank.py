@@ -18,8 +18,8 @@ from samestep.recipes.text.gpt import GPT
 
 CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
 _WARMUP, _STEPS = 3, 2
-# Where the kernel's `struct tcp_info` has `tcpi_bytes_sent`.
-_BYTES_SENT = 200
+# Where the kernel's `struct tcp_info` has `tcpi_notsent_bytes`, `tcpi_bytes_sent` and, behind it, `tcpi_bytes_retrans`.
+_NOT_SENT, _BYTES_SENT = 144, 200
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,12 @@ def _sent_by(number: int) -> int:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             return 0
         facts = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        if len(facts) < _BYTES_SENT + 8:
+        if len(facts) < _BYTES_SENT + 16:
             raise SystemExit("error: this kernel does not count the bytes of a connection (Linux 4.19 does)")
-        return int(struct.unpack_from("Q", facts, _BYTES_SENT)[0])
+        # What waits in the kernel at the first count would be a part of the second; what had to be sent twice is not ours.
+        (waiting,) = struct.unpack_from("I", facts, _NOT_SENT)
+        sent, again = struct.unpack_from("QQ", facts, _BYTES_SENT)
+        return int(waiting + sent - again)
 
 
 def _size(tensor: torch.Tensor) -> int:
