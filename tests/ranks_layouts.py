@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.config import Mesh, StepRules, StrategyPart
+from ten_steps import go_on, train
 
 World = samestep.World
-SHARDS, BATCH, SAMPLES, STEPS = 5, 20, 91, 10  # shards of 4 samples; the last batch of an epoch has 11
-HALF = STEPS // 2
+SHARDS, BATCH, SAMPLES = 5, 20, 91  # shards of 4 samples; the last batch of an epoch has 11
 
 LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "ddp": (4, StrategyPart(name="ddp")),
@@ -97,34 +97,6 @@ def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
     return engine, batches, samestep.loader(data, batch_size=30, shards=SHARDS, world=world)
 
 
-def steps_of(engine: samestep.Engine, batches: Any, until: int) -> list[tuple[float, float]]:
-    """Loss and norm of the gradient of each step until that many are done."""
-    found = []
-    while engine.steps < until:
-        for batch in batches:
-            result = engine.step(batch)
-            found.append((result.loss, result.grad_norm))
-            if engine.steps == until:
-                break
-    return found
-
-
-def outcome(world: World, engine: samestep.Engine, evaluation: Any) -> dict[str, Any]:
-    """What training has led to, whole."""
-    pieces = engine.pieces
-    values = engine.evaluate(evaluation)
-    average = engine.averaged
-    assert average is not None
-    return {
-        "layout": world.layout.name,
-        "evaluation": values,
-        "weights": {name: pieces.whole(name, p.detach()).clone() for name, p in pieces.held.items()},
-        "average": {name: pieces.whole(name, value).clone() for name, value in average.tensors.items()},
-        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
-        "held": sum(p.numel() for p in pieces.held.values()),
-    }
-
-
 def part_for(name: str, model: str) -> StrategyPart | None:
     """The strategy of a layout, with what it has to know of a model."""
     if name == "single":
@@ -136,21 +108,17 @@ def part_for(name: str, model: str) -> StrategyPart | None:
 
 
 def trained(name: str, model: str, folder: Path) -> dict[str, Any]:
-    """Ten steps under a layout, with a checkpoint after five."""
+    """Ten steps under a layout, with a checkpoint after five; how much this rank holds."""
     with samestep.start(device="cpu", strategy=part_for(name, model)) as world:
         engine, batches, evaluation = made(world, model)
-        found = steps_of(engine, batches, HALF)
-        samestep.Checkpoints(folder / name, engine, batches).save()
-        found += steps_of(engine, batches, STEPS)
-        return {"steps": found, **outcome(world, engine, evaluation)}
+        found = train(engine, batches, evaluation, folder / name)
+        return {**found, "held": sum(p.numel() for p in engine.pieces.held.values())}
 
 
 def gone_on(name: str, model: str, folder: Path) -> dict[str, Any]:
     """The second five steps under a layout, from a checkpoint that another one saved."""
     with samestep.start(device="cpu", strategy=part_for(name, model)) as world:
-        engine, batches, evaluation = made(world, model)
-        assert samestep.Checkpoints(folder, engine, batches).resume()
-        return {"steps": steps_of(engine, batches, STEPS), **outcome(world, engine, evaluation)}
+        return go_on(*made(world, model), folder)
 
 
 def all_trained(names: list[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:

@@ -13,15 +13,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import samestep
-from ranks_layouts import outcome, steps_of
 from samestep.config import Mesh, StepRules, StrategyPart
 from samestep.engine.observer import Observer, observe
 from samestep.errors import InputError
 from samestep.recipes.text.gpt import GPT
 from samestep.runtime.gather import all_gather
+from ten_steps import go_on, steps_of, train
 
 World = samestep.World
-STEPS, HALF = 10, 5
 CLASSES = 4
 
 
@@ -142,12 +141,9 @@ def trained(name: str, task: str, folder: Path) -> dict[str, Any]:
     """Ten steps, with a checkpoint after five; what every rank saw."""
     with samestep.start(device="cpu", strategy=LAYOUTS[name][1]) as world:
         engine, batches, evaluation = made(world, task)
-        found = steps_of(engine, batches, HALF)
-        samestep.Checkpoints(folder / name, engine, batches).save()
-        found += steps_of(engine, batches, STEPS)
-        result = {"steps": found, **outcome(world, engine, evaluation)}
+        result = train(engine, batches, evaluation, folder / name)
         result["metrics"] = engine.evaluate(evaluation, [Right()])
-        result["of ranks"] = all_gather([found, result["metrics"], engine.steps], world)
+        result["of ranks"] = all_gather([result["steps"], result["metrics"], engine.steps], world)
         result["held"] = all_gather(sum(p.numel() for p in engine.pieces.held.values() if not p.is_meta), world)
         return result
 
@@ -155,9 +151,7 @@ def trained(name: str, task: str, folder: Path) -> dict[str, Any]:
 def gone_on(name: str, task: str, folder: Path) -> dict[str, Any]:
     """The second five steps from a checkpoint that another layout saved."""
     with samestep.start(device="cpu", strategy=LAYOUTS[name][1]) as world:
-        engine, batches, evaluation = made(world, task)
-        assert samestep.Checkpoints(folder, engine, batches).resume()
-        return {"steps": steps_of(engine, batches, STEPS), **outcome(world, engine, evaluation)}
+        return go_on(*made(world, task), folder)
 
 
 def all_trained(names: list[str], task: str, folder: Path) -> dict[str, dict[str, Any]]:

@@ -23,10 +23,10 @@ from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.engine.step import Engine
 from samestep.errors import InputError, NonFiniteError
+from ten_steps import STEPS, go_on, steps_of, train
 from tensor_models import data_of, model_of, plan_of
 
-STEPS, BATCH, SHARDS = 10, 20, 3  # the last batch of an epoch has 7 samples
-HALF = STEPS // 2
+BATCH, SHARDS = 20, 3  # the last batch of an epoch has 7 samples
 LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "single": (1, StrategyPart()),
     "tp on 2": (2, StrategyPart(name="tp")),
@@ -52,40 +52,12 @@ def made(world: World, model: nn.Module, data: list[Any], **rules: Any) -> tuple
     return engine, batches, samestep.loader(data, batch_size=30, shards=SHARDS, world=world)
 
 
-def steps_of(engine: Engine, batches: Any, until: int) -> list[tuple[float, float]]:
-    """Loss and norm of the gradient of each step until that many are done."""
-    found = []
-    while engine.steps < until:
-        for batch in batches:
-            result = engine.step(batch)
-            found.append((result.loss, result.grad_norm))
-            if engine.steps == until:
-                break
-    return found
-
-
-def outcome(engine: Engine, evaluation: Any) -> dict[str, Any]:
-    """What training has led to, whole."""
-    pieces, average = engine.pieces, engine.averaged
-    assert average is not None
-    return {
-        "evaluation": engine.evaluate(evaluation),
-        "weights": {name: pieces.whole(name, p.detach()).clone() for name, p in pieces.held.items()},
-        "average": {name: pieces.whole(name, value).clone() for name, value in average.tensors.items()},
-        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
-        "strategy": engine.strategy,
-    }
-
-
 def trained(layout: str, model: str, folder: Path, rules: dict[str, Any]) -> dict[str, Any]:
     """Ten steps, with a checkpoint after five."""
     with samestep.start(device="cpu", strategy=part_of(layout, plan_of(model))) as world:
         engine, batches, evaluation = made(world, model_of(model), data_of(model), **rules)
-        found = steps_of(engine, batches, HALF)
-        samestep.Checkpoints(folder / model / layout, engine, batches).save()
-        found += steps_of(engine, batches, STEPS)
-        result = outcome(engine, evaluation)
-        return {"steps": found, "bits": bits(engine), "held": held_by(world, engine), **result}
+        found = train(engine, batches, evaluation, folder / model / layout)
+        return {**found, "bits": bits(engine), "held": held_by(world, engine)}
 
 
 def all_trained(layouts: list[str], models: list[str], folder: Path, **rules: Any) -> dict[tuple[str, str], Any]:
@@ -103,9 +75,7 @@ def losses_on_gpus(layout: str) -> list[tuple[float, float]]:
 def gone_on(layout: str, model: str, checkpoints: Path) -> dict[str, Any]:
     """The second five steps, from a checkpoint that some layout saved."""
     with samestep.start(device="cpu", strategy=part_of(layout, plan_of(model))) as world:
-        engine, batches, evaluation = made(world, model_of(model), data_of(model))
-        assert samestep.Checkpoints(checkpoints, engine, batches).resume()
-        return {"steps": steps_of(engine, batches, STEPS), **outcome(engine, evaluation)}
+        return go_on(*made(world, model_of(model), data_of(model)), checkpoints)
 
 
 def all_gone_on(pairs: list[tuple[str, str]], model: str, folder: Path) -> dict[tuple[str, str], Any]:

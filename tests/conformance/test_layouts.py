@@ -1,6 +1,5 @@
 """Every layout computes what one process does, and goes on from what any other has saved."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import ranks_layouts
-from ranks_layouts import HALF, LAYOUTS, OF_MODEL
+from ranks_layouts import LAYOUTS, OF_MODEL
 from samestep import launch
+from ten_steps import HALF, by_ranks, require_same
 
 Outcomes = Callable[[str], dict[str, dict[str, Any]]]
-MOST = 1e-10  # relative, in float64
 
 
 EACH = [
@@ -22,13 +21,6 @@ EACH = [
     for model, names in OF_MODEL.items()
     for name in names
 ]
-
-
-def by_ranks(names: list[str]) -> dict[int, list[str]]:
-    found = defaultdict(list)
-    for name in names:
-        found[LAYOUTS[name][0]].append(name)
-    return dict(found)
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +35,11 @@ def outcomes(folder: Path) -> Outcomes:
     @cache
     def of(model: str) -> dict[str, dict[str, Any]]:
         found = {"single": launch(ranks_layouts.trained, "single", model, folder / model, processes=1)}
-        for ranks, names in by_ranks(OF_MODEL[model]).items():
+        for ranks, names in by_ranks(OF_MODEL[model], LAYOUTS).items():
             found |= launch(ranks_layouts.all_trained, names, model, folder / model, processes=ranks)
         return found
 
     return of
-
-
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest distance of a tensor from the reference, relative to the largest element of that."""
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-3))
-        for name, tensor in expected.items()
-    )
-
-
-def require_same(found: dict[str, Any], expected: dict[str, Any], first_step: int = 0) -> None:
-    for mine, theirs in zip(found["steps"], expected["steps"][first_step:], strict=True):
-        assert mine == pytest.approx(theirs, rel=MOST)
-    assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=MOST)
-    for kind in ("weights", "average", "buffers"):
-        if expected[kind]:
-            assert distance(found[kind], expected[kind]) < MOST, kind
 
 
 @pytest.mark.parametrize(("model", "name"), EACH)
@@ -102,7 +76,7 @@ def require_matrix(outcomes: Outcomes, folder: Path, model: str, names: list[str
     """Every layout goes on from what each of them has saved."""
     expected, saved = outcomes(model)["single"], ["single", *names]
     found = launch(ranks_layouts.all_gone_on, ["single"], model, folder / model, saved, processes=1)
-    for ranks, same in by_ranks(names).items():
+    for ranks, same in by_ranks(names, LAYOUTS).items():
         found |= launch(ranks_layouts.all_gone_on, same, model, folder / model, saved, processes=ranks)
     assert len(found) == len(saved) ** 2
     for outcome in found.values():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import samestep
-from ranks_layouts import steps_of
 from ranks_pipeline import made, pipeline
 from samestep.config import StrategyPart
 from samestep.runtime.launch import launch
+from ten_steps import steps_of
 
 pytestmark = [
     pytest.mark.gpu,

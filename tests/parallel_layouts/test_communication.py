@@ -18,7 +18,7 @@ def test_layouts_send_and_hold_what_formulas_say(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["layout"] for row in rows] == layouts
     for row in rows:
-        # What a step tells besides, and connections' own messages, are some tens of kilobytes.
+        # What a step tells besides is some tens of kilobytes.
         assert row["sent"] == pytest.approx(row["sent_by_formula"], rel=0.02, abs=50_000), row
         assert row["held"] == pytest.approx(row["held_by_formula"], rel=0.01), row
     assert "| ddp powersgd | 4 " in (tmp_path / "found.md").read_text()

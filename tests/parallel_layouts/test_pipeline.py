@@ -1,21 +1,19 @@
 """`pp`, `ddp x pp` and `pp x tp`: every schedule computes what one process does."""
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ranks_pipeline
-from ranks_pipeline import HALF, LAYOUTS, pipeline
+from ranks_pipeline import LAYOUTS, pipeline
 from samestep import launch
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import EXIT_INPUT
 from samestep.runtime.crew import RankError
+from ten_steps import HALF, MOST, by_ranks, require_same
 
 Outcomes = dict[str, dict[str, dict[str, Any]]]
-MOST = 1e-10  # relative, in float64
 # Products are divided in the text model alone, for which there is a plan.
 QUICK = {"deep": ["1f1b", "zero_bubble", "ddp x pp"], "text": ["1f1b", "zero_bubble", "ddp x pp", "pp x tp"]}
 DEEP = [name for name in LAYOUTS if "tp" not in name.split() and name not in ("single", *QUICK["deep"])]
@@ -23,16 +21,9 @@ REST = {"deep": DEEP, "text": [*DEEP, "pp x tp zero_bubble"]}
 SAVED = {task: ["single", "1f1b", names[-1]] for task, names in QUICK.items()}
 
 
-def by_ranks(names: list[str]) -> dict[int, list[str]]:
-    found = defaultdict(list)
-    for name in names:
-        found[LAYOUTS[name][0]].append(name)
-    return dict(found)
-
-
 def trained(names: list[str], task: str, folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for ranks, some in by_ranks(names).items():
+    for ranks, some in by_ranks(names, LAYOUTS).items():
         found |= launch(ranks_pipeline.all_trained, some, task, folder, processes=ranks)
     return found
 
@@ -50,24 +41,6 @@ def outcomes(folder: Path) -> Outcomes:
 @pytest.fixture(scope="module")
 def more(folder: Path) -> Outcomes:
     return {task: trained(names, task, folder / task) for task, names in REST.items()}
-
-
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest distance of a tensor from the reference, relative to the largest element of that."""
-    assert list(found) == list(expected)
-    return max(
-        float((found[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-3))
-        for name, tensor in expected.items()
-    )
-
-
-def require_same(found: dict[str, Any], expected: dict[str, Any], first_step: int = 0) -> None:
-    for mine, theirs in zip(found["steps"], expected["steps"][first_step:], strict=True):
-        assert mine == pytest.approx(theirs, rel=MOST)
-    assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=MOST)
-    for kind in ("weights", "average", "buffers"):
-        if expected[kind]:
-            assert distance(found[kind], expected[kind]) < MOST, kind
 
 
 @pytest.mark.slow
@@ -122,7 +95,7 @@ def test_one_process_goes_on_from_stages_and_they_from_it(outcomes: Outcomes, fo
 @pytest.mark.parametrize("task", ["deep", "text"])
 def test_what_one_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path, task: str) -> None:
     found = {}
-    for ranks, names in by_ranks(["single", *QUICK[task]]).items():
+    for ranks, names in by_ranks(["single", *QUICK[task]], LAYOUTS).items():
         found |= launch(ranks_pipeline.all_gone_on, names, task, folder / task, SAVED[task], processes=ranks)
     assert len(found) == (1 + len(QUICK[task])) * len(SAVED[task])
     for outcome in found.values():

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 import ranks_tensor
-from ranks_tensor import BETWEEN, HALF, LAYOUTS
+from ranks_tensor import BETWEEN, LAYOUTS
 from samestep import launch
 from samestep.errors import InputError
 from samestep.parallel.drawing import draws
 from samestep.parallel.plans import ready_plan
 from samestep.parallel.tensor import plan_for
+from ten_steps import HALF, MOST, require_same
 from tensor_models import MODELS, PLAN, Layers, model_of
 
-MOST = 1e-10  # relative, in float64
 Outcomes = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -29,24 +29,6 @@ def trained(folder: Path, layouts: list[str], models: list[str], **rules: Any) -
         names = [layout for layout in layouts if LAYOUTS[layout][0] == ranks]
         found |= launch(partial(ranks_tensor.all_trained, names, models, folder, **rules), processes=ranks)
     return found
-
-
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest distance of a tensor from the reference, relative to the largest element of that."""
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-3))
-        for name, tensor in expected.items()
-    )
-
-
-def require_same(found: dict[str, Any], expected: dict[str, Any], first_step: int = 0) -> None:
-    for mine, theirs in zip(found["steps"], expected["steps"][first_step:], strict=True):
-        assert mine == pytest.approx(theirs, rel=MOST)
-    assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=MOST)
-    for kind in ("weights", "average", "buffers"):
-        if expected[kind]:
-            assert distance(found[kind], expected[kind]) < MOST, kind
 
 
 def require_layout(found: Outcomes, layout: str, model: str) -> None:
@@ -64,7 +46,7 @@ def _mark(model: str) -> pytest.MarkDecorator:
 def test_ddp_x_tp_computes_what_one_process_does(tmp_path: Path) -> None:
     found = trained(tmp_path, ["single", "ddp x tp"], ["layers"])
     require_layout(found, "ddp x tp", "layers")
-    assert found["ddp x tp", "layers"]["strategy"] == "ddp x tp"
+    assert found["ddp x tp", "layers"]["layout"] == "ddp x tp"
 
 
 @pytest.mark.timeout(300)
