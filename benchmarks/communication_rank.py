@@ -129,7 +129,7 @@ def _sent_by(number: int) -> int:
         facts = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         if len(facts) < _BYTES_SENT + 16:
             raise SystemExit("error: this kernel does not count the bytes of a connection (Linux 4.19 does)")
-        # What waits in the kernel at one count would be a part of the next; what had to be sent twice is not the layout's.
+        # What waits in the kernel at one count would be a part of the next; what was sent twice is not the layout's.
         (waiting,) = struct.unpack_from("I", facts, _NOT_SENT)
         sent, again = struct.unpack_from("QQ", facts, _BYTES_SENT)
         return int(waiting + sent - again)

@@ -262,7 +262,7 @@ class Trainer:
         self._engine.check()  # what is saved as good is what all ranks hold, in a run that is checked
         if self._engine.world.is_main:
             self._write(is_best=is_best)
-        elif self._engine.pieces.is_divided:
+        else:
             pack(self._engine.training, self._progress, keep=False)
 
     def _write(self, *, is_best: bool) -> None:

@@ -76,6 +76,8 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
         keep: False on a rank that only takes part in gathering; it gets nothing.
     """
     holding = training.holding
+    if not (keep or holding.is_divided):
+        return {}  # nothing is gathered
     tensors, aliases = _pack_model(training, keep=keep)
     slots, numbers, groups = _pack_optimizer(training, keep=keep)
     average = None
@@ -188,7 +190,7 @@ def _set(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], hol
     """
     parts = {name: holding.part(name, tensor) for name, tensor in given.items()}
     if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in parts.items()}:
-        raise ValueError("the averaged weights are of other parameters")
+        raise ValueError("the weights are of other parameters")
     for name, tensor in own.items():
         tensor.copy_(parts[name])
 

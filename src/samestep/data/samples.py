@@ -59,10 +59,11 @@ class ShardDataset(torch.utils.data.Dataset[Shard | Unusable]):
                 size = len(samples)
                 if not samples:
                     samples = [self._filler(request)]
-                if request.is_filler:
-                    return Shard(request.number, 0, self._collate(samples), is_filler=True)
                 seed_generators(derive_seed("collate", self._seed, request.epoch, int(request.indices[0])))
-                return Shard(request.number, size, self._collate(samples), tuple(skipped))
+                data = self._collate(samples)
+                if request.is_filler:  # its samples are counted where they are
+                    return Shard(request.number, 0, data, is_filler=True)
+                return Shard(request.number, size, data, tuple(skipped))
         except SamestepError as error:
             return Unusable(error)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from samestep.errors import InputError
 from samestep.parallel.division import division_of
+from samestep.parallel.same_start import take_from_first, tensors_of
 from samestep.runtime.world import World
 
 
@@ -29,7 +27,7 @@ def set_aside(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             rule="what is handed out by name has one",
             do="leave strategy.meta out",
         )
-    values = {name: tensor.detach() for name, tensor in _tensors(model).items()} if world.is_main else {}
+    values = {name: tensor.detach() for name, tensor in tensors_of(model).items()} if world.is_main else {}
     if any(tensor.is_meta for tensor in values.values()):
         raise InputError(
             "the model has no values on rank 0 either",
@@ -48,20 +46,13 @@ def hand_out(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch
         device: where the parts are to lie.
     """
     model.to_empty(device=device)
-    for name, tensor in _tensors(model).items():
+    for name, tensor in tensors_of(model).items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         if world.is_main:
             whole.copy_(values[name])
-        # As bytes: the backend does not know every type.
-        raw = whole.flatten().view(torch.uint8) if whole.numel() else whole
-        if raw.numel():
-            world.guarded(partial(dist.broadcast, raw, group=world.group, group_src=0), "a broadcast")
+        take_from_first(whole, world)
         with torch.no_grad():
             if isinstance(tensor, DTensor):
                 tensor.to_local().copy_(division_of(tensor).part(whole))
             else:
                 tensor.copy_(whole)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(chain(model.named_parameters(), model.named_buffers()))

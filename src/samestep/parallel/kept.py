@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -12,7 +12,7 @@ _GROUP_ELEMENTS = 4 * 2**20
 
 
 def sum_kept(
-    parameters: Sequence[torch.nn.Parameter], summed: Callable[[list[torch.nn.Parameter]], torch.Tensor]
+    parameters: Iterable[torch.nn.Parameter], summed: Callable[[list[torch.nn.Parameter]], torch.Tensor]
 ) -> None:
     """Set `.grad` of each parameter to its part of what `summed` makes, one flat tensor for some of them at a time."""
     for group in _groups(parameters):
@@ -20,7 +20,7 @@ def sum_kept(
             parameter.grad = value
 
 
-def _groups(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+def _groups(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Parameters in order, by some millions of elements of one kind, so that no message is as large as the model."""
     group: list[torch.nn.Parameter] = []
     for parameter in parameters:

@@ -20,8 +20,8 @@ from samestep.runtime.world import World
 
 # They move an element by its own gradient and state. What looks at a whole tensor (Adafactor, LBFGS, Muon) would
 # look at a part of it.
-_ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+_ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 )
 
 

@@ -27,7 +27,7 @@ def begin_the_same(model: torch.nn.Module, world: World) -> None:
 
 def _require_same_shapes(model: torch.nn.Module, world: World) -> None:
     """Refuse models of different shapes, which the backend would not notice."""
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model).items()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_of(model).items()]
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=4).digest()
     if len(set(gather_numbers(world, [int.from_bytes(digest, "little")]))) > 1:
         raise InputError(
@@ -38,14 +38,24 @@ def _require_same_shapes(model: torch.nn.Module, world: World) -> None:
 
 
 def _take_from_first(model: torch.nn.Module, world: World) -> None:
-    for tensor in _tensors(model).values():
+    for tensor in tensors_of(model).values():
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        take_from_first(values, world)
+        tensor.detach().copy_(values)
+
+
+def take_from_first(values: torch.Tensor, world: World) -> None:
+    """Give every rank the values of rank 0, in place of its own.
+
+    Args:
+        values: contiguous, of any type.
+    """
+    if values.numel() > 0:
         # As bytes: the backend does not know every type.
-        values = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
-        if values.numel() > 0:
-            raw = values.view(torch.uint8)
-            world.guarded(partial(dist.broadcast, raw, group=world.group, group_src=0), "a broadcast")
-            tensor.detach().copy_(values.view(tensor.shape))
+        raw = values.flatten().view(torch.uint8)
+        world.guarded(partial(dist.broadcast, raw, group=world.group, group_src=0), "a broadcast")
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
     return dict(chain(model.named_parameters(), model.named_buffers()))

@@ -49,5 +49,5 @@ class TogetherStrategy:
         self._reduction.forget()
 
     def finish(self, tree: ShardTree) -> None:
-        sum_kept(list(self._pieces.names), lambda group: self._reduction.kept(tree, group))
+        sum_kept(self._pieces.names, lambda group: self._reduction.kept(tree, group))
         self._reduction.forget()

@@ -76,7 +76,7 @@ class PipelineStrategy:
         self._reduction.forget()
 
     def finish(self, tree: ShardTree) -> None:
-        sum_kept(list(self._pieces.names), lambda group: self._reduction.kept(tree, group))
+        sum_kept(self._pieces.names, lambda group: self._reduction.kept(tree, group))
         self._reduction.forget()
         for ranks, group in self._groups.items():
             self._sum_tied([self._pieces.held[name] for name in self._pieces.shared[ranks]], group)
