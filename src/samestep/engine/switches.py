@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from samestep.config import StepRules
+from samestep.config.patterns import chosen
 from samestep.data.tensors import map_tensors
 from samestep.errors import InputError
 from samestep.runtime.world import World
@@ -68,17 +67,9 @@ def _recomputed(forward: Any, *arguments: Any, **named: Any) -> Any:
 
 def _named(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[torch.nn.Module]:
     modules = {name: module for name, module in model.named_modules() if name}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            close = get_close_matches(pattern, modules, n=2, cutoff=0.3)
-            raise InputError(
-                f"step.recompute: {pattern!r} matches no module",
-                rule="shell patterns of module names, such as blocks.*",
-                do=f"names like {', '.join(close or list(modules)[:2])}",
-            )
-    chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    named = chosen(modules, patterns, key="step.recompute", what="module", example="blocks.*")
     # What is inside of a module that is computed again is computed again with it.
-    return [modules[name] for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    return [modules[name] for name in named if not any(name.startswith(f"{other}.") for other in named)]
 
 
 def _compile(model: torch.nn.Module) -> None:

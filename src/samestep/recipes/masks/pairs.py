@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -88,6 +88,28 @@ def find_pairs(
             do="add or remove them, or leave them out: data.options.unpaired=skip",
         )
     return pairs, [f"left out {_counted(alone)} without a partner: {_listed(alone)}"] if alone else []
+
+
+def train_and_evaluation(
+    find: Callable[[Folders], tuple[list[Pair], list[str]]],
+    folders: Folders,
+    evaluation_path: str | None,
+    fraction: float,
+) -> tuple[list[Pair], list[Pair], list[str]]:
+    """Pairs to train on and to evaluate on, and notes on what is left out.
+
+    Args:
+        find: pairs and notes of two folders.
+        evaluation_path: a folder with the folders `images` and `masks`; None for a part of `folders`.
+
+    Raises:
+        DataError: as `find_pairs`, `folders_of` and `split_pairs`.
+    """
+    pairs, notes = find(folders)
+    if evaluation_path is None:
+        return *split_pairs(pairs, fraction), notes
+    evaluation, more = find(folders_of(evaluation_path, None, None))
+    return pairs, evaluation, notes + more
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float) -> tuple[list[Pair], list[Pair]]:

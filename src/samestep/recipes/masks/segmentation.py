@@ -14,7 +14,7 @@ from samestep.errors import DataError
 from samestep.recipes.images.decode import read_image
 from samestep.recipes.masks.code import MaskCode, Value
 from samestep.recipes.masks.files import read_mask
-from samestep.recipes.masks.pairs import Pair, Unpaired, find_pairs, folders_of, split_pairs
+from samestep.recipes.masks.pairs import Pair, Unpaired, find_pairs, folders_of, train_and_evaluation
 from samestep.recipes.masks.transforms import Fit, Flips, Joint, JointTransform, Variation
 from samestep.recipes.splits import Splits
 from samestep.recipes.task import Answer, Task
@@ -93,13 +93,9 @@ def load_segmentation(
     code = MaskCode(classes, mask_values, ignore_values, threshold)
     size = _size(image_size)
     find = partial(find_pairs, endings=ENDINGS, mask_suffix=mask_suffix, unpaired=unpaired)
-    pairs, notes = find(folders_of(path, images, masks))
-    if evaluation_path is None:
-        train, evaluation = split_pairs(pairs, evaluation_fraction)
-    else:
-        train = pairs
-        evaluation, more = find(folders_of(evaluation_path, None, None))
-        notes += more
+    train, evaluation, notes = train_and_evaluation(
+        find, folders_of(path, images, masks), evaluation_path, evaluation_fraction
+    )
     trained = MaskedImages(train, code, JointTransform(size, fit, Variation(flips, scale, jitter)))
     return Splits(
         train=trained,

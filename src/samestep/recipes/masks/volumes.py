@@ -15,7 +15,7 @@ from PIL import Image
 
 from samestep.errors import DataError
 from samestep.recipes.masks.code import IGNORED, MaskCode
-from samestep.recipes.masks.pairs import Pair, Unpaired, find_pairs, folders_of, split_pairs
+from samestep.recipes.masks.pairs import Pair, Unpaired, find_pairs, folders_of, train_and_evaluation
 from samestep.recipes.masks.segmentation import as_target
 from samestep.recipes.masks.volume_files import ENDINGS, Voxels, read_pair, read_volume, read_volume_mask, shape_of
 from samestep.recipes.splits import Splits
@@ -194,13 +194,9 @@ def load_volumes(
     _require_options(patches, foreground_share, window, kept_volumes)
     code, size = MaskCode(classes, mask_values, ignore_values), _size(patch_size)
     find = partial(find_pairs, endings=ENDINGS, mask_suffix=mask_suffix, unpaired=unpaired)
-    pairs, notes = find(folders_of(path, images, masks))
-    if evaluation_path is None:
-        train, evaluation = split_pairs(pairs, evaluation_fraction)
-    else:
-        train = pairs
-        evaluation, more = find(folders_of(evaluation_path, None, None))
-        notes += more
+    train, evaluation, notes = train_and_evaluation(
+        find, folders_of(path, images, masks), evaluation_path, evaluation_fraction
+    )
     trained = RandomPatches(Volumes(train, code, window, kept_volumes), size, patches, foreground_share, flips=flips)
     return Splits(
         train=trained,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from samestep.config.patterns import chosen
 from samestep.engine.checksum import checksum
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.weights.paddle import read_pdparams
@@ -117,18 +116,10 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """Take the gradient from parameters whose name matches one of `patterns`; their names.
 
     Raises:
-        RecipeError: a pattern matches nothing, or nothing is left to train.
+        InputError: a pattern matches nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = get_close_matches(pattern, names, n=2, cutoff=0.3)
-            raise RecipeError(
-                f"model.freeze: {pattern!r} matches no parameter",
-                rule="shell patterns of parameter names, such as layer1.*",
-                do=f"names like {', '.join(close or names[:2])}",
-            )
-    frozen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    frozen = chosen(names, patterns, key="model.freeze", what="parameter", example="layer1.*")
     if len(frozen) == len(names):
         raise RecipeError(
             "model.freeze matches every parameter", rule="something is left to train", do="freeze fewer of them"
