@@ -119,7 +119,7 @@ class Line:
         with work.around(slot, stage):
             values = self._call(self._computers[training, stage], *map(Arrived.apply, arriving), *inputs)
             if stage == self.cut.count - 1:
-                # Not a view: schedules detach it in place. Of one type, which torch before 2.13 wants to know beforehand.
+                # Not a view: schedules detach it in place. Of one type: torch before 2.13 wants to know it before.
                 return (torch.stack([work.end(slot, values)]).float(),)
         # Backward in two halves finds nothing to do behind inputs that want no gradient.
         wants = training and self._name == "zero_bubble"
