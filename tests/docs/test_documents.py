@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import yaml
 
 from samestep.recipes.parse import make_recipe
+from system import here
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -20,6 +23,8 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a busy machine has to say besides.
 SLOW = re.compile(r"rank \d is slow: ")
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
+# What only a shell understands.
+SHELL = re.compile(r"[|<>&;$`]")
 INDENTED_MAKE = re.compile(r"^    make ([\w-]+)", re.MULTILINE)
 
 
@@ -57,14 +62,20 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(line: str, place: Path) -> str:
+def in_shell(line: str, place: Path) -> str:
+    """What a line prints that is typed as it stands."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=environment, text=True, capture_output=True, check=False, timeout=110
     )
     assert done.returncode == 0, f"$ {line}\n{done.stdout}{done.stderr}"
-    told = [text for text in done.stderr.splitlines(keepends=True) if not SLOW.match(text)]
-    return "".join(told) + done.stdout if "train" in line else done.stdout
+    return shown_of(line, done.stdout, done.stderr)
+
+
+def shown_of(line: str, out: str, err: str) -> str:
+    """What documents show of it: of training, what it tells while it runs too."""
+    told = [text for text in err.splitlines(keepends=True) if not SLOW.match(text)]
+    return "".join(told) + out if "train" in line else out
 
 
 def marked(document: Path) -> Any:
@@ -73,13 +84,32 @@ def marked(document: Path) -> Any:
     return pytest.param(document, marks=pytest.mark.long if is_long else pytest.mark.slow, id=document.name)
 
 
+@pytest.fixture
+def in_turn(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """The same, but the command's own process is this one, so that its ranks are forked from one server for all."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def ran(line: str) -> str:
+        command, *arguments = shlex.split(line)
+        if command != "samestep" or SHELL.search(line):
+            return in_shell(line, place)
+        capfd.readouterr()
+        code = here(*arguments, cwd=place)
+        out, err = capfd.readouterr()
+        assert code == 0, f"$ {line}\n{out}{err}"
+        return shown_of(line, out, err)
+
+    return ran
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("document", [marked(document) for document in DOCUMENTS if blocks(document, "console")])
-def test_commands_do_what_is_shown(document: Path, place: Path) -> None:
+def test_commands_do_what_is_shown(document: Path, place: Path, in_turn: Callable[[str], str]) -> None:
+    is_first_page = document.name == "README.md"  # whose commands are typed as they stand
     hashes: set[str] = set()
     for block in blocks(document, "console"):
         for command in commands(block):
-            printed = run(command.line, place)
+            printed = in_shell(command.line, place) if is_first_page else in_turn(command.line)
             hashes |= set(HASH.findall(printed))
             if command.shown:
                 lines = [without_numbers(line) for line in printed.splitlines()]
@@ -92,7 +122,7 @@ def test_python_blocks_run(document: Path, place: Path) -> None:
     for number, block in enumerate(blocks(document, "python")):
         script = place / f"block{number}.py"
         script.write_text(block, encoding="utf-8")
-        run(f"python {script}", place)
+        in_shell(f"python {script}", place)
 
 
 def test_yaml_recipes_are_valid() -> None:
@@ -107,7 +137,7 @@ def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
     page = ROOT / "docs" / "recipes.md"
     (place / "points.py").write_text(blocks(page, "python")[0], encoding="utf-8")
     (place / "points.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
-    printed = run("samestep train points.yaml --processes 3 --name points", place)
+    printed = in_shell("samestep train points.yaml --processes 3 --name points", place)
     assert "evaluated   200 samples" in printed
 
 
