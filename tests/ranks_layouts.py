@@ -36,6 +36,15 @@ LAYOUTS: dict[str, tuple[int, StrategyPart]] = {
     "pp x tp": (4, StrategyPart(name="pp", mesh=Mesh(pipeline=2, tensor=2))),
     "fsdp x tp": (4, StrategyPart(name="fsdp", mesh=Mesh(tensor=2))),
 }
+# On eight ranks; where each has data of its own, there are as many shards.
+OF_EIGHT: dict[str, tuple[int, StrategyPart]] = {
+    "ddp (8)": (8, StrategyPart(name="ddp")),
+    "fsdp (8)": (8, StrategyPart(name="fsdp")),
+    "hsdp (8)": (8, StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=4))),
+    "fsdp x tp (8)": (8, StrategyPart(name="fsdp", mesh=Mesh(tensor=2))),
+    "ddp x pp (8)": (8, StrategyPart(name="pp", mesh=Mesh(pipeline=4))),
+    "ddp x pp x tp (8)": (8, StrategyPart(name="pp", mesh=Mesh(replicate=2, pipeline=2, tensor=2))),
+}
 # By model: how a tensor axis divides its products, and where its parts lie.
 PLANS = {
     "chain": {"0": "column", "2": "row", "4": "column", "6": "row"},
@@ -93,15 +102,16 @@ def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     rules = StepRules(clip_norm=0.4)
     engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, rules=rules, ema=0.9)
-    batches = samestep.loader(data, batch_size=BATCH, shards=SHARDS, shuffle=True, world=world)
-    return engine, batches, samestep.loader(data, batch_size=30, shards=SHARDS, world=world)
+    shards = max(SHARDS, world.layout.data)
+    batches = samestep.loader(data, batch_size=BATCH, shards=shards, shuffle=True, world=world)
+    return engine, batches, samestep.loader(data, batch_size=30, shards=shards, world=world)
 
 
 def part_for(name: str, model: str) -> StrategyPart | None:
     """The strategy of a layout, with what it has to know of a model."""
     if name == "single":
         return None
-    part = LAYOUTS[name][1]
+    part = (LAYOUTS | OF_EIGHT)[name][1]
     if part.name == "placed":
         return replace(part, place=PLACES[model])
     return replace(part, plan=PLANS["chain" if model == "chain" else "full"]) if "tp" in name else part

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ranks_layouts
-from ranks_layouts import LAYOUTS, OF_MODEL
+from ranks_layouts import LAYOUTS, OF_EIGHT, OF_MODEL
 from samestep import launch
 from ten_steps import HALF, by_ranks, require_same
 
@@ -58,6 +58,15 @@ def test_it_has_the_bits_of_one_process(outcomes: Outcomes, name: str, model: st
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_is_called_what_it_is(outcomes: Outcomes, name: str) -> None:
     assert outcomes("chain")[name]["layout"] == name.partition(" (")[0]
+
+
+@pytest.mark.slow
+def test_so_it_does_on_eight_ranks(outcomes: Outcomes, folder: Path) -> None:
+    single = outcomes("chain")["single"]
+    found = launch(ranks_layouts.all_trained, list(OF_EIGHT), "chain", folder / "eight", processes=8)
+    for name, mine in found.items():
+        require_same(mine, single)
+        assert mine["layout"] == name.removesuffix(" (8)")
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp (offload)", "fsdp (meta)", "hsdp", "fsdp (3)"])

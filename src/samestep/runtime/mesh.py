@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute, debug
 
 from samestep.config import StrategyPart, settle
 from samestep.config.layout import AXES
@@ -28,6 +29,7 @@ def lay_out(world: World, strategy: StrategyPart, timeout: timedelta) -> None:
     world.strategy, world.layout, world.timeout = strategy, layout, timeout
     if not layout.is_split:
         return
+    _forget_earlier()
     ranks = torch.arange(layout.size).view(layout.sizes)
     # Made here and not by torch, whose meshes let every message wait for half an hour.
     axes = [_group_of(world, ranks.movedim(axis, -1).reshape(-1, size)) for axis, size in enumerate(layout.sizes)]
@@ -35,6 +37,17 @@ def lay_out(world: World, strategy: StrategyPart, timeout: timedelta) -> None:
     if layout.data < world.size:
         data = [AXES.index("replicate"), AXES.index("shard")]
         world.data = world.part(_group_of(world, ranks.movedim(data, [-2, -1]).reshape(-1, layout.data)))
+
+
+def _forget_earlier() -> None:
+    """Let torch forget what it knows of meshes of an earlier world of this process.
+
+    It takes a mesh of the same ranks and names for the same one, and would call groups that are gone, or others that
+    have their names now.
+    """
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _group_of(world: World, parts: torch.Tensor) -> dist.ProcessGroup:
