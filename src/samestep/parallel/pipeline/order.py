@@ -57,13 +57,12 @@ def schedule(name: str, stages: Sequence[PipelineStage], microbatches: int, *, t
     loss = _the_loss if training else None
     own: list[Any] = list(stages)
     count, ranks = stages[0].num_stages, stages[0].group_size
-    if name in _SEVERAL:
-        if training and microbatches % max(1, microbatches // ranks) == 0:
-            return _SEVERAL[name](own, microbatches, loss_fn=loss, scale_grads=False)
+    if name in _SEVERAL and training and microbatches % max(1, microbatches // ranks) == 0:
+        return _SEVERAL[name](own, microbatches, loss_fn=loss, scale_grads=False)
+    if name in _SEVERAL or microbatches < count:
         return ScheduleLoopedBFS(own, microbatches, loss_fn=loss, scale_grads=False)
-    if training and name == "1f1b" and microbatches >= count:
-        return Schedule1F1B(own[0], microbatches, loss_fn=loss, scale_grads=False)
-    return ScheduleGPipe(own[0], microbatches, loss_fn=loss, scale_grads=False)
+    one = Schedule1F1B if training and name == "1f1b" else ScheduleGPipe
+    return one(own[0], microbatches, loss_fn=loss, scale_grads=False)
 
 
 def _rule(part: StrategyPart, ranks: int) -> str:
