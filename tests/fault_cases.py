@@ -127,6 +127,7 @@ def damaged_then_killed(how: Callable[[Path], None]) -> Act:
         step = steps_saved(place / RUN)[-1]
         how(place / RUN / f"checkpoints/step-{step:09d}/model.safetensors")
         (place / "fault.json").write_text(json.dumps(in_step("kill", 1, 10)), encoding="utf-8")
+        (place / "pace").unlink()
 
     return act
 
@@ -405,12 +406,14 @@ CASES = [
         "a bit of the newest checkpoint flips, then a rank is killed",
         options=RESTART,
         act=damaged_then_killed(flip),
+        before=paced("0.4"),  # so that there is time to damage it
         also=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
     ),
     Case(
         "the newest checkpoint is cut short, then a rank is killed",
         options=RESTART,
         act=damaged_then_killed(truncate),
+        before=paced("0.4"),  # so that there is time to damage it
         also=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
         is_variant=True,
     ),
