@@ -1,5 +1,6 @@
 """What every test gets."""
 
+import multiprocessing
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -9,7 +10,9 @@ from hypothesis import settings
 
 import samestep
 from leaks import left_behind, picture
+from samestep.cli.ranks import EVALUATING
 from samestep.runtime.env import prepare_torch_environment
+from samestep.runtime.launch import PRELOAD, start_server
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
 settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)
@@ -18,8 +21,13 @@ settings.load_profile("samestep")
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_environment() -> None:
-    """Set once what the first launch would set anyway."""
+    """Set once what the first launch would set anyway, and start the server of which ranks are forks.
+
+    It imports beside the first tests, and what evaluations need too: else each rank would, when it comes to that.
+    """
     prepare_torch_environment(loopback=True)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *EVALUATING])
+    start_server()
 
 
 @pytest.fixture(autouse=True)

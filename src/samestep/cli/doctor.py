@@ -10,10 +10,8 @@ from typing import Any
 
 from samestep.cli import options, ranks
 from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
-from samestep.runtime.by_name import ByName
 from samestep.runtime.devices import visible
 from samestep.runtime.env import Environment, launch_variables, read_environment, read_rendezvous
-from samestep.runtime.launch import launch
 from samestep.runtime.rendezvous import Rendezvous
 
 _LIBRARIES = ("torch", "numpy", "torchvision", "safetensors")
@@ -83,8 +81,7 @@ def _store(found: Rendezvous) -> str:
 
 
 def _machine(environment: Environment) -> dict[str, Any]:
-    # Asked in another process: this one does not import torch.
-    names: list[str] = launch(ByName("samestep.recipes.run", "gpu_names"), processes=1, preload=ranks.PRELOAD)
+    names = ranks.gpu_names()
     return {
         "devices": [
             {"position": position, "is": told, "name": name}

@@ -84,6 +84,8 @@ def _launched(arguments: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     _, processes = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
     terms = Terms(HANG_AFTER)
     given = _given(arguments, plan)
-    outcome = ranks.launch_ranks("evaluate", *given, processes=processes, terms=terms, devices=devices)
+    outcome = ranks.launch_ranks(
+        "evaluate", *given, processes=processes, terms=terms, devices=devices, preload=ranks.EVALUATING
+    )
     values: dict[str, Any] = outcome.value
     return values

@@ -7,7 +7,7 @@ import json
 from typing import get_args
 
 from samestep.config.layout import AXES
-from samestep.config.strategy import StrategyName
+from samestep.config.strategy import Mesh, StrategyName, StrategyPart
 from samestep.errors import InputError
 
 
@@ -39,13 +39,24 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     return [f"strategy.mesh={json.dumps(mesh)}"] if mesh else []
 
 
+def strategy_of(text: str) -> StrategyPart:
+    """What `NAME` or `NAME:AXIS=N,...` asks for.
+
+    Raises:
+        InputError: there is no such strategy or axis.
+    """
+    name, colon, sizes = text.partition(":")
+    mesh = Mesh(**_sizes(sizes)) if colon else Mesh()
+    return StrategyPart(name=name, mesh=mesh)  # type: ignore[arg-type]
+
+
 def _sizes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for said in text.split(","):
         axis, _, size = said.partition("=")
         if axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1 or axis in found:
             raise InputError(
-                f"--mesh {text}",
+                f"a mesh {text}",
                 rule=f"AXIS=N with commas between, each axis once: {', '.join(AXES)}",
                 do="--mesh replicate=2,tensor=2",
             )

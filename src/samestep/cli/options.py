@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from samestep.cli.durations import seconds
 from samestep.config import RunOptions
+from samestep.errors import InputError
 from samestep.record.events import one_line
 
 
@@ -96,6 +98,33 @@ def free_name(runs: Path, stem: str) -> str:
     """`stem`, date and time, and a number where several runs begin in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(free for n in count(1) if not (runs / (free := name if n == 1 else f"{name}-{n}")).exists())
+
+
+@contextmanager
+def new_folder(out: Path | None, stem: str) -> Iterator[Path]:
+    """The folder of what a command finds; where nothing comes of it, what was made for it goes again.
+
+    Args:
+        out: what `--out` says; None for a folder of its own below `runs`, with `stem` in its name.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    folder = out or Path("runs") / free_name(Path("runs"), stem)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--out DIR"
+        ) from error
+    try:
+        yield folder
+    except BaseException:
+        for path in made:
+            if not any(path.iterdir()):
+                path.rmdir()
+        raise
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from samestep.config import Recipe, settle
@@ -15,16 +16,24 @@ from samestep.runtime.launch import Outcome, launch, run_crew
 
 # Imported once for all ranks, beside what the launcher itself names.
 PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
+# For commands that evaluate sooner or later in each rank they start; training has its first step sooner without.
+EVALUATING = (*PRELOAD, "samestep.runtime.counting")
 
 
 def launch_ranks(
-    function: str, recipe: Recipe, *arguments: Any, processes: int, terms: Terms, devices: Devices | None = None
+    function: str,
+    recipe: Recipe,
+    *arguments: Any,
+    processes: int,
+    terms: Terms,
+    devices: Devices | None = None,
+    preload: Sequence[str] = PRELOAD,
 ) -> Outcome:
     """Run a function of `samestep.recipes.run` in that many ranks."""
     named = ByName("samestep.recipes.run", function)
     environment = devices.variables() if devices else None
     return run_crew(
-        named, recipe, *arguments, processes=processes, terms=terms, preload=PRELOAD, environment=environment
+        named, recipe, *arguments, processes=processes, terms=terms, preload=preload, environment=environment
     )
 
 
@@ -38,7 +47,7 @@ def devices(text: str | None, device: str) -> Devices | None:
         return None
     if device == "cpu":
         raise InputError(f"--devices {text} with --device cpu", rule="devices are GPUs", do="leave one of them out")
-    return chosen(text, read_environment().visible_devices, _gpus())
+    return chosen(text, read_environment().visible_devices, len(gpu_names()))
 
 
 def bounds(
@@ -82,7 +91,7 @@ def _auto(device: str, recipe: Recipe | None, devices: Devices | None) -> int:
     if devices is not None:
         found = len(devices.names)
     else:
-        found = (_gpus() if device != "cpu" else 0) or read_environment().cores
+        found = (len(gpu_names()) if device != "cpu" else 0) or read_environment().cores
     if recipe is None:
         return found
     if recipe.strategy.name == "dp":
@@ -93,6 +102,12 @@ def _auto(device: str, recipe: Recipe | None, devices: Devices | None) -> int:
     return min(recipe.shards * divided, found)
 
 
-def _gpus() -> int:
+def gpu_names(preload: Sequence[str] = PRELOAD) -> list[str]:
+    """What the GPUs of this machine are called, in torch's order.
+
+    Args:
+        preload: what ranks that are started afterwards need.
+    """
     # Asked in a fork of the warm server: this process does not import torch.
-    return int(launch(ByName("samestep.recipes.run", "count_gpus"), processes=1, preload=PRELOAD))
+    names: list[str] = launch(ByName("samestep.recipes.run", "gpu_names"), processes=1, preload=preload)
+    return names

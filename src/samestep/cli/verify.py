@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes = _processes(arguments.processes)
     _check(arguments, subject, processes)
     console = Console(stderr=True, quiet=arguments.json)
-    with _new_folder(arguments.out, subject.name) as folder:
+    with options.new_folder(arguments.out, f"verify-{Path(subject.name).stem}") as folder:
         found = verify(
             subject,
             processes,
@@ -94,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             kill_at=arguments.kill_at,
             resume_on=arguments.resume_on,
             checks_losses=not arguments.loss_of_shards,
-            preload=ranks.PRELOAD,
+            preload=ranks.EVALUATING,
             tell=lambda text: console.print(f"running {subject.name} on {text}", highlight=False, soft_wrap=True),
         )
     data = certificate_data(found)
@@ -188,23 +186,3 @@ def _tolerance(double: bool, recipe: Recipe | None) -> float:
             do="--tolerance 2, or --set strategy.hook=none",
         )
     return _OF_HOOK[hook] if hook in _OF_HOOK else _TOLERANCES[double]
-
-
-@contextmanager
-def _new_folder(out: Path | None, name: str) -> Iterator[Path]:
-    """The folder of the certificate; where nothing comes of it, what was made for it goes again."""
-    folder = out or Path("runs") / options.free_name(Path("runs"), f"verify-{Path(name).stem}")
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--out DIR"
-        ) from error
-    try:
-        yield folder
-    except BaseException:
-        for path in made:
-            if not any(path.iterdir()):
-                path.rmdir()
-        raise

@@ -105,11 +105,6 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 
-def count_gpus() -> int:
-    """GPUs that torch sees on this machine."""
-    return torch.cuda.device_count()
-
-
 def gpu_names() -> list[str]:
     """What the GPUs that torch sees are called, in torch's order."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

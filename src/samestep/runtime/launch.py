@@ -110,7 +110,7 @@ def run_crew(
         crew = Crew(board, terms)
         stack.enter_context(crew.signals())
         try:
-            _start_server()
+            start_server()
             for rank in range(processes):
                 stacks = StackFile()
                 stack.callback(stacks.close)
@@ -150,7 +150,7 @@ def _require_launchable(processes: int, terms: Terms) -> None:
         )
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the fork server if it does not run yet, with signals blocked that go to a whole group.
 
     Terminals send SIGINT so, batch systems SIGTERM. The server must not end of them, for the ranks would with it; and

@@ -1,0 +1,153 @@
+"""What every rank of a trial does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from samestep.config import DeviceKind, RunOptions
+from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
+from samestep.engine.norm import norm_layers
+from samestep.engine.step import Engine
+from samestep.errors import InputError
+from samestep.recipes.build import Built, build
+from samestep.record.stopwatch import Stopwatch
+from samestep.runtime.gather import all_gather
+from samestep.runtime.session import start
+from samestep.runtime.world import World
+from samestep.tools.bench.contenders import Contender
+
+_WARMUP = 3  # steps in which memory is taken and kernels are chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where contenders run.
+
+    Attributes:
+        workers: loader processes a rank; None for what the recipe's data and the cores say.
+    """
+
+    device: DeviceKind = "auto"
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where training leads.
+
+    Attributes:
+        evaluation: the loss and the recipe's metrics.
+        device: what ranks compute on, `cpu` or `cuda`.
+        held: bytes of parameters, gradients, buffers and optimizer state, of the rank that holds most.
+        peak: bytes that torch had taken of a GPU at once, of the rank that took most; None on a CPU.
+        steps_in_epoch: how many there are.
+    """
+
+    evaluation: dict[str, float]
+    device: str
+    held: int
+    peak: int | None
+    steps_in_epoch: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Some steps.
+
+    Attributes:
+        step_seconds: of one step, the wait for its batch included; the mean.
+        data_share: how much of that was the wait of rank 0 for its batches.
+        samples_per_second: over all ranks.
+    """
+
+    step_seconds: float
+    data_share: float
+    samples_per_second: float
+
+
+def reach(contender: Contender, epochs: int, machine: Machine) -> Reached | None:
+    """Train for some epochs, or for a step if that is none, and evaluate; nothing if somebody asked to end.
+
+    Raises:
+        InputError: the recipe cannot be run so.
+    """
+    with _world(contender, machine) as world:
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+        built = _built(contender, machine, world)
+        steps = epochs * len(built.train) or 1
+        if any(built.engine.step(batch).stop for batch in islice(_endless(built.train), steps)):
+            return None
+        held, peak = _held(built.engine), _peak(world)
+        values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
+        most = [max(column) for column in zip(*all_gather([held, peak], world), strict=True)]
+        is_gpu = world.device.type == "cuda"
+        return Reached(values, world.device.type, most[0], most[1] if is_gpu else None, len(built.train))
+
+
+def time_all(contenders: Sequence[Contender], steps: int, machine: Machine) -> list[Timed | None]:
+    """Some steps of each contender for as many ranks, one after the other; nothing if somebody asked to end."""
+    return [_timed(contender, steps, machine) for contender in contenders]
+
+
+def _timed(contender: Contender, steps: int, machine: Machine) -> Timed | None:
+    with _world(contender, machine) as world:
+        built = _built(contender, machine, world)
+        batches, watch = _endless(built.train), Stopwatch()
+        if any(built.engine.step(batch).stop for batch in islice(batches, _WARMUP)):
+            return None
+        samples, waited = 0, 0.0
+        _finish(world)
+        began = time.perf_counter()
+        for _ in range(steps):
+            with watch.waiting():
+                batch = next(batches)
+            if built.engine.step(batch).stop:
+                return None
+            samples, waited = samples + batch.size, waited + watch.last_wait
+        _finish(world)
+        seconds = time.perf_counter() - began
+        return Timed(seconds / steps, waited / seconds, samples / seconds)
+
+
+def _world(contender: Contender, machine: Machine) -> AbstractContextManager[World]:
+    recipe, rules = contender.recipe, contender.recipe.step
+    return start(device=machine.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
+
+
+def _built(contender: Contender, machine: Machine, world: World) -> Built:
+    built = build(contender.recipe, RunOptions(device=machine.device, workers=machine.workers), world)
+    if contender.recipe.step.batch_norm == "sync" and not norm_layers(built.engine.model):
+        raise InputError("the model has no batch norm", rule="sync BN is of batch norm", do="leave it out")
+    return built
+
+
+def _finish(world: World) -> None:
+    """Wait for all that ranks and their devices are still at."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    world.barrier()
+
+
+def _endless(train: Loader) -> Iterator[GlobalBatch]:
+    while True:
+        yield from train
+
+
+def _held(engine: Engine) -> int:
+    held = list(engine.pieces.held.values())
+    state = [value for values in engine.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    everything = [*held, *gradients, *engine.model.buffers(), *state]
+    return sum(tensor.numel() * tensor.element_size() for tensor in everything if not tensor.is_meta)
+
+
+def _peak(world: World) -> int:
+    return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
