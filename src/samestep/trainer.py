@@ -25,6 +25,7 @@ from samestep.errors import CheckpointWriteError, InputError
 from samestep.metrics import LossMetric
 from samestep.record.events import Recorder
 from samestep.record.stopwatch import Stopwatch
+from samestep.record.vitals import Done
 from samestep.runtime.gather import all_gather
 
 # Samples that were left out, in a line on the terminal; all of them are in the events.
@@ -89,6 +90,11 @@ class Trainer:
         self._evaluation_seconds = 0.0
         self._last_evaluation: dict[str, float] = {}
 
+    @property
+    def done(self) -> Done:
+        """What this rank has done so far; any thread may ask."""
+        return Done(self._progress.step, self._stopwatch.own_samples, self._stopwatch.waited)
+
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, whatever number of ranks wrote it.
 
@@ -136,7 +142,7 @@ class Trainer:
         every = self._options.checkpoint_every
         while (batch := self._next(batches)) is not None:
             is_last = batch.end.epoch > batch.begin.epoch
-            with self._stopwatch.training(batch.size):
+            with self._stopwatch.training(batch.size, own=sum(part.size for part in batch.parts)):
                 result = self._engine.step(batch, save=self._wants_save(is_last))
             self._count(batch, result)
             self._saver.look()

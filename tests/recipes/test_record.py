@@ -159,3 +159,19 @@ def test_stopwatch_lets_errors_pass() -> None:
     with pytest.raises(ZeroDivisionError), watch.training(10):
         1 / 0  # noqa: B018
     assert watch.speed == 0.0
+
+
+def test_stopwatch_counts_waits_that_go_on_and_own_samples() -> None:
+    watch = Stopwatch()
+    with watch.waiting():
+        first, second = watch.waited, watch.waited
+        assert 0 <= first < second
+    after = watch.waited
+    assert after == watch.waited == pytest.approx(watch.last_wait, abs=1e-4)
+    with pytest.raises(ZeroDivisionError), watch.waiting():
+        1 / 0  # noqa: B018
+    assert watch.waited == watch.waited > after
+    for own in (3, 5):
+        with watch.training(10, own=own):
+            pass
+    assert watch.own_samples == 8

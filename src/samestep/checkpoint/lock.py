@@ -70,6 +70,28 @@ class FolderLock:
         self.release()
 
 
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process has the folder now; None where the system does not tell.
+
+    For an instant this keeps out a process that comes, which tries again.
+    """
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _acquire(folder: Path, patience: float) -> int:
     """A descriptor that holds the lock of `folder`."""
     try:

@@ -26,6 +26,7 @@ from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
 from samestep.record.events import EventFile, Recorder
 from samestep.record.progress import ProgressLine
+from samestep.record.vitals import Vitals
 from samestep.runtime.env import read_environment
 from samestep.runtime.session import start
 from samestep.runtime.world import World
@@ -43,12 +44,19 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
             device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
         ) as world,
         FolderLock(run) if world.is_main else nullcontext(),
+        Vitals(run, world, first_step) as vitals,
     ):
-        return _train(recipe, options, run, checkpoint, first_step, world)
+        return _train(recipe, options, run, checkpoint, first_step, world, vitals)
 
 
 def _train(
-    recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int, world: World
+    recipe: Recipe,
+    options: RunOptions,
+    run: Path,
+    checkpoint: Path | None,
+    first_step: int,
+    world: World,
+    vitals: Vitals,
 ) -> dict[str, Any]:
     built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
     folder = CheckpointFolder(run / "checkpoints", options.keep)
@@ -77,6 +85,7 @@ def _train(
         recorder.tell("note", text=world.layout.picture())
     if world.layout.replicate > 1 and recipe.strategy.remark is not None:
         recorder.tell("note", text=recipe.strategy.remark)
+    vitals.follow(lambda: trainer.done)
     with recorder:
         summary = trainer.fit()
     return {**asdict(summary), "stop_signal": world.stop_signal}

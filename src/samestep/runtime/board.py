@@ -68,6 +68,13 @@ class Pulse:
         self._is_over = False
         self._text = ""
         self._waiting: list[str] = []
+        self._waiting_since = self._waited_seconds = 0.0
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long it has waited for the others so far, where any of its threads did."""
+        with self._lock:
+            return self._waited_seconds + (time.monotonic() - self._waiting_since if self._waiting else 0.0)
 
     @property
     def text(self) -> str:
@@ -98,12 +105,18 @@ class Pulse:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """This rank waits for the others while the block runs."""
-        self._waiting.append(what)
+        with self._lock:
+            if not self._waiting:
+                self._waiting_since = time.monotonic()
+            self._waiting.append(what)
         self._show()
         try:
             yield
         finally:
-            self._waiting.remove(what)
+            with self._lock:
+                self._waiting.remove(what)
+                if not self._waiting:
+                    self._waited_seconds += time.monotonic() - self._waiting_since
             self._show()
 
     def arrive(self, shards: int) -> None:

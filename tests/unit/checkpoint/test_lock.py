@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.checkpoint.lock import LOCK, FolderLock
+from samestep.checkpoint.lock import LOCK, FolderLock, is_locked
 from samestep.errors import InputError
 
 HOLD = """
@@ -139,3 +139,22 @@ def test_a_failure_after_the_lock_was_taken_gives_it_back(tmp_path: Path, monkey
         with pytest.raises(InputError, match="No space left on device"):
             FolderLock(tmp_path)
     assert is_free(tmp_path)
+
+
+def test_who_only_looks_sees_whether_it_is_held_and_keeps_nobody_out(tmp_path: Path) -> None:
+    assert is_locked(tmp_path / "nowhere") is False
+    with FolderLock(tmp_path):
+        assert is_locked(tmp_path) is True
+    assert is_locked(tmp_path) is False
+    with FolderLock(tmp_path, patience=0):
+        pass
+
+
+def test_where_there_are_no_locks_it_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FolderLock(tmp_path).release()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert is_locked(tmp_path) is None

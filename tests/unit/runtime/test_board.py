@@ -81,3 +81,17 @@ def test_it_is_seen_from_another_process_and_leaves_no_file() -> None:
     assert board.read(1).text == "in something else", "a rank that is gone is seen as it stood"
     board.close()
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_waits_in_several_threads_at_once_count_once() -> None:
+    pulse = own_pulse()
+    assert pulse.waited_seconds == 0
+    with pulse.waiting("a barrier"):
+        with pulse.waiting("an all-reduce"):
+            time.sleep(0.1)
+        inside = pulse.waited_seconds
+        time.sleep(0.1)
+    waited = pulse.waited_seconds
+    assert 0.1 <= inside < 0.19 < waited < 0.5
+    time.sleep(0.05)
+    assert pulse.waited_seconds == waited
