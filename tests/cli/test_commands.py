@@ -25,7 +25,7 @@ from terminal import Screen
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "tests" / "recorded.yaml"
-COMMANDS = ("train", "resume", "eval", "predict", "export", "run")
+COMMANDS = ("train", "resume", "eval", "predict", "export", "run", "top")
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=256")
 STEPS = 18  # of 1,437 samples, six an epoch
 ENVIRONMENT = {
@@ -142,8 +142,10 @@ def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> N
         "tensorboard",
         "checkpoints",
         "logs",
+        "ranks",
         ".lock",
     }
+    assert {path.name for path in (trained.run / "ranks").iterdir()} == {f"rank-{rank}.jsonl" for rank in range(3)}
     assert {path.name for path in (trained.run / "logs").iterdir()} == {"rank-1.log", "rank-2.log"}
     assert {path.name for path in (trained.run / "checkpoints" / "last").iterdir()} == {
         "model.safetensors",

@@ -1,0 +1,1 @@
+"""`samestep top`: what a run is doing, seen from its directory alone."""
