@@ -63,6 +63,9 @@ def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
     assert weights(place / "runs" / name) == weights(place / "runs" / "launched")
     (environment,) = json.loads((place / "runs" / name / "environment.json").read_text(encoding="utf-8"))
     assert environment["processes"] == 2
+    told = sorted((place / "runs" / name / "ranks").iterdir())
+    assert [path.name for path in told] == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert [json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"] for path in told] == [13, 13]
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def _write(path: Path, text: str) -> None:
 
 def _follow(folder: Path, watch: RunWatch, console: Console, every: float) -> None:
     """Look again and again, until Ctrl-C."""
-    first = _shown(folder, watch.look(), console)
     try:
+        first = _shown(folder, watch.look(), console)
         with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
                 time.sleep(every)

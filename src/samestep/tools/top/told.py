@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from samestep.tools.top.follow import read_object
 
@@ -30,7 +30,7 @@ class Told:
     def __init__(self) -> None:
         self.last_step: dict[str, Any] = {}
         self.evaluation: dict[str, Any] = {}
-        self.ended_as: str | None = None
+        self.ended_as: Literal["ended", "stopped"] | None = None
         self.unreadable = 0
         self._speed: deque[tuple[float, int]] = deque()  # times, and steps done by then
 

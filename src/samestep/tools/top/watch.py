@@ -48,11 +48,11 @@ class RunWatch:
         if which != self._which:
             self._forget()
             self._which, self._epochs = which, epochs
-        state_of_lock = is_locked(self._run)
+        lock = is_locked(self._run)  # before the events: a run tells its end while it holds it
         self._told.hear(self._events.new_lines())
         self._ranks.look()
         self._read_environment()
-        return self._picture(self._state(state_of_lock))
+        return self._picture(self._state(lock))
 
     def _forget(self) -> None:
         self._events, self._told = Follower(self._run / "events.jsonl"), Told()
@@ -88,10 +88,12 @@ class RunWatch:
             self._entry = entries[-1]
 
     def _state(self, lock: bool | None) -> State:
-        if lock or (lock is None and self._ranks.are_fresh and self._told.ended_as is None):
+        if lock:
             return "running"
         if self._told.ended_as is not None:
-            return "stopped" if self._told.ended_as == "stopped" else "ended"
+            return self._told.ended_as
+        if self._ranks.are_fresh:
+            return "running"  # before rank 0 has the lock, or where there are none
         return "dead" if self._entry or self._told.last_step or self._ranks.have_told else "starting"
 
     def _rows(self, state: State) -> list[RankRow]:

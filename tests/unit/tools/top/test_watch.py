@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -38,11 +39,17 @@ def tell_step(run: Path, number: int, at: float) -> None:
         file.write(json.dumps({"time": at, "event": "step", "step": number, **facts}) + "\n")
 
 
-def tell_rank(run: Path, rank: int) -> None:
+def tell_rank(run: Path, rank: int, pid: int | None = None) -> None:
     (run / "ranks").mkdir(exist_ok=True)
-    facts = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "step": 0}
+    facts = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "pid": pid or os.getpid(), "step": 0}
     with (run / "ranks" / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(facts) + "\n")
+
+
+def process_that_ended() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def seen(watch: RunWatch) -> Picture:
@@ -64,6 +71,8 @@ def test_a_run_from_before_it_begins_to_its_end(tmp_path: Path) -> None:
         found = seen(watch)
         assert found.state == "running"
         assert [row.sign for row in found.ranks] == ["heard", "not heard"]
+        tell_rank(run, 0, pid=process_that_ended())
+        assert [row.sign for row in seen(watch).ranks] == ["gone", "not heard"]
         began = time.time() - 24
         for number in range(1, 13):
             tell_step(run, number, at=began + 2 * number)
