@@ -32,7 +32,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     Raises:
         InputError: the mesh cannot be read.
     """
-    mesh = _sizes(arguments.mesh) if arguments.mesh is not None else {}
+    mesh = _sizes(arguments.mesh, f"--mesh {arguments.mesh}") if arguments.mesh is not None else {}
     if arguments.strategy is not None:
         # Whole: what a recipe says of another strategy has no meaning for this one.
         return [f"strategy={json.dumps({'name': arguments.strategy, 'mesh': mesh})}"]
@@ -46,17 +46,17 @@ def strategy_of(text: str) -> StrategyPart:
         InputError: there is no such strategy or axis.
     """
     name, colon, sizes = text.partition(":")
-    mesh = Mesh(**_sizes(sizes)) if colon else Mesh()
+    mesh = Mesh(**_sizes(sizes, f"--layout {text}")) if colon else Mesh()
     return StrategyPart(name=name, mesh=mesh)  # type: ignore[arg-type]
 
 
-def _sizes(text: str) -> dict[str, int]:
+def _sizes(text: str, said: str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for said in text.split(","):
-        axis, _, size = said.partition("=")
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
         if axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1 or axis in found:
             raise InputError(
-                f"a mesh {text}",
+                said,
                 rule=f"AXIS=N with commas between, each axis once: {', '.join(AXES)}",
                 do="--mesh replicate=2,tensor=2",
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from samestep.errors import InputError
+from samestep.errors import RecipeError
 
 
 def chosen(names: Iterable[str], patterns: Sequence[str], *, key: str, what: str, example: str) -> list[str]:
@@ -17,13 +17,13 @@ def chosen(names: Iterable[str], patterns: Sequence[str], *, key: str, what: str
         what: what the names are of.
 
     Raises:
-        InputError: a pattern matches nothing.
+        RecipeError: a pattern matches nothing.
     """
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             close = get_close_matches(pattern, known, n=2, cutoff=0.3)
-            raise InputError(
+            raise RecipeError(
                 f"{key}: {pattern!r} matches no {what}",
                 rule=f"shell patterns of {what} names, such as {example}",
                 do=f"names like {', '.join(close or known[:2])}",

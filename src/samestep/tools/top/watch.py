@@ -98,7 +98,8 @@ class RunWatch:
 
     def _rows(self, state: State) -> list[RankRow]:
         started = self._entry.get("started")
-        since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() if started else 0.0
+        # Whole seconds: what an earlier part wrote in the same one is not of this part.
+        since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1 if started else 0.0
         is_expected = state in ("running", "dead")
         return self._ranks.rows(self._entry.get("processes"), since, is_expected=is_expected)
 
