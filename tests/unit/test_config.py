@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samestep.config import ModelPart, Part, Recipe, RunOptions, SchedulePart, StepRules
+from samestep.config import ModelPart, Part, Recipe, RunOptions, SchedulePart, StepRules, default_workers
 from samestep.errors import InputError, RecipeError
 
 
@@ -113,3 +113,8 @@ def test_what_a_recipe_says_does_not_change(part: Any) -> None:
 def test_recipe_holds_the_default_step_rules() -> None:
     assert recipe().step == StepRules()
     assert StepRules().reduction == "exact"
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
+def test_workers_are_what_cores_allow(cores: int, processes: int, workers: int) -> None:
+    assert default_workers(cores, processes) == workers

@@ -3,7 +3,7 @@
 from samestep.config.layout import Layout, settle
 from samestep.config.parts import BadSamples, DataPart, ModelPart, OptimizerPart, Part
 from samestep.config.recipe import Recipe
-from samestep.config.run_options import DeviceKind, RunOptions
+from samestep.config.run_options import DeviceKind, RunOptions, default_workers
 from samestep.config.schedules import EmaPart, LearningRatePart, LearningRateRule, SchedulePart
 from samestep.config.step_rules import BatchNorm, NonFinite, Precision, Reduction, StepRules
 from samestep.config.strategy import Mesh, StrategyPart
@@ -29,5 +29,6 @@ __all__ = [
     "SchedulePart",
     "StepRules",
     "StrategyPart",
+    "default_workers",
     "settle",
 ]

@@ -10,6 +10,13 @@ from samestep.config.check import require
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
+_MOST_WORKERS = 8
+
+
+def default_workers(cores: int, processes: int) -> int:
+    """Loader processes a rank where nobody says how many and samples are read from files: what cores allow."""
+    return min(_MOST_WORKERS, max(0, cores // processes - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.config import ModelPart, OptimizerPart, Part, Recipe, RunOptions
+from samestep.config import ModelPart, OptimizerPart, Part, Recipe, RunOptions, default_workers
 from samestep.data.loader import Loader
 from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
@@ -29,8 +29,6 @@ from samestep.recipes.weights.start import freeze, require_same_weights, take_ma
 from samestep.runtime.env import read_environment
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
 from samestep.runtime.world import World
-
-_MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,7 @@ def build_model(
 def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> tuple[Loader, Loader]:
     workers = options.workers
     if workers is None:
-        spare = read_environment().cores // world.size - 1
-        workers = min(_MOST_WORKERS, max(0, spare)) if splits.reads_files else 0
+        workers = default_workers(read_environment().cores, world.size) if splits.reads_files else 0
     make = partial(
         Loader,
         batch_size=recipe.batch_size,

@@ -13,6 +13,12 @@ from samestep.runtime.rendezvous import READ, Rendezvous, find_rendezvous
 _TOKEN = "SAMESTEP_TOKEN"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# How variables begin that change what torch, its libraries and launchers do.
+_BEGINNINGS = """
+    ATEN_ CUBLAS_ CUDA_ CUDNN_ DNNL_ GLOO_ GOMP_ KMP_ LD_ MASTER_ MKL_ NCCL_ NUMEXPR_ NVIDIA_ OMPI_COMM_ OMP_ ONEDNN_
+    OPENBLAS_ PMI_ PYTHONDEVMODE PYTHONHASHSEED PYTHONMALLOC PYTORCH_ SLURM_ TORCH
+"""
+_WATCHED = tuple(_BEGINNINGS.split())
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,17 @@ def read_slurm_job() -> SlurmJob | None:
 def launch_variables() -> dict[str, str]:
     """The variables of launchers that are set, in the order in which they are looked at."""
     return {name: os.environ[name] for name in READ if name in os.environ}
+
+
+def watched_variables() -> dict[str, str]:
+    """The variables that are set which change what torch, its libraries and launchers do."""
+    watched = (name for name in os.environ if name.startswith(_WATCHED) or name in READ)
+    return {name: os.environ[name] for name in sorted(watched)}
+
+
+def all_values() -> dict[str, str]:
+    """The whole environment, for those who must know what not to tell."""
+    return dict(os.environ)
 
 
 def prepare_torch_environment(*, loopback: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from samestep.errors import InputError
@@ -29,6 +30,30 @@ def first_host(hosts: str) -> str:
         return number[1]
 
     return _RANGES.sub(first, name[0])
+
+
+def count_hosts(hosts: str) -> int:
+    """The number of hosts in a list such as `gpu[003-006,9],login1`: 6.
+
+    Raises:
+        InputError: it is no such list.
+    """
+    count, rest = 0, hosts
+    while rest:
+        name = _NAME.match(rest)
+        if name is None or rest[name.end() : name.end() + 1] not in ("", ","):
+            raise _unreadable(hosts)
+        count += math.prod(_width(ranges, hosts) for ranges in _RANGES.findall(name[0]))
+        rest = rest[name.end() + 1 :]
+    return count
+
+
+def _width(ranges: str, hosts: str) -> int:
+    """How many numbers `003-006,9` stands for."""
+    if _FIRST_NUMBER.fullmatch(ranges) is None:
+        raise _unreadable(hosts)
+    ends = [part.split("-") for part in ranges.split(",")]
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
 def _unreadable(hosts: str) -> InputError:

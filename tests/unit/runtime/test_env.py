@@ -5,7 +5,14 @@ import os
 import pytest
 
 from samestep.errors import InputError
-from samestep.runtime.env import launch_variables, prepare_torch_environment, read_environment, read_rendezvous
+from samestep.runtime.env import (
+    all_values,
+    launch_variables,
+    prepare_torch_environment,
+    read_environment,
+    read_rendezvous,
+    watched_variables,
+)
 from samestep.runtime.rendezvous import READ
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -45,6 +52,15 @@ def test_an_empty_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_TOKEN", "")
     with pytest.raises(InputError, match="SAMESTEP_TOKEN is empty"):
         read_environment()
+
+
+def test_variables_that_change_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE", "HF_TOKEN"):
+        monkeypatch.setenv(name, "1")
+    found = watched_variables()
+    assert {"NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE"} <= set(found)
+    assert "HF_TOKEN" not in found
+    assert all_values()["HF_TOKEN"] == "1"
 
 
 def test_cores_are_those_this_process_may_use() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.errors import InputError
-from samestep.runtime.host_list import first_host
+from samestep.runtime.host_list import count_hosts, first_host
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,27 @@ from samestep.runtime.host_list import first_host
 )
 def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"),
+    [
+        ("n1", 1),
+        ("n1,n2", 2),
+        ("gpu[003-006,9],login1", 6),
+        ("rack[01-02]n[3,5]-ib", 4),
+        ("node-a.example.org", 1),
+        ("", 0),
+    ],
+)
+def test_number_of_hosts(hosts: str, count: int) -> None:
+    assert count_hosts(hosts) == count
+
+
+@pytest.mark.parametrize("hosts", [",n1", "gpu[003-006", "gpu]3", "[]", "gpu[a-b]", "n1,gpu[1-]", "tux[0-8:2]", "a b"])
+def test_what_is_no_list_is_not_counted(hosts: str) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        count_hosts(hosts)
 
 
 @pytest.mark.parametrize("hosts", ["", ",n1", "gpu[003-006", "gpu]3", "[]", "gpu[a-b]", "gpu[1-]", "tux[0-8:2]", "a b"])
