@@ -1,4 +1,4 @@
-"""What the doctor finds, and says a command would do."""
+"""What the doctor prints, and says a command would do."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_under_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {**as_srun("17")(1, 4), **as_mpirun(1, 4), "SAMESTEP_TOKEN": "not to be shown"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--launch", "--json"]) == 0
     printed = capsys.readouterr().out
     assert "not to be shown" not in printed
     found = json.loads(printed)
@@ -44,10 +44,54 @@ def test_under_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def test_what_a_command_would_refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert main(["doctor"]) == 2
+    assert main(["doctor", "--launch"]) == 2
     said = capsys.readouterr().out
     assert "RANK is set but WORLD_SIZE" in said
     assert "would refuse to start" in said
+
+
+def test_json_is_a_list_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--quick", "--json", "--runs", str(tmp_path)]) in (0, 3)
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"verdict", "plan", "findings"}
+    for finding in found["findings"]:
+        assert set(finding) == {"name", "verdict", "value", "rule", "do"}
+        assert finding["verdict"] in ("pass", "info", "warn", "fail")
+        assert finding["name"] and finding["value"]
+        is_bad = finding["verdict"] in ("warn", "fail")
+        assert is_bad == bool(finding["rule"]) == bool(finding["do"])
+
+
+def test_what_is_printed_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").write_text("")
+    assert main(["doctor", "--quick", "--processes", "2", "--runs", str(tmp_path / "runs")]) == 3
+    said = capsys.readouterr().out
+    assert "do:   name a folder on a disk with room" in " ".join(said.split()).replace("do: ", "do:   ")
+    assert "checked for 2 ranks with 1 thread" in said
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--processes", "none"],
+        ["--workers", "-1"],
+        ["--threads", "0"],
+        ["--worker-memory", "much"],
+        ["--bundle", "report.zip", "--launch"],
+    ],
+)
+def test_wrong_input(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--quick", *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_test_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", "--runs", str(tmp_path)])
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["self-test"]["verdict"] == "pass", findings["self-test"]
+    assert "GB/s" in findings["all-reduce"]["value"]
+    assert code == (3 if any(finding["verdict"] == "fail" for finding in findings.values()) else 0)
 
 
 def test_devices_without_any_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

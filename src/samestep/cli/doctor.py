@@ -1,143 +1,124 @@
-"""`samestep doctor`: what a command would find here, and do."""
+"""`samestep doctor`: whether this machine is fit to train on, and what to do where it is not."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import socket
-from importlib.metadata import version
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from samestep.cli import options, ranks
-from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
-from samestep.runtime.devices import visible
-from samestep.runtime.env import Environment, launch_variables, read_environment, read_rendezvous
-from samestep.runtime.rendezvous import Rendezvous
+from samestep.cli import how_ranks_start, options, ranks
+from samestep.cli.sizes import size
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
+from samestep.tools.doctor.finding import Finding, Verdict, worst
+from samestep.tools.doctor.plan import RANK_BYTES, SHARD_BYTES, WORKER_BYTES, Plan, Wishes
 
-_LIBRARIES = ("torch", "numpy", "torchvision", "safetensors")
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_COLOURS: dict[Verdict, str] = {"pass": "green", "info": "dim", "warn": "yellow", "fail": "red"}
 
 
 def add_parser(commands: Any) -> None:
     """Describe the command."""
     parser = commands.add_parser(
         "doctor",
-        help="show what is here, and how ranks would start",
-        description="Show which launcher started this process, what was read from where, devices, cores and versions, "
-        "and what samestep train would do here. Nothing is started but one process that counts GPUs.",
-        epilog="example: samestep doctor --launch",
+        help="check this machine before training on it",
+        description="Check libraries, devices, memory, limits, network, launcher and the folder of runs; start "
+        "ranks that meet and sum. Each line is pass, info, warn or fail, and says what to do. Nothing is changed.",
+        epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4 --worker-memory 2GiB; "
+        "samestep doctor --bundle report.zip. Exit codes: 0 nothing failed, 2 the input was wrong, 3 something failed.",
     )
-    parser.add_argument("--launch", action="store_true", help="how ranks start and meet (all there is so far)")
+    group = parser.add_argument_group("what is to run")
+    group.add_argument("--processes", metavar="N", help="ranks here (default: one a GPU, or one a core without)")
+    group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
+    group.add_argument("--threads", type=int, default=1, metavar="N", help="of a rank, step.threads (default 1)")
+    group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")
+    for name, default, what in (
+        ("--rank-memory", RANK_BYTES, "memory of one rank"),
+        ("--worker-memory", WORKER_BYTES, "memory that one worker has for itself"),
+        ("--shard-memory", SHARD_BYTES, "what a worker hands over at a time, one shard"),
+    ):
+        told = f"{default >> 20}MiB"
+        group.add_argument(name, metavar="SIZE", default=told, help=f"{what} (default {told})")
+    parser.add_argument("--quick", action="store_true", help="start no ranks, so that torch is not asked")
+    parser.add_argument("--launch", action="store_true", help="only how ranks would start and meet here")
+    parser.add_argument(
+        "--bundle", type=Path, metavar="FILE", help="write a zip for a bug report, with nothing private"
+    )
     options.add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show it; 2 where a command would refuse what it finds."""
-    try:
-        found, refused = read_rendezvous(), None
-    except InputError as error:
-        found, refused = None, str(error)
-    environment = read_environment()
-    facts: dict[str, Any] = {
-        "launcher": _launcher(found, refused),
-        "variables": launch_variables(),
-        "machine": _machine(environment),
-        "network": _network(found, environment),
-        "versions": {name: version(name) for name in ("samestep", *_LIBRARIES)} | {"python": platform.python_version()},
-    }
-    facts["train"] = _would_do(found, refused, facts["machine"])
-    if arguments.json:
-        options.print_json(facts)
-    else:
-        print("\n".join(_lines(facts)))
-    return EXIT_DONE if refused is None else EXIT_INPUT
+    """Check and print; 0 if nothing failed, 3 if something did."""
+    if arguments.launch:
+        if arguments.bundle is not None:
+            raise InputError("--bundle with --launch", rule="a bundle holds findings", do="leave one of them out")
+        return how_ranks_start.show(as_json=arguments.json)
+    # Imported here: the other commands have no use for them.
+    from rich.console import Console
 
+    from samestep.tools.doctor.bundle import write_bundle
+    from samestep.tools.doctor.examination import examine
+    from samestep.tools.doctor.facts import read_facts
 
-def _launcher(found: Rendezvous | None, refused: str | None) -> dict[str, Any]:
-    if found is None:
-        why = refused or "no launcher's variables are set, or those of one process alone"
-        return {"name": None, "why": why, "passed over": []}
-    return {
-        "name": found.launcher,
-        "why": found.why,
-        "passed over": list(found.also),
-        "rank": found.rank,
-        "world size": found.world_size,
-        "local rank": found.local_rank,
-        "local size": found.local_size,
-        "restarts": found.restarts,
-        "address": found.address,
-        "port": found.port,
-        "store": _store(found),
-    }
-
-
-def _store(found: Rendezvous) -> str:
-    if found.has_store:
-        return "hosted by the launcher"
-    if found.port is None:
-        return "hosted by rank 0 on a free port of the loopback interface, published in a file of this user"
-    return "hosted by rank 0"
-
-
-def _machine(environment: Environment) -> dict[str, Any]:
-    names = ranks.gpu_names()
-    return {
-        "devices": [
-            {"position": position, "is": told, "name": name}
-            for position, (told, name) in enumerate(
-                zip(visible(environment.visible_devices, len(names)), names, strict=True)
-            )
-        ],
-        "CUDA_VISIBLE_DEVICES": environment.visible_devices,
-        "device order": environment.device_order or "PCI_BUS_ID",
-        "cores": environment.cores,
-        "threads a rank": "what the recipe says in step.threads (1 unless it does)",
-        "system": platform.platform(),
-    }
-
-
-def _network(found: Rendezvous | None, environment: Environment) -> dict[str, Any]:
-    on_one_machine = found is None or found.is_on_one_machine
-    own = "loopback" if on_one_machine else "chosen by gloo: the one that the machine's own name leads to"
-    return {
-        "host": socket.gethostname(),
-        "all ranks on this machine": on_one_machine,
-        "interface": environment.gloo_interface or own,
-        "token": "set" if environment.token is not None else "none",
-    }
-
-
-def _would_do(found: Rendezvous | None, refused: str | None, machine: dict[str, Any]) -> str:
-    if refused is not None:
-        return "samestep train would refuse to start"
-    if found is not None:
-        return f"samestep train would be rank {found.rank} of {found.world_size}, and start no processes"
-    count = len(machine["devices"]) or machine["cores"]
-    each = "GPU" if machine["devices"] else "core"
-    return (
-        "samestep train would start 1 process; with --processes auto, "
-        f"{count} (one a {each}), or as many as the recipe has shards"
+    wishes, errors = _wishes(arguments), Console(stderr=True, quiet=arguments.json)
+    facts = read_facts(
+        wishes,
+        preload=ranks.PRELOAD,
+        quick=arguments.quick,
+        tell=lambda text: errors.print(text, highlight=False, soft_wrap=True),
     )
+    findings = examine(facts)
+    verdict = worst(findings)
+    if arguments.bundle is not None:
+        write_bundle(arguments.bundle, facts, findings)
+    if arguments.json:
+        options.print_json(
+            {"verdict": verdict, "plan": str(facts.plan), "findings": [asdict(finding) for finding in findings]}
+        )
+    else:
+        _print(Console(soft_wrap=False), findings, str(facts.plan))
+        if arguments.bundle is not None:
+            print(f"bundle  {arguments.bundle}")
+    return EXIT_DIFFERS if verdict == "fail" else EXIT_DONE
 
 
-def _lines(facts: dict[str, Any]) -> list[str]:
-    lines = []
-    for title, content in facts.items():
-        if not isinstance(content, dict):
-            lines += [f"{title}", f"  {content}"]
-            continue
-        lines.append(title)
-        for name, value in content.items():
-            shown = "; ".join(map(_shown, value)) if isinstance(value, list) else value
-            text = "none" if shown in (None, "") else str(shown).replace("\n", "\n  " + " " * 27)
-            lines.append(f"  {name:<27}{text}")
-        if not content:
-            lines.append("  none")
-    return lines
+def _wishes(arguments: argparse.Namespace) -> Wishes:
+    processes, workers, threads = arguments.processes, arguments.workers, arguments.threads
+    if threads < 1:
+        raise InputError(f"--threads {threads}", rule="1 or more", do="--threads 1")
+    if workers is not None and workers < 0:
+        raise InputError(f"--workers {workers}", rule="0 or more", do="--workers 0")
+    plan = Plan(
+        runs=arguments.runs,
+        threads=threads,
+        rank_bytes=size("--rank-memory", arguments.rank_memory),
+        worker_bytes=size("--worker-memory", arguments.worker_memory),
+        shard_bytes=size("--shard-memory", arguments.shard_memory),
+    )
+    count = None if processes in (None, "auto") else ranks.number_of_processes(processes)
+    return Wishes(plan, count, workers)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['position']} is {value['is']} ({value['name']})"
-    return str(value)
+def _print(console: Console, findings: Sequence[Finding], plan: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(max_width=34)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        lines = [finding.value]
+        lines += [f"  rule: {finding.rule}"] if finding.rule else []
+        lines += [f"  do:   {finding.do}"] if finding.do else []
+        colour = _COLOURS[finding.verdict]
+        table.add_row(Text(finding.verdict, colour), Text(finding.name), Text("\n".join(lines)))
+    console.print(table)
+    counts = Counter(finding.verdict for finding in findings)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _COLOURS)
+    console.print(f"\nchecked for {plan}: {told}", highlight=False, soft_wrap=True)

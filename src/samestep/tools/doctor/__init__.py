@@ -1,0 +1,1 @@
+"""What a careful person checks before training on several devices."""
