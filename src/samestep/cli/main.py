@@ -7,11 +7,24 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from samestep.cli import bench, convert, doctor, evaluate, export, predict, resume, run_script, top, train, verify
+from samestep.cli import (
+    bench,
+    convert,
+    doctor,
+    evaluate,
+    export,
+    predict,
+    report,
+    resume,
+    run_script,
+    top,
+    train,
+    verify,
+)
 from samestep.cli.member import LeaveError, leave
 from samestep.errors import EXIT_STOPPED, SamestepError
 
-_COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, bench, doctor)
+_COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, report, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
