@@ -207,7 +207,7 @@ class Chart {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move) return;
     event.preventDefault();
-    const curve = (this.at && this.shown().includes(this.at.curve) ? this.at.curve : this.shown().find((one) => one.points.y.length));
+    const curve = (this.at && this.shown().includes(this.at.curve) ? this.at.curve : this.shown().find((one) => one.drawn.points.y.length));
     if (!curve) return;
     const xs = this.along(this.strong(curve));
     const number = this.at ? Math.min(Math.max(this.at.number + move, 0), xs.length - 1) : move > 0 ? 0 : xs.length - 1;
