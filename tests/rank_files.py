@@ -36,8 +36,10 @@ def write_ranks(run: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def ranks_of(begin: float, count: int, number: int, every: float = 2.0, slow: int = 1) -> list[dict[str, Any]]:
-    """A rank that is slow, and others that wait for it; data comes late now and then."""
-    lines = []
+    """The first line of each rank, and `number` more: one is slow, others wait for it; data comes late now and then."""
+    lines = [
+        line(rank, begin, 0, data_share=0.0, wait_share=0.0, doing="after samestep.start()") for rank in range(count)
+    ]
     for place in range(number):
         late = 0.05 + 0.3 * (place % 11 == 3) + 0.05 * math.sin(place / 3) ** 2
         for rank in range(count):

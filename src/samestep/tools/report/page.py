@@ -84,7 +84,7 @@ def card(run: Run) -> list[tuple[str, str, str]]:
     best, last = run.evaluated(run.best), run.evaluated(run.last)
     if run.deciding in best and run.best:
         value, at_last = (shown(run.deciding, found.get(run.deciding, nan)) for found in (best, last))
-        more = "" if run.best is run.last else f"; last {at_last}"
+        more = "" if at_last == value else f"; last {at_last}"
         facts.append((f"best {run.deciding.replace('_', ' ')}", value, f"at step {run.best['step']:,}{more}"))
     if "loss" in last and run.deciding != "loss":
         facts.append(("evaluation loss", shown("loss", last["loss"]), "last"))
@@ -94,7 +94,7 @@ def card(run: Run) -> list[tuple[str, str, str]]:
     if speed is not None:
         facts.append(("samples/s", quantities.count(speed), "median of steps"))
     if waited is not None:
-        facts.append(("waiting for data", quantities.in_percent(waited), "mean share of a step"))
+        facts.append(("waiting for data", quantities.in_percent(waited), "mean of steps"))
     if start.get("processes") is not None:
         facts.append(("processes", str(start["processes"]), f"{start.get('strategy', '')}, {start.get('device', '')}"))
     if run.checkpoints:

@@ -8,13 +8,10 @@ from typing import Any
 
 from samestep.tools.report.json_lines import JsonLines, finite, text, whole
 
-# Seconds between two lines of a rank; what its first line stands for.
-_EVERY = 2.0
-
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank did from `begin` to `end`, times of day.
+    """What a rank did from `begin` to `end`, times of day; the first line of a process stands for no time.
 
     Attributes:
         data: share of the time spent waiting for data.
@@ -100,11 +97,10 @@ def _read(rank: int, path: Path, limit: int) -> RankLog:
         if time is None:
             continue
         last = log.spans[-1].end if log.spans else 0.0
-        # The shares of a process's first line are those of its beginning.
-        begin = last if (line.get("host"), line.get("pid")) == process else max(time - _EVERY, last)
+        is_first = (line.get("host"), line.get("pid")) != process
         process = (line.get("host"), line.get("pid"))
-        if time > begin:
-            log.spans.append(_span(begin, time, line))
+        if time > last:
+            log.spans.append(_span(time if is_first else last, time, line))
         host, gpu = text(line.get("host")), line.get("gpu")
         if host and host not in log.hosts:
             log.hosts.append(host)
@@ -174,7 +170,8 @@ def _mean(one: Span, two: Span, name: str) -> float | None:
     second: float | None = getattr(two, name)
     if first is None or second is None:
         return second if first is None else first
-    return (first * one.seconds + second * two.seconds) / (one.seconds + two.seconds)
+    both = one.seconds + two.seconds
+    return (first * one.seconds + second * two.seconds) / both if both else second
 
 
 def _largest(one: float | None, two: float | None) -> float | None:
