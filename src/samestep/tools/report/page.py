@@ -96,7 +96,8 @@ def card(run: Run) -> list[tuple[str, str, str]]:
     if waited is not None:
         facts.append(("waiting for data", quantities.in_percent(waited), "mean of steps"))
     if start.get("processes") is not None:
-        facts.append(("processes", str(start["processes"]), f"{start.get('strategy', '')}, {start.get('device', '')}"))
+        where = ", ".join(str(start[key]) for key in ("strategy", "device") if start.get(key))
+        facts.append(("processes", str(start["processes"]), where))
     if run.checkpoints:
         size, number = sum(saved.size for saved in run.checkpoints), len(run.checkpoints)
         facts.append(("checkpoints", quantities.in_bytes(size), f"{number} on the disk"))

@@ -5,8 +5,14 @@ const HEIGHT = 230;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "4 2", "12 4", "1 4", "6 2 1 2"];
 const COLOURS = 8;
 const DOTS = 40; // a curve of so few points shows them
-const READ = 10; // curves in a read-out
+const READ = 10; // curves in a read-out: those nearest to the pointer
+const NAMED = 16; // curves in a legend; more than these are read by the pointer alone
 const FROM_ZERO = ["samples_per_second", "data_share"];
+
+/** The dashes of one of several runs: where colours begin anew, dashes are others. */
+function dashes(run) {
+  return DASHES[(run + Math.floor(run / COLOURS)) % DASHES.length];
+}
 
 /** Moving averages that forget the past at a rate of 1 - `amount`; the values themselves at 0. */
 function smoothed(values, amount) {
@@ -40,7 +46,7 @@ class Chart {
       const run = runs[curve.run].name;
       const name = curve.rank === null ? run : `${run}, ${curve.label}`;
       const label = curve.rank === null ? [run, curve.label].filter(Boolean).join(": ") : curve.label;
-      const dash = curve.rank === null ? DASHES[number % DASHES.length] : DASHES[Math.floor(number / COLOURS) % DASHES.length];
+      const dash = curve.rank === null ? dashes(number) : DASHES[Math.floor(number / COLOURS) % DASHES.length];
       return { ...curve, name, text: label, colour: `c${number % COLOURS}`, dash, isBeside: curve.rank === null && curve.label !== "" };
     });
     const log = figure.querySelector(".log");
@@ -51,7 +57,7 @@ class Chart {
       log.setAttribute("aria-pressed", this.isLog);
       this.draw();
     });
-    if (this.curves.some((curve) => curve.rank !== null)) this.plot.after(legend(this.curves, view));
+    if (this.curves.some((curve) => curve.rank !== null) && this.curves.length <= NAMED) this.plot.after(legend(this.curves, view));
   }
 
   shown() {
@@ -79,7 +85,10 @@ class Chart {
     for (const curve of this.shown()) this.drawCurve(picture, curve);
     this.reading = picture.appendChild(shape("g", {}));
     this.plot.replaceChildren(picture, this.tip);
-    picture.addEventListener("pointermove", (event) => this.read(event.clientX - picture.getBoundingClientRect().left));
+    picture.addEventListener("pointermove", (event) => {
+      const { left, top } = picture.getBoundingClientRect();
+      this.read(event.clientX - left, event.clientY - top);
+    });
     picture.addEventListener("pointerleave", () => this.leave());
     picture.addEventListener("blur", () => this.leave());
     picture.addEventListener("keydown", (event) => this.step(event));
@@ -110,7 +119,7 @@ class Chart {
     const bend = this.isLog ? Math.log : (value) => value;
     this.px = (x) => box.left + (box.right - box.left) * (x - left) / (right - left);
     this.py = (y) => box.bottom - (box.bottom - box.top) * (bend(y) - bend(least)) / (bend(most) - bend(least));
-    this.xTicks = ticksAlong(this.view.axis, left, right, Math.max(3, Math.floor((box.right - box.left) / 90)));
+    this.xTicks = ticksAlong(this.view.axis, left, right, Math.max(3, Math.floor((box.right - box.left) / 75)));
   }
 
   drawAxes(picture) {
@@ -168,8 +177,8 @@ class Chart {
     }
   }
 
-  /** Shows what every curve is at the point nearest to a place in pixels. */
-  read(place) {
+  /** Shows what every curve is at the point nearest to a place in pixels; of very many, those nearest to its height. */
+  read(place, height = 0) {
     const shown = this.shown().filter((curve) => curve.drawn.points.y.length);
     if (!shown.length) return;
     const found = shown.map((curve) => {
@@ -183,7 +192,9 @@ class Chart {
     this.at = first;
     const at = ({ curve, number }) => this.px(this.along(this.strong(curve))[number]);
     const x = at(first);
-    const near = found.filter((one) => Math.abs(at(one) - x) < 24).slice(0, READ);
+    const above = ({ curve, number }) => Math.abs(this.py(this.strong(curve).y[number]) - height);
+    const close = found.filter((one) => Math.abs(at(one) - x) < 24);
+    const near = close.length > READ ? close.sort((one, two) => above(one) - above(two)).slice(0, READ) : close;
     const read = this.strong(first.curve);
     const around = read === first.curve.drawn.points ? "step" : "mean around step";
     const words = `${around} ${read.x[first.number].toLocaleString("en")}, after ${inTime(read.t[first.number])}`;

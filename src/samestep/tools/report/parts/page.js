@@ -10,7 +10,7 @@
   ];
 
   const names = runs.map((run, number) => ({
-    name: run.name, text: run.name, colour: `c${number % COLOURS}`, dash: DASHES[number % DASHES.length],
+    name: run.name, text: run.name, colour: `c${number % COLOURS}`, dash: dashes(number),
   }));
   document.getElementById("runs-shown")?.replaceWith(legend(names, view));
   const controls = document.querySelector(".controls");

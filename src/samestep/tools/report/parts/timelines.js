@@ -22,7 +22,7 @@ class Timeline {
     const picture = shape("svg", { viewBox: `0 0 ${width} ${bottom + 26}`, role: "img" });
     picture.setAttribute("aria-label", "What each rank did over time; the table below has each rank's shares.");
     ranks.forEach((rank, number) => this.drawRank(picture, rank, number * (this.row + this.gap)));
-    for (const [tick, text] of ticksAlong("time", 0, total, Math.max(3, Math.floor((width - LABEL) / 110)))) {
+    for (const [tick, text] of ticksAlong("time", 0, total, Math.max(3, Math.floor((width - LABEL) / 80)))) {
       const x = this.px(tick);
       picture.append(shape("line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 }));
       const anchor = x > width - 34 ? "end" : "middle";
