@@ -69,7 +69,8 @@ class Run:
     @property
     def deciding(self) -> str | None:
         """The number of an evaluation that says what is best: the first metric; the loss where there is none."""
-        names = [name for name in self.events.metrics if name not in ("train_loss", "loss")]
+        losses = ("train_loss", "loss", "loss_")  # the last begins the names of a loss's parts
+        names = [name for name in self.events.metrics if not name.startswith(losses)]
         return next((name for name in (*names, "loss") if name in self.events.metrics), None)
 
     def evaluated(self, event: dict[str, Any] | None) -> dict[str, float]:
