@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.config import Mesh, StepRules, StrategyPart
-from ten_steps import go_on, train
+from ten_steps import STEPS, go_on, outcome, steps_of, train
 
 World = samestep.World
 SHARDS, BATCH, SAMPLES = 5, 20, 91  # shards of 4 samples; the last batch of an epoch has 11
@@ -88,19 +88,20 @@ OF_MODEL = {
 }
 
 
-def made(world: World, model: str) -> tuple[samestep.Engine, Any, Any]:
-    """An engine and its data, in float64."""
-    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def made(world: World, model: str, precision: str = "fp64") -> tuple[samestep.Engine, Any, Any]:
+    """An engine and its data, in float64 or by one of the precisions of a step."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
     torch.manual_seed(0)
     with torch.device("meta") if world.strategy.meta and world.rank else nullcontext():
-        net = MODELS[model]().double()
+        net = MODELS[model]().to(dtype)
     decayed = [p for p in net.parameters() if p.dim() > 1 and p.requires_grad]
     others = [p for p in net.parameters() if p.dim() == 1 and p.requires_grad]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
     # Momentum, so that there is state; not Adam, which makes of the rounding of a gradient that is zero a whole step.
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    rules = StepRules(clip_norm=0.4)
+    rules = StepRules(clip_norm=0.4, precision="fp32" if precision == "fp64" else precision)  # type: ignore[arg-type]
     engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, rules=rules, ema=0.9)
     shards = max(SHARDS, world.layout.data)
     batches = samestep.loader(data, batch_size=BATCH, shards=shards, shuffle=True, world=world)
@@ -123,6 +124,16 @@ def trained(name: str, model: str, folder: Path) -> dict[str, Any]:
         engine, batches, evaluation = made(world, model)
         found = train(engine, batches, evaluation, folder / name)
         return {**found, "held": sum(p.numel() for p in engine.pieces.held.values())}
+
+
+def in_precision(names: list[str], precision: str) -> dict[str, dict[str, Any]]:
+    """What ten steps lead to under every layout of as many ranks, in another precision."""
+    found = {}
+    for name in names:
+        with samestep.start(device="cpu", strategy=part_for(name, "chain")) as world:
+            engine, batches, evaluation = made(world, "chain", precision)
+            found[name] = {"steps": steps_of(engine, batches, STEPS), **outcome(engine, evaluation)}
+    return found
 
 
 def gone_on(name: str, model: str, folder: Path) -> dict[str, Any]:
