@@ -55,8 +55,14 @@ class Saver:
         """
         began = time.monotonic()
         self.wait()
-        self._writing = _Writing(self._folder, step, make(), is_best, began)
-        self._writing.start()
+        self._writing = writing = _Writing(self._folder, step, make(), is_best, began)
+        try:
+            writing.start()
+        except BaseException:
+            # A signal's handler has raised (torch's does when a loader's worker dies); the thread may be on its way.
+            if not writing.runs.wait(_TICK_SECONDS):
+                self._writing = None
+            raise
 
     def look(self) -> None:
         """Tell of the checkpoint that is being written if it is there by now.
@@ -107,8 +113,10 @@ class _Writing(threading.Thread):
         self._step, self._is_best = step, is_best
         self.saved: Saved | None = None
         self.failure: BaseException | None = None
+        self.runs = threading.Event()
 
     def run(self) -> None:
+        self.runs.set()
         try:
             path = self._folder.write(self._step, self._files, is_best=self._is_best)
         except BaseException as error:  # boundary: raised in the thread that trains
