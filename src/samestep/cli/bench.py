@@ -63,6 +63,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print."""
     # Imported here: the other commands have no use for them.
+    from samestep.record.confusion import require_pictures
     from samestep.tools.bench import page
     from samestep.tools.bench.contenders import contenders
 
@@ -71,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     asked = [layouts.strategy_of(text) for text in arguments.layout]
     if not arguments.no_picture:
-        page.require_pictures()
+        require_pictures("comparison")
     gpus = [] if arguments.device == "cpu" else ranks.gpu_names(ranks.EVALUATING)
-    ways, absent = contenders(recipe, _numbers(arguments.devices), asked, len(gpus) or None)
+    ways, absent = contenders(recipe, options.numbers("--devices", arguments.devices), asked, len(gpus) or None)
     with options.new_folder(arguments.out, f"bench-{Path(arguments.recipe).stem}") as folder:
         found = _compared(arguments, recipe, ways, absent, gpus)
         (folder / "bench.json").write_text(json.dumps(found.as_data(), indent=1) + "\n", encoding="utf-8")
@@ -94,14 +95,13 @@ def _compared(
 
     from samestep.tools.bench.comparison import Comparison, Plan, compare
     from samestep.tools.bench.machine import describe
-    from samestep.tools.bench.trials import Machine
 
     console = Console(stderr=True, quiet=arguments.json)
     plan = Plan(
         rounds=arguments.rounds,
         steps=arguments.steps,
         epochs=recipe.epochs if arguments.epochs is None else arguments.epochs,
-        machine=Machine(device=arguments.device, workers=arguments.workers),
+        options=options.run_options(arguments),
         preload=ranks.EVALUATING,
     )
     machine = describe(gpus)  # before it is busy with this
@@ -114,10 +114,3 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise InputError(f"--{name} {value}", rule=f"at least {least}", do=f"leave --{name} out for its default")
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
-        raise InputError(f"--devices {text}", rule="positive numbers with commas between", do="--devices 1,2,4")
-    return list(map(int, parts))

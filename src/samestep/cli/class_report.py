@@ -31,7 +31,7 @@ def prepare(folder: Path | None) -> None:
     """
     if folder is None:
         return
-    require_pictures()
+    require_pictures("confusion matrix")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -94,6 +94,18 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     )
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """What an option says that takes several numbers.
+
+    Raises:
+        InputError: it says something else.
+    """
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
+        raise InputError(f"{option} {text}", rule="positive numbers with commas between", do=f"{option} 1,2,4")
+    return list(map(int, parts))
+
+
 def free_name(runs: Path, stem: str) -> str:
     """`stem`, date and time, and a number where several runs begin in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

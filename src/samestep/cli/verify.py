@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     member.refuse_launchers("verify")
     subject = _subject(arguments)
-    processes = _processes(arguments.processes)
+    processes = options.numbers("--processes", arguments.processes)
     _check(arguments, subject, processes)
     console = Console(stderr=True, quiet=arguments.json)
     with options.new_folder(arguments.out, f"verify-{Path(subject.name).stem}") as folder:
@@ -124,13 +124,6 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         )
     recipe = load_recipe(arguments.recipe, [*layouts.overrides(arguments), *arguments.overrides])
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)
-
-
-def _processes(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
-        raise InputError(f"--processes {text}", rule="positive numbers with commas between", do="--processes 1,2,4")
-    return list(map(int, parts))
 
 
 def _check(arguments: argparse.Namespace, subject: Subject, processes: list[int]) -> None:

@@ -16,15 +16,18 @@ _WITH_NUMBERS, _WITH_NAMES = 20, 60  # classes up to which a cell has its number
 _LONGEST = 16
 
 
-def require_pictures() -> None:
+def require_pictures(what: str) -> None:
     """See, before anything is computed for it, that a picture can be drawn.
+
+    Args:
+        what: it shows.
 
     Raises:
         InputError: it cannot.
     """
     if find_spec("matplotlib") is None:
         raise InputError(
-            "a picture of the confusion matrix needs matplotlib",
+            f"a picture of the {what} needs matplotlib",
             rule="it is not installed with Samestep",
             do="pip install 'samestep[zoo]'",
         )

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from samestep.config import Mesh, Recipe, StrategyPart
+from samestep.config import Mesh, Recipe, RunOptions, StrategyPart
 from samestep.recipes.parse import load_recipe
 from samestep.tools.bench.comparison import Comparison, Plan, Row, Spread
 from samestep.tools.bench.contenders import SINGLE, Absent, Contender, contenders
 from samestep.tools.bench.page import draw, table
-from samestep.tools.bench.trials import Machine, Reached, Timed
+from samestep.tools.bench.trials import Reached, Timed
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def row(name: str, devices: int, speeds: list[float], ones: list[float], accurac
 def comparison() -> Comparison:
     ones = [100.0, 50.0, 200.0]
     rows = [row(SINGLE, 1, ones, ones, 0.99), row("ddp", 2, [180.0, 100.0, 340.0], ones, 0.98)]
-    plan = Plan(rounds=3, steps=5, epochs=2, machine=Machine(), preload=())
+    plan = Plan(rounds=3, steps=5, epochs=2, options=RunOptions(), preload=())
     return Comparison("digits", {}, {"device": "a processor"}, plan, rows, [Absent("dp", 2, "no reason")])
 
 

@@ -116,7 +116,7 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """Take the gradient from parameters whose name matches one of `patterns`; their names.
 
     Raises:
-        InputError: a pattern matches nothing, or nothing is left to train.
+        RecipeError: a pattern matches nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = chosen(names, patterns, key="model.freeze", what="parameter", example="layer1.*")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from samestep.config import RunOptions
 from samestep.runtime.by_name import ByName
 from samestep.runtime.launch import RankError, StoppedError, launch
 from samestep.tools.bench.contenders import Absent, Contender
-from samestep.tools.bench.trials import Machine, Reached, Timed
+from samestep.tools.bench.trials import Reached, Timed
 
 _TRIALS = "samestep.tools.bench.trials"
 
@@ -102,7 +103,7 @@ class Plan:
     rounds: int
     steps: int
     epochs: int
-    machine: Machine
+    options: RunOptions
     preload: tuple[str, ...]
 
 
@@ -162,7 +163,7 @@ def compare(contenders: Sequence[Contender], plan: Plan, tell: Callable[[str], N
     for number, contender in enumerate(contenders):
         tell(f"training {contender.name} on {_devices(contender.devices)} ({number + 1} of {len(contenders)})")
         try:
-            reached = _launched("reach", contender, plan.epochs, plan.machine, plan=plan, processes=contender.processes)
+            reached = _launched("reach", contender, plan.epochs, plan.options, plan=plan, processes=contender.processes)
         except RankError as error:
             if not rows:
                 raise
@@ -181,7 +182,7 @@ def _round(rows: Sequence[Row], plan: Plan, *, backwards: bool) -> None:
         same = [row for row in rows if row.contender.processes == processes]
         same = same[::-1] if backwards else same
         ways = [row.contender for row in same]
-        found = _launched("time_all", ways, plan.steps, plan.machine, plan=plan, processes=processes)
+        found = _launched("time_all", ways, plan.steps, plan.options, plan=plan, processes=processes)
         for row, timed in zip(same, found, strict=True):
             row.rounds.append(timed)
     one = rows[0].rounds[-1].samples_per_second

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from samestep.errors import InputError
 from samestep.tools.bench.comparison import Comparison, Row
 
 _WIDEST = 200
@@ -69,20 +67,6 @@ def _cells(row: Row, metric: str | None, *, waits: bool) -> list[str]:
         value = reached.evaluation[metric]
         cells.append(f"{value:.4f}" if metric == "loss" else f"{value:.2%}")
     return cells
-
-
-def require_pictures() -> None:
-    """See, before anything is timed for it, that a picture can be drawn.
-
-    Raises:
-        InputError: it cannot.
-    """
-    if find_spec("matplotlib") is None:
-        raise InputError(
-            "a picture of the comparison needs matplotlib",
-            rule="it is not installed with Samestep",
-            do="pip install 'samestep[zoo]', or --no-picture",
-        )
 
 
 def draw(found: Comparison, path: Path) -> None:

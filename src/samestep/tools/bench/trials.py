@@ -10,7 +10,7 @@ from itertools import islice
 
 import torch
 
-from samestep.config import DeviceKind, RunOptions
+from samestep.config import RunOptions
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.engine.norm import norm_layers
@@ -24,18 +24,6 @@ from samestep.runtime.world import World
 from samestep.tools.bench.contenders import Contender
 
 _WARMUP = 3  # steps in which memory is taken and kernels are chosen
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Where contenders run.
-
-    Attributes:
-        workers: loader processes a rank; None for what the recipe's data and the cores say.
-    """
-
-    device: DeviceKind = "auto"
-    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,16 +60,16 @@ class Timed:
     samples_per_second: float
 
 
-def reach(contender: Contender, epochs: int, machine: Machine) -> Reached | None:
+def reach(contender: Contender, epochs: int, options: RunOptions) -> Reached | None:
     """Train for some epochs, or for a step if that is none, and evaluate; nothing if somebody asked to end.
 
     Raises:
         InputError: the recipe cannot be run so.
     """
-    with _world(contender, machine) as world:
+    with _world(contender, options) as world:
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        built = _built(contender, machine, world)
+        built = _built(contender, options, world)
         steps = epochs * len(built.train) or 1
         if any(built.engine.step(batch).stop for batch in islice(_endless(built.train), steps)):
             return None
@@ -92,14 +80,14 @@ def reach(contender: Contender, epochs: int, machine: Machine) -> Reached | None
         return Reached(values, world.device.type, most[0], most[1] if is_gpu else None, len(built.train))
 
 
-def time_all(contenders: Sequence[Contender], steps: int, machine: Machine) -> list[Timed | None]:
+def time_all(contenders: Sequence[Contender], steps: int, options: RunOptions) -> list[Timed | None]:
     """Some steps of each contender for as many ranks, one after the other; nothing if somebody asked to end."""
-    return [_timed(contender, steps, machine) for contender in contenders]
+    return [_timed(contender, steps, options) for contender in contenders]
 
 
-def _timed(contender: Contender, steps: int, machine: Machine) -> Timed | None:
-    with _world(contender, machine) as world:
-        built = _built(contender, machine, world)
+def _timed(contender: Contender, steps: int, options: RunOptions) -> Timed | None:
+    with _world(contender, options) as world:
+        built = _built(contender, options, world)
         batches, watch = _endless(built.train), Stopwatch()
         if any(built.engine.step(batch).stop for batch in islice(batches, _WARMUP)):
             return None
@@ -117,13 +105,13 @@ def _timed(contender: Contender, steps: int, machine: Machine) -> Timed | None:
         return Timed(seconds / steps, waited / seconds, samples / seconds)
 
 
-def _world(contender: Contender, machine: Machine) -> AbstractContextManager[World]:
+def _world(contender: Contender, options: RunOptions) -> AbstractContextManager[World]:
     recipe, rules = contender.recipe, contender.recipe.step
-    return start(device=machine.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
+    return start(device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
 
 
-def _built(contender: Contender, machine: Machine, world: World) -> Built:
-    built = build(contender.recipe, RunOptions(device=machine.device, workers=machine.workers), world)
+def _built(contender: Contender, options: RunOptions, world: World) -> Built:
+    built = build(contender.recipe, options, world)
     if contender.recipe.step.batch_norm == "sync" and not norm_layers(built.engine.model):
         raise InputError("the model has no batch norm", rule="sync BN is of batch norm", do="leave it out")
     return built
