@@ -10,7 +10,6 @@ from typing import Any
 
 from samestep.errors import InputError, RunError
 from samestep.record.class_table import averages, class_rows, table_lines
-from samestep.record.confusion import draw_confusion, require_pictures
 
 
 def add_option(parser: Any) -> None:
@@ -31,6 +30,9 @@ def prepare(folder: Path | None) -> None:
     """
     if folder is None:
         return
+    # Imported here: the other commands have no use for numpy.
+    from samestep.record.confusion import require_pictures
+
     require_pictures("confusion matrix")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,8 @@ def write(folder: Path, found: Mapping[str, Any], about: Mapping[str, Any]) -> l
     table, picture = folder / "classes.json", folder / "confusion.png"
     try:
         table.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        from samestep.record.confusion import draw_confusion
+
         draw_confusion(counts, names, picture)
     except OSError as error:
         raise RunError(
