@@ -76,6 +76,7 @@ class MutualWatch:
         self._answered = time.monotonic()
         self._watched = threading.get_ident()
         self._closed = threading.Event()
+        self._ends_all = threading.Event()
         self._threads = [
             threading.Thread(target=target, name="samestep-watch", daemon=True)
             for target in (self._look_on, self._mind_the_store)
@@ -89,6 +90,11 @@ class MutualWatch:
         for thread in self._threads:
             thread.join(_PATIENCE_SECONDS)
 
+    def let_it_end(self) -> None:
+        """For the main thread, when it is torn from its wait: do not go on where this watch is ending the process."""
+        if self._ends_all.is_set():
+            self._threads[0].join()
+
     def _look_on(self) -> None:
         try:
             self._say()
@@ -96,6 +102,8 @@ class MutualWatch:
                 self._say()
                 self._look()
         except dist.DistError:
+            if self._ends_all.is_set():
+                _leave(EXIT_FAILED)
             return  # who hosts the store is gone; the main thread finds out, or the other one here ends it
 
     def _say(self) -> None:
@@ -122,6 +130,7 @@ class MutualWatch:
 
     def _end(self, seen: dict[int, Seen], seconds: float) -> NoReturn:
         """Tell of the hang, if no other rank does, and end this process."""
+        self._ends_all.set()
         self._store.set(_HANG, "")
         self._store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._watched)))
         stacks = self._stacks([rank for rank, each in seen.items() if not each.is_silent])

@@ -132,6 +132,8 @@ def start(
         with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
     except BaseException:
+        if watch is not None:
+            watch.let_it_end()  # a rank that ended a little earlier on account of a hang is no news
         # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
         if size == 1:
             dist.destroy_process_group()
