@@ -21,7 +21,7 @@ from samestep.cli import (
     train,
     verify,
 )
-from samestep.cli.member import LeaveError, leave
+from samestep.cli.member import LeaveError, end_as_rank, leave
 from samestep.errors import EXIT_STOPPED, SamestepError
 
 _COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, report, bench, doctor)
@@ -52,4 +52,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_STOPPED
+    end_as_rank(code)
     return code

@@ -7,6 +7,7 @@ through the job's store; the report of a failure is told once, by the rank that 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _NAP_SECONDS = 0.02
 _PLAN = "command/plan"
+_joined: list[Rendezvous] = []
 
 
 class LeaveError(SamestepError):
@@ -120,6 +122,7 @@ def take_part(
     Raises:
         LeaveError: a rank failed, and that is told.
     """
+    _joined.append(found)
     quiet_torch()
     from samestep.runtime.job import join_job
 
@@ -138,6 +141,17 @@ def take_part(
         code = _tell(job, Failure.of_exception(found.rank, error), plan.run if plan else None)
         raise LeaveError(code) from error
     return plan, value
+
+
+def end_as_rank(code: int) -> None:
+    """End this process if it was a rank of a job, whose work is done.
+
+    Python's own end is not waited for, as in ranks that `multiprocessing` forks: threads of torch and of ours that
+    wait in C++ for other ranks or for the store can abort the process in the middle of it.
+    """
+    if _joined:
+        atexit._run_exitfuncs()
+        leave(code)
 
 
 def leave(code: int) -> NoReturn:
