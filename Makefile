@@ -5,6 +5,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a run of its own, however often it is started.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
+# Files of tests run two at a time: ranks of a test wait for one another much of its time.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak lint types format bench clean
@@ -13,14 +15,14 @@ demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
 
 test: lint
-	$(PY) -m pytest -m "not slow and not long and not gpu"
+	$(PYTEST) -m "not slow and not long and not gpu"
 
 test-slow: types
-	$(PY) -m pytest -m "slow and not long and not gpu"
+	$(PYTEST) -m "slow and not long and not gpu"
 
 # What is much like other tests; some 10 minutes.
 test-long: .venv/.installed
-	$(PY) -m pytest -m "long and not gpu"
+	$(PYTEST) -m "long and not gpu"
 
 # Tries every fault and writes what it sees to docs/faults.md.
 faults: .venv/.installed
