@@ -91,7 +91,10 @@ class MutualWatch:
             thread.join(_PATIENCE_SECONDS)
 
     def let_it_end(self) -> None:
-        """For the main thread, when it is torn from its wait: do not go on where this watch is ending the process."""
+        """For the main thread, when it is torn from its wait: do not go on where this watch is ending the process.
+
+        Ranks end on account of a hang one after the other; that one did is no news for those that are about to.
+        """
         if self._ends_all.is_set():
             self._threads[0].join()
 

@@ -132,11 +132,7 @@ def start(
         with roll_call.until_end(), _listening(stop) if found else nullcontext():
             yield world
     except BaseException:
-        if watch is not None:
-            watch.let_it_end()  # a rank that ended a little earlier on account of a hang is no news
-        # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
-        if size == 1:
-            dist.destroy_process_group()
+        _abandon(world, watch)
         raise
     _leave(world, watch, is_launched=taken is not None)
 
@@ -178,6 +174,14 @@ def _leave(world: World, watch: MutualWatch | None, *, is_launched: bool) -> Non
         # for Python's lock in turn. A rank ends soon.
         _left.append(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _abandon(world: World, watch: MutualWatch | None) -> None:
+    if watch is not None:
+        watch.let_it_end()
+    # Other ranks may wait in a collective for this one, and tearing the group down could wait for them in turn.
+    if world.size == 1:
+        dist.destroy_process_group()
 
 
 def _require_no_group() -> None:
