@@ -11,6 +11,7 @@ from samestep.cli import options, ranks
 from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
 from samestep.runtime.devices import visible
 from samestep.runtime.env import Environment, launch_variables, read_environment, read_rendezvous
+from samestep.runtime.processors import read_processors
 from samestep.runtime.rendezvous import Rendezvous
 
 _LIBRARIES = ("torch", "numpy", "torchvision", "safetensors")
@@ -76,7 +77,7 @@ def _machine(environment: Environment) -> dict[str, Any]:
         ],
         "CUDA_VISIBLE_DEVICES": environment.visible_devices,
         "device order": environment.device_order or "PCI_BUS_ID",
-        "cores": environment.cores,
+        "cores": read_processors().usable,
         "threads a rank": "what the recipe says in step.threads (1 unless it does)",
         "system": platform.platform(),
     }

@@ -13,6 +13,7 @@ from samestep.runtime.crew import Terms
 from samestep.runtime.devices import Devices, chosen
 from samestep.runtime.env import read_environment
 from samestep.runtime.launch import Outcome, launch, run_crew
+from samestep.runtime.processors import read_processors
 
 # Imported once for all ranks, beside what the launcher itself names.
 PRELOAD = ("samestep.recipes.run", "samestep.recipes.digits")
@@ -91,7 +92,7 @@ def _auto(device: str, recipe: Recipe | None, devices: Devices | None) -> int:
     if devices is not None:
         found = len(devices.names)
     else:
-        found = (len(gpu_names()) if device != "cpu" else 0) or read_environment().cores
+        found = (len(gpu_names()) if device != "cpu" else 0) or read_processors().usable
     if recipe is None:
         return found
     if recipe.strategy.name == "dp":

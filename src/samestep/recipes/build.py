@@ -26,7 +26,7 @@ from samestep.recipes.names import DATA, LOSSES, MODELS, OPTIMIZERS, call, find,
 from samestep.recipes.schedule import schedule_factor
 from samestep.recipes.splits import Splits
 from samestep.recipes.weights.start import freeze, require_same_weights, take_matching
-from samestep.runtime.env import read_environment
+from samestep.runtime.processors import read_processors
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
 from samestep.runtime.world import World
 
@@ -124,7 +124,7 @@ def build_model(
 def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> tuple[Loader, Loader]:
     workers = options.workers
     if workers is None:
-        workers = default_workers(read_environment().cores, world.size) if splits.reads_files else 0
+        workers = default_workers(read_processors().usable, world.size) if splits.reads_files else 0
     make = partial(
         Loader,
         batch_size=recipe.batch_size,

@@ -26,14 +26,12 @@ class Environment:
     """One reading of the environment.
 
     Attributes:
-        cores: processors this process may run on.
         token: what the ranks of one job have in common and others do not know, if somebody gave one.
         visible_devices: the devices that CUDA is told to use, as numbers or names with commas between; None for all.
         device_order: how CUDA numbers devices, if somebody said so.
         gloo_interface: the network interface that gloo is told to use, if it is told.
     """
 
-    cores: int
     token: str | None = None
     visible_devices: str | None = None
     device_order: str | None = None
@@ -50,7 +48,6 @@ def read_environment() -> Environment:
     if env.get(_TOKEN) == "":
         raise InputError(f"{_TOKEN} is empty", rule="a secret that all ranks share", do=f"set it, or unset {_TOKEN}")
     return Environment(
-        cores=len(os.sched_getaffinity(0)),
         token=env.get(_TOKEN),
         visible_devices=env.get(_VISIBLE),
         device_order=env.get(_ORDER),

@@ -63,16 +63,6 @@ def test_variables_that_change_what_torch_does(monkeypatch: pytest.MonkeyPatch) 
     assert all_values()["HF_TOKEN"] == "1"
 
 
-def test_cores_are_those_this_process_may_use() -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, [min(before)])
-        assert read_environment().cores == 1
-    finally:
-        os.sched_setaffinity(0, before)
-    assert read_environment().cores == len(before)
-
-
 def test_torch_is_told_to_be_reproducible() -> None:
     prepare_torch_environment(loopback=False)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

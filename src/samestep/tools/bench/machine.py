@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from samestep.runtime.env import read_environment
+from samestep.runtime.processors import read_processors
 
 
 def describe(gpus: list[str]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def describe(gpus: list[str]) -> dict[str, Any]:
     return {
         "device": gpus[0] if gpus else _processor(),
         "gpus": gpus,
-        "cores": read_environment().cores,
+        "cores": read_processors().usable,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),

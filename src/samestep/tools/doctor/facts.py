@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.config import default_workers
+from samestep.runtime.cgroups import read_control_groups
 from samestep.runtime.devices import visible
 from samestep.runtime.env import watched_variables
-from samestep.tools.doctor.cgroups import read_control_groups
+from samestep.runtime.processors import Processors, read_processors
 from samestep.tools.doctor.clock import Clock, read_clock
 from samestep.tools.doctor.files import Folder, read_folder
 from samestep.tools.doctor.limits import Limits, read_limits
@@ -17,7 +18,6 @@ from samestep.tools.doctor.memory import Memory, read_memory
 from samestep.tools.doctor.network import Network, read_network
 from samestep.tools.doctor.nvidia import Nvidia, read_nvidia
 from samestep.tools.doctor.plan import Plan, Wishes
-from samestep.tools.doctor.processors import Processors, read_processors
 from samestep.tools.doctor.scheduler import Launcher, read_launcher
 from samestep.tools.doctor.self_test import SelfTest, run_self_test
 from samestep.tools.doctor.versions import Versions, read_versions
@@ -58,7 +58,7 @@ def read_facts(wishes: Wishes, *, preload: Sequence[str], quick: bool, tell: Cal
         tell: takes what is being done, where it takes seconds.
     """
     variables, launcher, nvidia, groups = watched_variables(), read_launcher(), read_nvidia(), read_control_groups()
-    processors = read_processors(groups.cpus)
+    processors = read_processors()
     plan = _settled(wishes, launcher, nvidia, variables, processors)
     facts = Facts(
         plan=plan,
@@ -87,6 +87,6 @@ def _settled(
     """What is to run: where nobody says, what `samestep train --processes auto` would start."""
     gpus = len(visible(variables.get("CUDA_VISIBLE_DEVICES"), len(nvidia.cards)))
     told = launcher.found.local_size if launcher.found is not None else None
-    processes = wishes.processes or told or gpus or processors.allowed
-    workers = default_workers(processors.allowed, processes) if wishes.workers is None else wishes.workers
+    processes = wishes.processes or told or gpus or processors.usable
+    workers = default_workers(processors.usable, processes) if wishes.workers is None else wishes.workers
     return replace(wishes.plan, processes=processes, workers=workers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from samestep.tools.doctor.cgroups import ControlGroups
+from samestep.runtime.cgroups import ControlGroups
 from samestep.tools.doctor.finding import Finding, fails, informs, passes, size_text, warns
 from samestep.tools.doctor.plan import Plan
 

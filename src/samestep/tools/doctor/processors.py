@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from samestep.runtime.env import read_environment
+from samestep.runtime.processors import Processors
 from samestep.tools.doctor.finding import Finding, informs, passes, warns
 from samestep.tools.doctor.plan import Plan
 
 
-@dataclass(frozen=True)
-class Processors:
-    """How many there are.
-
-    Attributes:
-        online: of the machine.
-        allowed: on which this process may run, by its affinity.
-        quota: processors' worth of time that its control group gives it, if that has a limit.
-    """
-
-    online: int
-    allowed: int
-    quota: float | None = None
-
-    @property
-    def usable(self) -> int:
-        """How many compute at the same time; 1 at least."""
-        return max(1, min(self.allowed, math.floor(self.quota) if self.quota is not None else self.allowed))
-
-
-def read_processors(quota: float | None) -> Processors:
-    """Those of this process."""
-    return Processors(os.cpu_count() or 1, read_environment().cores, quota)
-
-
 def check_processors(processors: Processors) -> Finding:
-    """Whether what counts processors counts right."""
+    """How many there are, and what narrows them."""
     name, allowed, quota = "processors", processors.allowed, processors.quota
-    if quota is not None and quota < allowed:
+    if quota is not None and quota < 1:
         return warns(
             name,
-            f"the control group gives {quota:g} processors' worth of time, but {allowed} are counted",
-            rule="what counts processors, --processes auto too, sees those of the affinity",
-            do=f"--processes {processors.usable} in place of auto, or a higher quota (docker run --cpus, a pod's "
-            "resources.limits.cpu)",
+            f"the control group gives {quota:g} of one processor's time",
+            rule="a rank that computes has a processor; results are the same, only later",
+            do="a higher quota (docker run --cpus, a pod's resources.limits.cpu)",
         )
+    if quota is not None and quota < allowed:
+        return informs(name, f"{processors.usable} of {processors.online}: the control group gives {quota:g} of time")
     if allowed < processors.online:
         return informs(name, f"{allowed} of {processors.online} by affinity")
     return passes(name, f"{allowed}")

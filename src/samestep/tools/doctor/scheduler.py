@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from samestep.errors import InputError
 from samestep.runtime.env import read_rendezvous
 from samestep.runtime.host_list import count_hosts
+from samestep.runtime.processors import Processors
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.tools.doctor.finding import Finding, Judge, fails, informs, passes, warns
-from samestep.tools.doctor.processors import Processors
 
 # `2(x3),1`: two tasks on each of three nodes, one on the last.
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from samestep.runtime.processors import Processors
 from samestep.tools.doctor.finding import Finding, Verdict, informs, passes, warns
-from samestep.tools.doctor.processors import Processors
 
 _ON = r"(?i)1|true|yes|on"
 _SLOW = "a run is much slower with it; it is for finding faults"

@@ -6,76 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from samestep.tools.doctor.cgroups import ControlGroups, read_control_groups
+from samestep.runtime.processors import Processors
 from samestep.tools.doctor.clock import Clock, check_clock, read_clock
 from samestep.tools.doctor.finding import Finding, informs, passes, size_text, warns, worst
 from samestep.tools.doctor.limits import Limits, check_files, check_locked_memory, check_sizes, check_tasks
 from samestep.tools.doctor.memory import Memory, check_address_space, check_memory, check_shared_memory
 from samestep.tools.doctor.plan import Plan
-from samestep.tools.doctor.processors import Processors, check_load, check_processors
+from samestep.tools.doctor.processors import check_load, check_processors
 
 GIB = 1 << 30
 PLAN = Plan(Path("runs"), processes=4, workers=2, threads=1)
 SOUND = Memory(total=64 * GIB, available=60 * GIB, shared_total=32 * GIB, shared_free=32 * GIB)
 
 
-def written(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_groups_of_version_2_on_every_level(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/pod/box"
-    root = written(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/box\n",
-            f"{group}/memory.max": "max\n",
-            "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/pod/memory.current": f"{5 * GIB}\n",
-            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n",
-            f"{group}/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/pod/cpu.max": "max 100000\n",
-            f"{group}/pids.max": "100\n",
-            f"{group}/pids.current": "88\n",
-        },
-    )
-    assert read_control_groups(root) == ControlGroups(8 * GIB, 5 * GIB, 1.5, 12)
-
-
-def test_groups_of_version_1_that_a_container_mounts_as_the_root(tmp_path: Path) -> None:
-    root = written(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/docker/0123\n1:cpu,cpuacct:/docker/0123\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-            "sys/fs/cgroup/memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1024\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    assert read_control_groups(root) == ControlGroups(2 * GIB, GIB + 1024, 4.0, None)
-
-
-def test_groups_without_limits(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-    }
-    assert read_control_groups(written(tmp_path, files)) == ControlGroups()
-    assert read_control_groups(tmp_path / "nothing") == ControlGroups()
-
-
-def test_a_quota_below_what_is_counted() -> None:
+def test_a_quota_below_what_is_there() -> None:
     found = check_processors(Processors(online=64, allowed=64, quota=2.5))
-    assert (found.verdict, found.do and found.do.split(" in place")[0]) == ("warn", "--processes 2")
+    assert (found.verdict, found.value.split(":")[0]) == ("info", "2 of 64")
+    assert check_processors(Processors(64, 64, 0.5)).verdict == "warn"
     assert check_processors(Processors(64, 64, 64.0)).verdict == "pass"
     assert check_processors(Processors(64, 8)).verdict == "info"
 
