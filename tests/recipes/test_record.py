@@ -2,14 +2,16 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
-from samestep.record.events import Event, EventFile, Recorder
+from samestep.record.events import Event, EventFile, Recorder, one_line, several_lines
 from samestep.record.progress import ProgressLine, epoch_line
 from samestep.record.stopwatch import Stopwatch
 
@@ -83,6 +85,12 @@ def test_numbers_that_json_has_not_are_written_by_name(tmp_path: Path, value: fl
     file.close()
     text = (tmp_path / "events.jsonl").read_text(encoding="utf-8")
     assert json.loads(text, parse_constant=pytest.fail)["loss"] == written
+
+
+@pytest.mark.parametrize("write", [one_line, several_lines])
+def test_no_number_is_too_deep_for_json(write: Callable[[dict[str, Any]], str]) -> None:
+    text = write({"rows": [{"loss": float("nan")}, (1.5, float("inf"))]})
+    assert json.loads(text, parse_constant=pytest.fail) == {"rows": [{"loss": "nan"}, [1.5, "inf"]]}
 
 
 def scalars(path: Path, tag: str) -> list[tuple[int, float]]:

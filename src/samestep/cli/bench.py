@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from samestep.cli import layouts, member, options, ranks
 from samestep.config import Recipe
 from samestep.errors import EXIT_DONE, InputError
 from samestep.recipes.parse import load_recipe, recipe_data, shipped_recipes
+from samestep.record.events import several_lines
 
 if TYPE_CHECKING:
     from samestep.tools.bench.comparison import Comparison
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     ways, absent = contenders(recipe, options.numbers("--devices", arguments.devices), asked, len(gpus) or None)
     with options.new_folder(arguments.out, f"bench-{Path(arguments.recipe).stem}") as folder:
         found = _compared(arguments, recipe, ways, absent, gpus)
-        (folder / "bench.json").write_text(json.dumps(found.as_data(), indent=1) + "\n", encoding="utf-8")
+        (folder / "bench.json").write_text(several_lines(found.as_data()), encoding="utf-8")
         if not arguments.no_picture:
             page.draw(found, folder / "bench.png")
     if arguments.json:

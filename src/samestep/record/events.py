@@ -47,9 +47,16 @@ def one_line(value: Mapping[str, Any]) -> str:
     return json.dumps(_in_json(value), allow_nan=False)
 
 
+def several_lines(value: Mapping[str, Any]) -> str:
+    """`value` as JSON that people read too; NaN and infinity as in `one_line`."""
+    return json.dumps(_in_json(value), allow_nan=False, indent=1) + "\n"
+
+
 def _in_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _in_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from samestep.record.events import several_lines
 from samestep.tools.verify.causes import where
 from samestep.tools.verify.difference import QUANTITIES
 from samestep.tools.verify.plan import in_words
@@ -69,7 +69,7 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
     """`certificate.json` and `certificate.html` in `folder`."""
     from jinja2 import Environment, StrictUndefined
 
-    (folder / "certificate.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / "certificate.json").write_text(several_lines(data), encoding="utf-8")
     template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
     (folder / "certificate.html").write_text(page.render(**data, title=summary(data)), encoding="utf-8")
