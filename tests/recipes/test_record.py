@@ -11,7 +11,7 @@ from rich.console import Console
 
 from samestep.record.curves import Curves
 from samestep.record.environment import append_environment
-from samestep.record.events import Event, EventFile, Recorder, one_line, several_lines
+from samestep.record.events import Event, EventFile, Recorder, one_line, read_line, several_lines
 from samestep.record.progress import ProgressLine, epoch_line
 from samestep.record.stopwatch import Stopwatch
 
@@ -91,6 +91,12 @@ def test_numbers_that_json_has_not_are_written_by_name(tmp_path: Path, value: fl
 def test_no_number_is_too_deep_for_json(write: Callable[[dict[str, Any]], str]) -> None:
     text = write({"rows": [{"loss": float("nan")}, (1.5, float("inf"))]})
     assert json.loads(text, parse_constant=pytest.fail) == {"rows": [{"loss": "nan"}, [1.5, "inf"]]}
+
+
+def test_only_objects_are_read() -> None:
+    assert read_line(b'{"a": 1}') == {"a": 1}
+    for broken in (b"", b'{"a": ', b"[1]", b"17", b"\xff\xfe", b'{"time": 17{"time": 18}'):
+        assert read_line(broken) is None
 
 
 def scalars(path: Path, tag: str) -> list[tuple[int, float]]:

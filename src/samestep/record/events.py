@@ -52,6 +52,15 @@ def several_lines(value: Mapping[str, Any]) -> str:
     return json.dumps(_in_json(value), allow_nan=False, indent=1) + "\n"
 
 
+def read_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None where there is none, as in a line that a kill or a full disk has cut."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _in_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _in_json(inner) for key, inner in value.items()}

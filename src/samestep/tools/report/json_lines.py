@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from samestep.record.events import read_line
 
 # What every line begins with. A run that goes on after a kill writes behind what may be half a line.
 _BEGINNING = b'{"time"'
@@ -27,20 +28,12 @@ class JsonLines:
             return
         with self._path.open("rb") as file:
             for line in file:
-                found = _object(line)
+                found = read_line(line)
                 if found is None and line.strip(b"\0 \t\r\n"):
                     self.unreadable += 1
-                    found = _object(line[max(line.rfind(_BEGINNING), 0) :])
+                    found = read_line(line[max(line.rfind(_BEGINNING), 0) :])
                 if found is not None:
                     yield found
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def number(value: object) -> float | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _BLOCK = 1 << 20
 
@@ -45,12 +43,3 @@ class Follower:
                 self._offset += len(block)
                 *whole, self._rest = (self._rest + block).split(b"\n")
                 yield from whole
-
-
-def read_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None where there is none, as in a line that a kill or a full disk has cut."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

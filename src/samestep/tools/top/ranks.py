@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from samestep.tools.top.follow import Follower, read_object
+from samestep.record.events import read_line
+from samestep.tools.top.follow import Follower
 from samestep.tools.top.picture import RankRow, Sign
 
 SILENT_SECONDS = 10.0
@@ -39,7 +40,7 @@ class RankFile:
         """Read on."""
         before, is_first = self.line, not self.line
         for line in self._follower.new_lines():
-            found = read_object(line)
+            found = read_line(line)
             if found is not None and isinstance(found.get("time"), int | float):
                 self.line = found
             else:

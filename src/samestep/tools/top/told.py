@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from samestep.tools.top.follow import read_object
+from samestep.record.events import read_line
 
 _STEP = b'"event": "step"'
 _HEAD = 80  # bytes of a line, in which its kind stands
@@ -65,7 +65,7 @@ class Told:
         return {name: value for name, value in self.evaluation.items() if name not in _NOT_VALUES}
 
     def _take(self, line: bytes) -> None:
-        event = read_object(line)
+        event = read_line(line)
         if event is None:
             self.unreadable += bool(line)
             return

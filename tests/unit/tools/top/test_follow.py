@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.top.follow import Follower, read_object
+from samestep.tools.top.follow import Follower
 
 
 def append(path: Path, data: bytes) -> None:
@@ -75,9 +75,3 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
     assert list(follower.new_lines()) == [b"line 0998", b"line 0999"]
     append(tmp_path / "a", b"line 1000\n")
     assert list(follower.new_lines()) == [b"line 1000"]
-
-
-def test_only_objects_are_read() -> None:
-    assert read_object(b'{"a": 1}') == {"a": 1}
-    for broken in (b"", b'{"a": ', b"[1]", b"17", b"\xff\xfe", b'{"time": 17{"time": 18}'):
-        assert read_object(broken) is None
