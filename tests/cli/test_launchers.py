@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_told(ended: list[Done], code: int) -> str:
     """What the one rank said that told of a failure."""
-    assert [each.code for each in ended] == [code] * len(ended), ended
+    assert [each.code for each in ended] == [code] * len(ended), str(ended)
     said = [each.err for each in ended if "error:" in each.err]
     assert len(said) == 1, ended
     return said[0]
@@ -57,7 +57,7 @@ def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
     variables = launchers()[name](place)
     with ranks(variables, 2, "train", RECIPE, *PLAIN, "--name", name, cwd=place) as started:
         ended = started.wait()
-    assert [each.code for each in ended] == [0, 0], ended
+    assert [each.code for each in ended] == [0, 0], str(ended)
     assert f"runs/{name}" in ended[0].out
     assert ended[1].out == ended[1].err == ""
     assert weights(place / "runs" / name) == weights(place / "runs" / "launched")
@@ -73,7 +73,7 @@ def test_torchrun_itself_trains_to_the_same_bits(place: Path) -> None:
     arguments = ["--nproc-per-node", "2", "--master-port", free_port(), "-m", "samestep", "train", RECIPE]
     with ranks(lambda r, s: {}, 1, *arguments, *PLAIN, "--name", "real", cwd=place, command=TORCHRUN) as started:
         (ended,) = started.wait()
-    assert ended.code == 0, ended
+    assert ended.code == 0, str(ended)
     assert weights(place / "runs" / "real") == weights(place / "runs" / "launched")
 
 
@@ -85,7 +85,7 @@ def test_mpirun_itself_trains_to_the_same_bits(place: Path) -> None:
     arguments = ["train", RECIPE, *PLAIN, "--name", "mpi"]
     with ranks(lambda r, s: more, 1, *arguments, cwd=place, command=command) as started:
         (ended,) = started.wait()
-    assert ended.code == 0, ended
+    assert ended.code == 0, str(ended)
     assert weights(place / "runs" / "mpi") == weights(place / "runs" / "launched")
 
 
@@ -99,7 +99,7 @@ def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
         started.kill(signal.SIGTERM)
         hold.unlink()
         ended = started.wait()
-    assert [each.code for each in ended] == [130, 130], ended
+    assert [each.code for each in ended] == [130, 130], str(ended)
     assert f"samestep resume runs/{run.name}" in ended[0].out
     assert 0 < state_of(run)["step"] < 13
     with ranks(as_mpirun, 3, "resume", run, cwd=place) as started:
@@ -125,7 +125,7 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
         started.wait()
     with ranks(as_srun("99", restarts=1), 3, *arguments, cwd=place) as started:
         ended = started.wait()
-    assert [each.code for each in ended] == [0, 0, 0], ended
+    assert [each.code for each in ended] == [0, 0, 0], str(ended)
     assert [event["step"] for event in events(run, "resume")] == [8]
     assert weights(run) == weights(place / "runs" / "launched")
 
@@ -187,7 +187,7 @@ def test_a_script_that_leaves_loader_workers_behind_ends(tmp_path: Path) -> None
     script.write_text(LEAVES_WORKERS, encoding="utf-8")
     with ranks(as_srun("11"), 2, script, cwd=tmp_path, command=python()) as started:
         ended = started.wait(60)
-    assert [(each.code, each.out) for each in ended] == [(0, "done\n")] * 2, ended
+    assert [(each.code, each.out) for each in ended] == [(0, "done\n")] * 2, str(ended)
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net")

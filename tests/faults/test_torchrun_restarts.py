@@ -41,7 +41,7 @@ def test_a_killed_rank_costs_what_came_after_the_checkpoint(killed: int, tmp_pat
         os.kill(process_of_rank(killed, run), signal.SIGKILL)
         hold.unlink()
         (ended,) = started.wait()
-    assert ended.code == 0, ended
+    assert ended.code == 0, str(ended)
     assert [event["step"] for event in events(run, "resume")] == [6]
     assert len(re.findall(r"^evaluated", ended.out, re.MULTILINE)) == 1
     assert here("train", RECIPE, *OPTIONS, "--name", "whole", "--processes", 2, cwd=tmp_path) == 0
