@@ -14,6 +14,7 @@ from samestep.cli import (
     evaluate,
     export,
     predict,
+    profile,
     report,
     resume,
     run_script,
@@ -24,7 +25,7 @@ from samestep.cli import (
 from samestep.cli.member import LeaveError, end_as_rank, leave
 from samestep.errors import EXIT_STOPPED, SamestepError
 
-_COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, report, bench, doctor)
+_COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, report, bench, profile, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

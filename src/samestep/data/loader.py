@@ -35,6 +35,7 @@ class Loader:
         skips: samples that cannot be used are left out.
         skipped: what was wrong with the samples that this rank has left out; whoever tells of them empties it.
         counts_tokens: the data can tell tokens from what only fills up.
+        workers: processes that make samples.
 
     Args:
         dataset: `__len__` and `__getitem__`, which raises `DataError` for a sample that cannot be used.
@@ -78,6 +79,7 @@ class Loader:
             )
         self.cursor = Cursor()
         self.batch_size = batch_size
+        self.workers = workers
         self.skips = bad_samples == "skip"
         self.skipped: list[str] = []
         self.counts_tokens = count_tokens is not None

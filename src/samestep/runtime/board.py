@@ -13,7 +13,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import DupFd
@@ -55,7 +55,14 @@ class Position:
 
 
 class Pulse:
-    """One rank's slot, as that rank writes it."""
+    """One rank's slot, as that rank writes it.
+
+    Attributes:
+        on_wait: called with its name when a wait for the others begins, in the thread that waits; what it returns is
+            called when the wait is over. None where nobody listens.
+    """
+
+    on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:
         self._memory, self._offset = memory, rank * _SLOT
@@ -110,9 +117,12 @@ class Pulse:
                 self._waiting_since = time.monotonic()
             self._waiting.append(what)
         self._show()
+        end = self.on_wait(what) if self.on_wait is not None else None
         try:
             yield
         finally:
+            if end is not None:
+                end()
             with self._lock:
                 self._waiting.remove(what)
                 if not self._waiting:

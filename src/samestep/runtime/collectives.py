@@ -40,7 +40,7 @@ _HEARD: dict[str, tuple[str | None, bool]] = {
     "scatter_object_list": (None, False),
 }
 
-Hear = Callable[[str, bool], None]
+Hear = Callable[[str, bool], Callable[[], None] | None]
 
 
 def hear_collectives(listens: Callable[[], bool], hear: Hear) -> Callable[[], None]:
@@ -48,7 +48,8 @@ def hear_collectives(listens: Callable[[], bool], hear: Hear) -> Callable[[], No
 
     Only where `listens()` is true at that moment: it is asked first, since a step's own communication comes here too.
 
-    `waits` is whether the caller waits for the end of it (`async_op` is not set). Collectives of a subgroup are not
+    `waits` is whether the caller waits for the end of it (`async_op` is not set). What `hear` returns, if it is a
+    function, is called when the collective has returned. Collectives of a subgroup are not
     heard: other ranks have no part in them. Neither is what torch's own C++ code, or a name that was imported
     beforehand (`from torch.distributed import all_reduce`), does.
 
@@ -77,9 +78,14 @@ def _heard(name: str, function: Callable[..., Any], listens: Callable[[], bool],
             bound = signature.bind(*arguments, **named)
         except TypeError:
             return function(*arguments, **named)  # which says what is wrong
+        end = None
         if _is_for_all(name, bound.arguments):
-            hear(_described(name, bound.arguments), not bound.arguments.get("async_op", False))
-        return function(*arguments, **named)
+            end = hear(_described(name, bound.arguments), not bound.arguments.get("async_op", False))
+        try:
+            return function(*arguments, **named)
+        finally:
+            if end is not None:
+                end()
 
     return heard
 
