@@ -117,6 +117,25 @@ def test_phases_are_the_whole_step_and_everything_is_written(
 
 
 @pytest.mark.slow
+def test_steps_are_those_of_training(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("--checkpoint-every", 3, "--set", "epochs=1", "model.options.layers=2", "shards=8")
+    profiled(capsys, tmp_path, "--processes", 2, "--wait", 1, "--warmup", 1, "--active", 3, "--traced", 1, *given)
+    assert here("train", RECIPE, "--name", "first", *given, "--keep", 9, cwd=tmp_path) == EXIT_DONE
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        saved = Path("checkpoints", "step-000000003", name)
+        assert (tmp_path / "found" / saved).read_bytes() == (tmp_path / "runs" / "first" / saved).read_bytes()
+
+
+def test_without_traces_phases_are_told_all_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("--traced", 0, "--active", 2, "--no-picture", "--out", "found")
+    assert here("profile", RECIPE, *given, cwd=tmp_path) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("forward", "optimizer", "profile.json"))
+    assert "trace.json" not in said
+    assert [path.name for path in (tmp_path / "found").iterdir()] == ["profile.json"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "pp"])
 def test_what_is_not_known_of_a_divided_model_is_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: str

@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
+
+import pytest
 
 from samestep.runtime.board import Board, Position, own_pulse
 
@@ -95,3 +98,18 @@ def test_waits_in_several_threads_at_once_count_once() -> None:
     assert 0.1 <= inside < 0.19 < waited < 0.5
     time.sleep(0.05)
     assert pulse.waited_seconds == waited
+
+
+def test_who_listens_hears_when_waits_begin_and_end() -> None:
+    pulse, told = own_pulse(), []
+
+    def hear(what: str) -> Callable[[], None]:
+        told.append(f"begin {what}")
+        return lambda: told.append(f"end {what}")
+
+    with pulse.waiting("a barrier"):
+        pass
+    pulse.on_wait = hear
+    with pytest.raises(KeyError), pulse.waiting("an all-reduce"):
+        raise KeyError
+    assert told == ["begin an all-reduce", "end an all-reduce"]

@@ -1,7 +1,7 @@
 """What user code asks of torch.distributed is heard, described and done, and forgotten at the end."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -95,3 +95,20 @@ def test_a_call_from_our_own_code_names_it() -> None:
     inside: dict[str, object] = {"call_site": call_site}
     exec(compile(source, samestep.__file__.replace("__init__", "trainer"), "exec"), inside)
     assert "test_collectives.py:" in str(inside["ask"]())  # type: ignore[operator]
+
+
+def test_the_end_of_a_collective_is_heard_too(alone: samestep.World) -> None:
+    told: list[str] = []
+
+    def hear(what: str, waits: bool) -> Callable[[], None]:
+        told.append(f"begin {what}")
+        return lambda: told.append("end")
+
+    restore = hear_collectives(lambda: True, hear)
+    try:
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="root"):
+            dist.broadcast(torch.ones(1), 7)
+    finally:
+        restore()
+    assert told == ["begin barrier", "end", "begin broadcast of 1 float32 from rank 7", "end"]

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from profile_steps import BUSY, measured, step, summed
+from profile_steps import AROUND, BUSY, measured, step, summed
 from samestep.tools.profile.advice import Cause
-from samestep.tools.profile.causes import advise, checkpoint_stall, host_bound, slow_loader, tiny_buckets
+from samestep.tools.profile.calling import host_bound
+from samestep.tools.profile.causes import advise, checkpoint_stall, slow_loader
 from samestep.tools.profile.measured import Measured
+from samestep.tools.profile.sending import tiny_buckets
 from samestep.tools.profile.steps import Meeting, Step
 
 
@@ -116,3 +118,19 @@ def test_at_most_three_are_told_the_greatest_first() -> None:
     assert len(told) == 3
     assert told[0].cause == Cause.CHECKPOINT
     assert [each.seconds for each in told] == sorted((each.seconds for each in told), reverse=True)
+
+
+def test_a_gpu_that_idles_is_the_hosts_fault_or_that_of_who_makes_the_host_wait() -> None:
+    """Read from numbers; not run on hardware yet."""
+    steps = [sound()] * 4
+    idle = replace(BUSY, busy_seconds=0.02, synchronisations=4)
+    around = replace(AROUND, device="cuda", shards=2)
+    costs = measured(steps).costs
+    [told] = advise(Measured([steps], {0: idle}, costs, around))
+    assert told.cause == Cause.HOST
+    assert told.seconds == pytest.approx((0.095 - 0.02) * 0.09 / 0.095 / 2, rel=0.01)
+    [told] = advise(Measured([steps], {0: replace(idle, synchronisations=40)}, costs, around))
+    assert told.cause == Cause.SYNCHRONISATION
+    assert told.seconds == pytest.approx(0.095 - 0.02, rel=0.01)
+    busy = replace(idle, busy_seconds=0.094, synchronisations=40)
+    assert advise(Measured([steps], {0: busy}, costs, around)) == []
