@@ -32,7 +32,7 @@ PLANTED = {
         ("--set", "model.options.layers=60", "strategy.name=ddp", "strategy.bucket_mb=0.001", "shards=2"),
     ),
     Cause.CHECKPOINT: (2, ("--set", "model.options.compute=1", "model.options.frozen=8000000")),
-    Cause.HOST: (2, ("--set", "model.options.layers=120", "shards=8")),
+    Cause.HOST: (2, ("--set", "model.options.layers=50", "shards=8")),
 }
 SAVING = ("--checkpoint-every", 1)
 
@@ -73,8 +73,12 @@ def test_nothing_is_told_of_a_sound_recipe(capsys: pytest.CaptureFixture[str], t
 def test_traces_of_chosen_ranks_are_one_file_that_shows_all_of_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = ("--processes", 3, "--ranks", "0,2", "--active", 2, "--traced", 2)
-    found = profiled(capsys, tmp_path, *given)
+    given = ("--processes", 3, "--active", 2, "--traced", 2)
+    profiled(capsys, tmp_path, *given, "--ranks", "1")
+    earlier = set((tmp_path / "found" / "tensorboard").iterdir())
+    found = profiled(capsys, tmp_path, *given, "--ranks", "0,2")
+    for path in earlier:
+        path.unlink()
     files = sorted(path.name for path in (tmp_path / found["tensorboard"]).iterdir())
     # As TensorBoard's plugin looks for them: worker, time, ending.
     assert [re.fullmatch(r"(.*?)(\.\d+)?\.pt\.trace\.json\.gz", name)[1] for name in files] == ["rank-0", "rank-2"]

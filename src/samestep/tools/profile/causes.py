@@ -59,8 +59,8 @@ def slow_loader(found: Measured) -> Advice | None:
         min(most, step - then) if then < step else most,
         f"rank {slowest} waits {milliseconds(waits[slowest])} of {milliseconds(step)} a step for its batch",
         do,
-        f"without that wait a step would take {milliseconds(rest)}; {workers} loaders need "
-        f"{milliseconds(loading / workers)} for a batch",
+        f"without that wait a step would take {milliseconds(rest)}; with --workers {workers} a batch would be made in "
+        f"{milliseconds(loading / workers)}",
     )
 
 
@@ -136,11 +136,12 @@ def checkpoint_stall(found: Measured) -> Advice | None:
 
 
 def _seconds_a_shard(found: Measured) -> list[list[float]] | None:
-    """What a shard took each rank in each step; None where some rank has computed none."""
-    if any(not step.shards for steps in found.ranks for step in steps):
+    """What a shard took each rank in each step in which all of them had some; None where there is no such step."""
+    whole = [place for place, same in enumerate(zip(*found.ranks, strict=True)) if all(step.shards for step in same)]
+    if not whole:
         return None
     return [
-        [computing_seconds(phases) / step.shards for phases, step in zip(of_rank, steps, strict=True)]
+        [computing_seconds(of_rank[place]) / steps[place].shards for place in whole]
         for of_rank, steps in zip(found.by_step, found.ranks, strict=True)
     ]
 

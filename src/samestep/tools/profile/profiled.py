@@ -146,7 +146,9 @@ def profile(
     trace = None
     if ran.measured.traced:
         trace = plan.folder / TRACE
-        write_merged(trace, traces_in(plan.folder / TENSORBOARD), ran.marks, ran.traced_steps)
+        files = traces_in(plan.folder / TENSORBOARD)
+        # Not those of an earlier profile in the same folder.
+        write_merged(trace, {rank: files[rank] for rank in ran.marks}, ran.marks, ran.traced_steps)
     return Profiled(name, recipe_data(recipe), machine, plan, ran.measured, trace)
 
 

@@ -54,6 +54,12 @@ def test_a_rank_whose_shards_take_longest_each_time_is_named() -> None:
     assert "rank 1" in told.do
 
 
+def test_a_last_batch_that_leaves_a_rank_without_shards_hides_no_slow_rank() -> None:
+    rest = replace(sound(), shards=0)
+    found = measured([*[sound()] * 4, rest], [sound(forward=0.15)] * 5)
+    assert advise(found)[0].cause == Cause.RANK
+
+
 def test_a_rank_that_takes_longest_once_is_not() -> None:
     found = measured([sound()] * 4, [sound(forward=0.5), *[sound()] * 3])
     assert advise(found) == []
