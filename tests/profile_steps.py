@@ -48,8 +48,8 @@ def summed(begin: float, end: float, *, beside: bool = True) -> Meeting:
     return Meeting("the sum in tree order", None, beside, begin, end)
 
 
-def measured(*ranks: list[Step], **changed: object) -> Measured:
-    """Of these ranks, in circumstances that are `changed`."""
-    costs = Costs(gradients=0.001, messages=1, gradient_bytes=2**20)
+def measured(*ranks: list[Step], batch: float = 0.001, **changed: object) -> Measured:
+    """Of these ranks, in circumstances that are `changed`; `batch` is what making one takes."""
+    costs = Costs(batch=batch, gradients=0.001, messages=1, gradient_bytes=2**20)
     around = Circumstances(**{**AROUND.__dict__, **changed})
     return Measured(ranks, {0: BUSY}, costs, around)

@@ -131,6 +131,11 @@ class Loader:
         counts, self._counts = self._counts, (0, 0, 0)
         return counts
 
+    def make_again(self, batch: GlobalBatch) -> None:
+        """Make this rank's shards of a batch once more, in this process, to see how long that takes."""
+        for request in self._requests(batch.begin.epoch, batch.indices):
+            self._loader.dataset[request]
+
     def _order(self, epoch: int) -> Indices:
         if self._lengths is None:
             return global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)

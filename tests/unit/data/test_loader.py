@@ -182,6 +182,16 @@ def test_loading_leaves_the_generators_as_they_were() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_making_a_batch_again_changes_nothing() -> None:
+    plain, again = loader_of(ranks=2), loader_of(ranks=2)
+    for batch, same in zip(plain, again, strict=True):
+        state = torch.get_rng_state()
+        again.make_again(same)
+        assert torch.equal(state, torch.get_rng_state())
+        assert again.cursor == plain.cursor
+        assert shown(batch) == shown(same)
+
+
 @pytest.mark.parametrize(("size", "batches"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
 def test_length_is_in_batches(size: int, batches: int) -> None:
     loader = loader_of(size=size)

@@ -39,29 +39,41 @@ def slow_loader(found: Measured) -> Advice | None:
     most = saved(found, lambda _, phases: phases["data"])
     if not most:
         return None
-    around, waits = found.around, [phases["data"] for phases in found.phases]
-    step, slowest = found.step_seconds, max(range(found.size), key=lambda rank: waits[rank])
-    loading = waits[slowest] if around.workers == 0 else step * around.workers
-    rest = max(step - most, 1e-6)
-    workers = min(_MOST_WORKERS, max(around.workers + 1, ceil(loading / rest)))
-    then = max(rest, loading / workers)
-    spare = around.cores // found.size - 1
-    do = f"--workers {workers} (now {around.workers}): loading then goes on beside the step"
-    if workers > max(1, spare):
-        do += (
-            f"; this machine has {around.cores} cores for {found.size} rank{'s' if found.size > 1 else ''}, so it only "
-            "helps as far as loading waits for disks or networks"
-        )
-    if around.workers >= _MOST_WORKERS:
-        do = "make samples cheaper: smaller files, decoded or resized once beforehand, a faster disk"
+    waits, step = [phases["data"] for phases in found.phases], found.step_seconds
+    slowest = max(range(found.size), key=lambda rank: waits[rank])
+    making, rest = found.costs.batch, max(step - most, 1e-6)
+    workers, do = _loaders(found, most, rest)
+    then = rest + making if workers == 0 else max(rest, making / workers)
+    told = f"; with --workers {workers} it would take {milliseconds(then)}" if then < step else ""
     return Advice(
         Cause.LOADER,
-        min(most, step - then) if then < step else most,
-        f"rank {slowest} waits {milliseconds(waits[slowest])} of {milliseconds(step)} a step for its batch",
+        step - then if then < step else most,
+        f"rank {slowest} waits {milliseconds(waits[slowest])} of {milliseconds(step)} a step for its batch; to make "
+        f"one takes {milliseconds(making)}",
         do,
-        f"without that wait a step would take {milliseconds(rest)}; with --workers {workers} a batch would be made in "
-        f"{milliseconds(loading / workers)}",
+        f"without that wait a step would take {milliseconds(rest)}{told}",
     )
+
+
+def _loaders(found: Measured, waited: float, rest: float) -> tuple[int, str]:
+    """How many loader processes a rank should have, and what to do.
+
+    Args:
+        waited: seconds of a step that the wait for data costs.
+        rest: seconds of a step without.
+    """
+    now, cores, making = found.around.workers, found.around.cores, found.costs.batch
+    ranks = f"{cores} cores for {found.size} rank{'s' if found.size > 1 else ''}"
+    if now and making < waited / 2:
+        return 0, f"--workers 0 (now {now}): making a batch takes less than having it from another process"
+    enough = min(_MOST_WORKERS, ceil(making / rest))
+    if enough <= now:
+        cheaper = "make samples cheaper (smaller files, decoded or resized once beforehand), or use a faster disk"
+        return now, f"{cheaper}; more loaders than {now} do not help: this machine has {ranks}"
+    do = f"--workers {enough} (now {now}): loading then goes on beside the step"
+    if enough > max(1, cores // found.size - 1):
+        do += f"; this machine has {ranks}, so it only helps as far as loading waits for disks or networks"
+    return enough, do
 
 
 def slow_rank(found: Measured) -> Advice | None:

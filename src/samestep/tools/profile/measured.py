@@ -42,14 +42,16 @@ class Traced:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the sum of gradients costs on these ranks, tried after the steps.
+    """What parts of a step cost by themselves on these ranks, tried after the steps.
 
     Attributes:
+        batch: seconds in which a rank makes its part of a batch, without loader processes.
         gradients: seconds in which all gradients are summed over ranks, in torch's own buckets; 0 for one rank.
         messages: how many these are.
         gradient_bytes: all of them together.
     """
 
+    batch: float
     gradients: float
     messages: int
     gradient_bytes: int

@@ -99,6 +99,11 @@ class Profiled:
         """What a reader must know of these numbers."""
         found, around = self.found, self.found.around
         told = []
+        if around.device == "cpu" and found.size * around.threads > around.cores:
+            told.append(
+                f"{found.size} ranks share {around.cores} core{'s' if around.cores > 1 else ''} and take turns: fewer "
+                "--processes may be as fast"
+            )
         if not around.is_known_inside:
             seconds = [each.communication_seconds for each in found.traced.values()]
             seen = f"; torch's profiler saw {1e3 * max(seconds):.1f} ms of it a step" if any(seconds) else ""

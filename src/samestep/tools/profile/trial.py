@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from samestep.checkpoint.background import Saved, Saver
@@ -43,6 +43,7 @@ class Trial:
         folder = CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep)
         self._saver = Saver(folder, self._saved, world.pulse.tick)
         self._step = 0
+        self.largest: GlobalBatch | None = None
 
     def run(self, stack: ExitStack) -> tuple[list[Step], list[Step], Tracing | None, float] | None:
         """All steps; those that were noted, those under torch's profiler, and its trace. None: asked to end."""
@@ -84,6 +85,8 @@ class Trial:
             with spans.step(self._step):
                 spans.enter("data")
                 batch = next(self._batches)
+                if self.largest is None or batch.size > self.largest.size:
+                    self.largest = batch
                 spans.enter("other")
                 if self._built.engine.step(batch).stop:
                     return False
@@ -129,13 +132,14 @@ def profile_rank(recipe: Recipe, plan: Plan) -> Ran | None:
             return None
         steps, slower, tracing, when = found
         traced = tracing.found if tracing is not None else None
+        assert trial.largest is not None, "there is one active step at least"
         said: list[Any] = all_gather(
             [
                 [step.as_data() for step in steps],
                 [step.as_data() for step in slower],
                 asdict(traced) if traced is not None else None,
                 when,
-                asdict(costs(built.engine, world, recipe.shards)),
+                asdict(costs(built.engine, built.train, trial.largest, world)),
             ],
             world,
         )
@@ -144,7 +148,10 @@ def profile_rank(recipe: Recipe, plan: Plan) -> Ran | None:
 
 def _put_together(said: list[Any], around: Circumstances) -> Ran:
     traced = {rank: Traced(**each[2]) for rank, each in enumerate(said) if each[2] is not None}
-    slowest = max((Costs(**each[4]) for each in said), key=lambda each: each.gradients)
+    every = [Costs(**each[4]) for each in said]
+    slowest = replace(
+        every[0], batch=max(each.batch for each in every), gradients=max(each.gradients for each in every)
+    )
     return Ran(
         Measured([[Step.from_data(step) for step in each[0]] for each in said], traced, slowest, around),
         [[Step.from_data(step) for step in each[1]] for each in said],

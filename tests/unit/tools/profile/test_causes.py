@@ -31,19 +31,29 @@ def test_nothing_is_told_of_a_sound_step() -> None:
 
 
 def test_a_loader_of_which_half_a_step_waits_saves_half_with_enough_workers() -> None:
-    found = measured([sound(data=0.11)] * 4, [sound(communication=0.113)] * 4)
+    found = measured([sound(data=0.11)] * 4, [sound(communication=0.113)] * 4, batch=0.11)
     [told] = advise(found)
     assert told.cause == Cause.LOADER
-    assert told.seconds == pytest.approx(0.11, abs=0.003)
+    assert told.seconds == pytest.approx(0.1, abs=0.01)
     assert "rank 0 waits" in told.evidence
     assert "--workers 2 (now 0)" in told.do
 
 
-def test_more_workers_are_not_promised_what_they_cannot_hide() -> None:
-    told = slow_loader(measured([sound(data=4.0)] * 4))
+@pytest.mark.parametrize(
+    ("now", "batch", "do", "then"),
+    [
+        (0, 4.0, "--workers 8 (now 0)", 0.5),  # more would be needed than anybody has
+        (2, 0.3, "--workers 4 (now 2)", 0.099),
+        (4, 0.3, "make samples cheaper", 0.099),
+        (1, 0.01, "--workers 0 (now 1)", 0.109),  # the process costs more than the batch
+    ],
+)
+def test_loaders_are_as_many_as_a_batch_takes(now: int, batch: float, do: str, then: float) -> None:
+    told = slow_loader(measured([sound(data=batch if now == 0 else 0.2)] * 4, batch=batch, workers=now))
     assert told is not None
-    assert "--workers 8" in told.do
-    assert told.seconds == pytest.approx(4.1 - 4.0 / 8, abs=0.01)
+    assert told.do.startswith(do)
+    step = 0.099 + (batch if now == 0 else 0.2)
+    assert told.seconds == pytest.approx(step - then, abs=0.002)
 
 
 def test_a_rank_whose_shards_take_longest_each_time_is_named() -> None:
