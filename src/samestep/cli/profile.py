@@ -60,6 +60,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, look and print."""
     # Imported here: the other commands have no use for them.
+    from rich.console import Console
+
     from samestep.record.confusion import require_pictures
     from samestep.tools.bench.machine import describe
     from samestep.tools.profile import page
@@ -88,8 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
             options=chosen,
         )
 
-    planned(Path())  # what cannot be is refused before there is a folder
+    # Planned before there is a folder: what cannot be is refused.
+    steps = f"{planned(Path()).steps} steps of {stem} on {processes} rank{'s' if processes > 1 else ''}"
+    console = Console(stderr=True, quiet=arguments.json)
     with options.new_folder(arguments.out, f"profile-{stem}") as folder:
+        console.print(f"training {steps}", highlight=False, soft_wrap=True)
         gpus = [] if arguments.device == "cpu" else ranks.gpu_names()
         found = profile(
             stem,
