@@ -53,6 +53,7 @@ REFUSED = [
     ),
     (lambda: RunOptions(keep=0), "keep is 0", "at least 1 checkpoint stays", "--keep 1"),
     (lambda: RunOptions(workers=-1), "workers is -1", "workers >= 0", "--workers 0"),
+    (lambda: RunOptions(prefetch=0), "prefetch is 0", "at least 1 shard", "--prefetch 2"),
     (lambda: RunOptions(checkpoint_every=0), "checkpoint_every is 0", "at least 1 step", "--checkpoint-every 100"),
     *(
         (
@@ -82,7 +83,7 @@ def test_refusal_gives_value_rule_and_way_out(make: Any, value: str, rule: str, 
         lambda: SchedulePart(final=1),
         lambda: recipe(batch_size=8, shards=8, epochs=1),
         lambda: recipe(batch_size=1, shards=1),
-        lambda: RunOptions(workers=0, checkpoint_every=1, lose_at_most=1e-9, keep=1),
+        lambda: RunOptions(workers=0, prefetch=1, checkpoint_every=1, lose_at_most=1e-9, keep=1),
     ],
 )
 def test_the_edge_of_a_rule_is_inside_it(make: Any) -> None:

@@ -20,12 +20,28 @@ from samestep.cli import (
     run_script,
     top,
     train,
+    tune,
     verify,
 )
 from samestep.cli.member import LeaveError, end_as_rank, leave
 from samestep.errors import EXIT_STOPPED, SamestepError
 
-_COMMANDS = (train, resume, evaluate, predict, export, convert, run_script, top, verify, report, bench, profile, doctor)
+_COMMANDS = (
+    train,
+    resume,
+    evaluate,
+    predict,
+    export,
+    convert,
+    run_script,
+    top,
+    report,
+    verify,
+    bench,
+    profile,
+    tune,
+    doctor,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,6 +27,7 @@ from samestep.runtime.env import quiet_torch, read_rendezvous
 from samestep.runtime.failure import Failure
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.watchdog import HANG_AFTER
+from samestep.tools.tune.choice import Choice
 
 if TYPE_CHECKING:
     from samestep.runtime.job import Job
@@ -52,24 +53,28 @@ class Plan:
         run: the run's folder.
         checkpoint: what to begin from, if anything.
         step: optimizer steps done by then.
+        tuned: what was found for the machine, if it is taken up.
     """
 
     recipe: Recipe
     run: Path
     checkpoint: Path | None = None
     step: int = 0
+    tuned: Choice | None = None
 
     def to_text(self) -> str:
         """As text that `from_text` reads."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
-        return json.dumps([recipe_data(self.recipe), str(self.run), checkpoint, self.step])
+        tuned = asdict(self.tuned) if self.tuned else None
+        return json.dumps([recipe_data(self.recipe), str(self.run), checkpoint, self.step, tuned])
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
         """The plan that rank 0 made."""
-        recipe, run, checkpoint, step = json.loads(text)
+        recipe, run, checkpoint, step, tuned = json.loads(text)
         path = Path(checkpoint) if checkpoint else None
-        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(run), path, step)
+        choice = Choice(**tuned) if tuned else None
+        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(run), path, step, choice)
 
 
 def settled(arguments: argparse.Namespace) -> Rendezvous | None:

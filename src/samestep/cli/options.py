@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli.durations import seconds
-from samestep.config import RunOptions
+from samestep.config import DEFAULT_PREFETCH, RunOptions
 from samestep.errors import InputError
 from samestep.record.events import one_line
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """`--processes`, `--device` and `--workers`: who computes; results do not depend on them."""
+    """`--processes`, `--device`, `--workers` and `--prefetch`: who computes; results do not depend on them."""
     group = parser.add_argument_group("machine (results do not depend on it)")
     group.add_argument(
         "--processes",
@@ -27,6 +27,9 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add_devices_option(group)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
     group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
+    group.add_argument(
+        "--prefetch", type=int, metavar="N", help=f"shards that each of them makes ahead (default {DEFAULT_PREFETCH})"
+    )
 
 
 def add_devices_option(group: Any) -> None:
@@ -83,9 +86,11 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of a command as data."""
     lose_at_most = getattr(arguments, "lose_at_most", None)
+    prefetch = getattr(arguments, "prefetch", None)
     return RunOptions(
         device=arguments.device,
         workers=arguments.workers,
+        prefetch=DEFAULT_PREFETCH if prefetch is None else prefetch,
         checkpoint_every=getattr(arguments, "checkpoint_every", None),
         lose_at_most=None if lose_at_most is None else seconds("--lose-at-most", lose_at_most),
         keep=getattr(arguments, "keep", 2),
@@ -94,15 +99,16 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
     )
 
 
-def numbers(option: str, text: str) -> list[int]:
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
     """What an option says that takes several numbers.
 
     Raises:
         InputError: it says something else.
     """
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
-        raise InputError(f"{option} {text}", rule="positive numbers with commas between", do=f"{option} 1,2,4")
+    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
+        rule = "positive numbers" if least == 1 else f"numbers from {least} on"
+        raise InputError(f"{option} {text}", rule=f"{rule} with commas between", do=f"{option} 1,2,4")
     return list(map(int, parts))
 
 

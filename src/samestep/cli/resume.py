@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import layouts, member, options, requeue
+from samestep.cli import layouts, member, options, requeue, tuned
 from samestep.cli.member import Plan
 from samestep.cli.opened import open_run, plan_to_go_on
 from samestep.cli.restarts import add_fault_options
@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--checkpoint", default="last", metavar="WHICH", help="last, best, or a step (default last)")
     options.add_set_option(parser)
     options.add_machine_options(parser)
+    tuned.add_option(parser)
     layouts.add_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli import device_batch, layouts, member, options, ranks, requeue
+from samestep.cli import device_batch, layouts, member, options, ranks, requeue, tuned
 from samestep.cli.member import Plan
 from samestep.cli.opened import plan_to_go_on
 from samestep.cli.restarts import add_fault_options, keep_going
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
     options.add_set_option(parser)
     device_batch.add_option(parser)
     options.add_machine_options(parser)
+    tuned.add_option(parser)
     layouts.add_options(parser)
     options.add_saving_options(parser)
     options.add_check_option(parser)
@@ -81,21 +82,25 @@ def _plan(arguments: argparse.Namespace, made: list[Path], restarts: int = 0) ->
 
 def run_as_member(arguments: argparse.Namespace, found: Rendezvous, settle: Callable[[int], Plan]) -> int:
     """Train as one rank of another launcher's job; rank 0 settles what, and prints the summary."""
-    plan, summary = member.take_part(
-        arguments,
-        found,
-        "train",
-        settle,
-        lambda train, plan: train(plan.recipe, options.run_options(arguments), plan.run, plan.checkpoint, plan.step),
-    )
+
+    def settle_all(restarts: int) -> Plan:
+        plan = settle(restarts)
+        return tuned.with_tuned(plan, arguments, found.world_size) if found.is_on_one_machine else plan
+
+    def call(train: Callable[..., Any], plan: Plan) -> Any:
+        return train(plan.recipe, tuned.run_options(arguments, plan), plan.run, plan.checkpoint, plan.step)
+
+    plan, summary = member.take_part(arguments, found, "train", settle_all, call)
     return _finish(arguments, summary, plan.run, is_told=found.rank == 0)
 
 
 def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
     """Launch ranks that train as planned, and print the summary."""
-    folder, first_step, chosen = plan.run, plan.step, options.run_options(arguments)
+    folder, first_step = plan.run, plan.step
     begin = [(plan.checkpoint, first_step)]  # of the attempt to come
     devices = ranks.devices(arguments.devices, arguments.device)
+    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
+    chosen = tuned.run_options(arguments, tuned.with_tuned(plan, arguments, count[1]))
 
     def attempt(processes: int, terms: Terms) -> Outcome:
         given = (plan.recipe, chosen, folder, *begin[-1])
@@ -106,7 +111,6 @@ def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
         begin.append((found, _step_of(found) if found else 0))
         return begin[-1][1]
 
-    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
     logs = folder / "logs"
     try:
         outcome = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)

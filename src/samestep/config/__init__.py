@@ -3,12 +3,13 @@
 from samestep.config.layout import Layout, settle
 from samestep.config.parts import BadSamples, DataPart, ModelPart, OptimizerPart, Part
 from samestep.config.recipe import Recipe
-from samestep.config.run_options import DeviceKind, RunOptions, default_workers
+from samestep.config.run_options import DEFAULT_PREFETCH, DeviceKind, RunOptions, default_workers
 from samestep.config.schedules import EmaPart, LearningRatePart, LearningRateRule, SchedulePart
 from samestep.config.step_rules import BatchNorm, NonFinite, Precision, Reduction, StepRules
 from samestep.config.strategy import Mesh, StrategyPart
 
 __all__ = [
+    "DEFAULT_PREFETCH",
     "BadSamples",
     "BatchNorm",
     "DataPart",

@@ -10,6 +10,7 @@ from samestep.config.check import require
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
+DEFAULT_PREFETCH = 2  # as torch's DataLoader has it
 _MOST_WORKERS = 8
 
 
@@ -26,6 +27,8 @@ class RunOptions:
         device: `auto` takes a GPU a rank where there are any.
         workers: loader processes a rank; None means as many as there are cores to spare where samples are read from
             files, else none.
+        prefetch: shards that each of them makes ahead.
+        tuned: the file that `workers` and `prefetch` were taken from, if from any.
         checkpoint_every: optimizer steps between checkpoints besides those at the ends of epochs, or None.
         lose_at_most: seconds of work that a kill may cost; checkpoints are written often enough. None for no bound.
         keep: how many of the newest checkpoints stay, besides the best.
@@ -35,6 +38,8 @@ class RunOptions:
 
     device: DeviceKind = "auto"
     workers: int | None = None
+    prefetch: int = DEFAULT_PREFETCH
+    tuned: str | None = None
     checkpoint_every: int | None = None
     lose_at_most: float | None = None
     keep: int = 2
@@ -44,6 +49,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         every, workers = self.checkpoint_every, self.workers
         require(workers is None or workers >= 0, f"workers is {workers}", "workers >= 0", "--workers 0")
+        require(self.prefetch >= 1, f"prefetch is {self.prefetch}", "at least 1 shard", "--prefetch 2")
         require(
             every is None or every >= 1, f"checkpoint_every is {every}", "at least 1 step", "--checkpoint-every 100"
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from samestep.config import BadSamples
+from samestep.config import DEFAULT_PREFETCH, BadSamples
 from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch, Shard
 from samestep.data.order import Indices, global_order, grouped_order
@@ -36,12 +37,14 @@ class Loader:
         skipped: what was wrong with the samples that this rank has left out; whoever tells of them empties it.
         counts_tokens: the data can tell tokens from what only fills up.
         workers: processes that make samples.
+        prefetch: shards that each of them makes ahead.
 
     Args:
         dataset: `__len__` and `__getitem__`, which raises `DataError` for a sample that cannot be used.
         shards: fixed slices of each batch.
         shuffle: another order in each epoch, a function of seed and epoch.
         workers: processes that make samples, 0 for none besides this one.
+        prefetch: shards that each of them makes ahead; no result depends on either.
         collate: from a list of samples to what the engine is given.
         bad_samples: `stop`: a sample that cannot be used is raised; `skip`: it is left out of its shard.
         lengths: one a sample; samples of like length share a global batch, so that little is padded. The order is then
@@ -59,6 +62,7 @@ class Loader:
         seed: int = 0,
         shuffle: bool = False,
         workers: int = 0,
+        prefetch: int = DEFAULT_PREFETCH,
         collate: Collate = default_collate,
         bad_samples: BadSamples = "stop",
         lengths: Sequence[int] | None = None,
@@ -88,14 +92,34 @@ class Loader:
         self._size, self._shards = len(dataset), shards
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
+        self._shard_dataset = ShardDataset(dataset, collate, seed, bad_samples)
+        self._open(workers, prefetch)
+
+    def with_workers(self, workers: int, prefetch: int) -> Loader:
+        """The same data from its cursor on, made by other workers, which are this loader's own to close."""
+        other = copy(self)
+        other.skipped, other._counts = [], (0, 0, 0)
+        other._open(workers, prefetch)
+        return other
+
+    def close(self) -> None:
+        """End the workers; the next pass starts others."""
+        iterator = self._loader._iterator
+        if self.workers and iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            self._loader._iterator = None
+
+    def _open(self, workers: int, prefetch: int) -> None:
+        self.workers, self.prefetch = workers, prefetch
         self._queue = RequestQueue()
         self._loader: DataLoader[Shard | Unusable] = DataLoader(
-            ShardDataset(dataset, collate, seed, bad_samples),
+            self._shard_dataset,
             batch_size=None,
             sampler=self._queue,
             num_workers=workers,
+            prefetch_factor=prefetch if workers > 0 else None,
             collate_fn=_as_it_is,
-            pin_memory=world.device.type == "cuda",
+            pin_memory=self._world.device.type == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_begin_worker if workers > 0 else None,
             # Forks of the rank, not of the fork server: they end with it, and take what cannot be pickled.

@@ -132,6 +132,7 @@ def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
         world=world,
         seed=recipe.step.seed,
         workers=workers,
+        prefetch=options.prefetch,
         bad_samples=recipe.data.bad_samples,
         count_tokens=splits.count_tokens,
     )

@@ -74,7 +74,7 @@ def _train(
     )
     if world.is_main:
         folder.clean()
-        append_environment(run / "environment.json", _environment(built, world, recipe, first_step))
+        append_environment(run / "environment.json", _environment(built, world, recipe, options, first_step))
         write_facts(built.facts, run)
     if checkpoint is not None:
         trainer.resume(checkpoint)
@@ -85,6 +85,8 @@ def _train(
         recorder.tell("note", text=world.layout.picture())
     if world.layout.replicate > 1 and recipe.strategy.remark is not None:
         recorder.tell("note", text=recipe.strategy.remark)
+    if options.tuned is not None:
+        recorder.tell("note", text=_told_of_tuning(options))
     vitals.follow(lambda: trainer.done)
     with recorder:
         summary = trainer.fit()
@@ -126,7 +128,12 @@ def _recorder(world: World, options: RunOptions, run: Path, first_step: int) -> 
     return Recorder([EventFile(run / "events.jsonl"), Curves(run / "tensorboard", first_step), ProgressLine(console)])
 
 
-def _environment(built: Built, world: World, recipe: Recipe, first_step: int) -> dict[str, Any]:
+def _told_of_tuning(options: RunOptions) -> str:
+    many = f"workers {options.workers}" + (f", prefetch {options.prefetch}" if options.workers else "")
+    return f"{many}: tuned on this machine, {options.tuned}; --no-tuned leaves it"
+
+
+def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     return {
         "from_step": first_step,
@@ -136,6 +143,9 @@ def _environment(built: Built, world: World, recipe: Recipe, first_step: int) ->
         "visible_devices": read_environment().visible_devices if gpu else None,
         "device": gpu or platform.processor() or platform.machine(),
         "threads": recipe.step.threads,
+        "workers": built.train.workers,
+        "prefetch": built.train.prefetch,
+        "tuned": options.tuned,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -36,6 +36,7 @@ class Failure:
         by_signal: the signal that ended the process, if one did.
         kind: the class of what was raised, by name, if something was.
         where: what the rank did then, such as `in engine.step 7`; empty if that is not known.
+        is_of_memory: what was raised says that memory ran out.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Failure:
     by_signal: int | None = None
     kind: str | None = None
     where: str = ""
+    is_of_memory: bool = False
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, where: str = "") -> Failure:
@@ -59,7 +61,7 @@ class Failure:
             text = f"error: {error}" if not lost else f"error: {error}\n{trace}"
             return cls(rank, when, text, error.exit_code, is_consequence=lost, kind=kind, where=where)
         text = f"error: rank {rank} failed{_spaced(where)}: {_title(error)}\n{trace}{_way_out(error)}"
-        return cls(rank, when, text, EXIT_FAILED, kind=kind, where=where)
+        return cls(rank, when, text, EXIT_FAILED, kind=kind, where=where, is_of_memory=_is_of_memory(error))
 
     @classmethod
     def of_exit(cls, rank: int, code: int, where: str = "", stack: Sequence[str] = ()) -> Failure:
@@ -114,8 +116,12 @@ def _spaced(where: str) -> str:
     return f" {where}" if where else ""
 
 
+def _is_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+
+
 def _way_out(error: BaseException) -> str:
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+    if _is_of_memory(error):
         return (
             "\n  do:   let each rank hold less at once: more shards with more processes, a smaller model or smaller "
             "samples, or fewer loader workers"

@@ -7,10 +7,11 @@ import pytest
 
 from samestep.config import Mesh, Recipe, RunOptions, StrategyPart
 from samestep.recipes.parse import load_recipe
-from samestep.tools.bench.comparison import Comparison, Plan, Row, Spread
+from samestep.tools.bench.comparison import Comparison, Plan, Row
 from samestep.tools.bench.contenders import SINGLE, Absent, Contender, contenders
 from samestep.tools.bench.page import draw, table
-from samestep.tools.bench.trials import Reached, Timed
+from samestep.tools.bench.trials import Reached
+from samestep.tools.timed import Spread, Timed
 
 
 @pytest.fixture

@@ -11,24 +11,10 @@ from samestep.config import RunOptions
 from samestep.runtime.by_name import ByName
 from samestep.runtime.launch import RankError, StoppedError, launch
 from samestep.tools.bench.contenders import Absent, Contender
-from samestep.tools.bench.trials import Reached, Timed
+from samestep.tools.bench.trials import Reached
+from samestep.tools.timed import Spread, Timed
 
 _TRIALS = "samestep.tools.bench.trials"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median with its first and third quartile."""
-
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        several = [*values, *values] if len(values) == 1 else values
-        q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
-        return cls(median, q1, q3)
 
 
 @dataclass

@@ -19,7 +19,7 @@ def describe(gpus: list[str]) -> dict[str, Any]:
         gpus: the names of its GPUs.
     """
     return {
-        "device": gpus[0] if gpus else _processor(),
+        "device": gpus[0] if gpus else processor(),
         "gpus": gpus,
         "cores": read_processors().usable,
         "system": f"{platform.system()} {platform.machine()}",
@@ -31,7 +31,8 @@ def describe(gpus: list[str]) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the machine's processor is called."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

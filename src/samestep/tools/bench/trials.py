@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from samestep.engine.norm import norm_layers
 from samestep.engine.step import Engine
 from samestep.errors import InputError
 from samestep.recipes.build import Built, build
-from samestep.record.stopwatch import Stopwatch
 from samestep.runtime.gather import all_gather
 from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.tools.bench.contenders import Contender
+from samestep.tools.timed import Timed
+from samestep.tools.turn import time_steps
 
 _WARMUP = 3  # steps in which memory is taken and kernels are chosen
 
@@ -43,21 +43,6 @@ class Reached:
     held: int
     peak: int | None
     steps_in_epoch: int
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Some steps.
-
-    Attributes:
-        step_seconds: of one step, the wait for its batch included; the mean.
-        data_share: how much of that was the wait of rank 0 for its batches.
-        samples_per_second: over all ranks.
-    """
-
-    step_seconds: float
-    data_share: float
-    samples_per_second: float
 
 
 def reach(contender: Contender, epochs: int, options: RunOptions) -> Reached | None:
@@ -88,21 +73,8 @@ def time_all(contenders: Sequence[Contender], steps: int, options: RunOptions) -
 def _timed(contender: Contender, steps: int, options: RunOptions) -> Timed | None:
     with _world(contender, options) as world:
         built = _built(contender, options, world)
-        batches, watch = _endless(built.train), Stopwatch()
-        if any(built.engine.step(batch).stop for batch in islice(batches, _WARMUP)):
-            return None
-        samples, waited = 0, 0.0
-        _finish(world)
-        began = time.perf_counter()
-        for _ in range(steps):
-            with watch.waiting():
-                batch = next(batches)
-            if built.engine.step(batch).stop:
-                return None
-            samples, waited = samples + batch.size, waited + watch.last_wait
-        _finish(world)
-        seconds = time.perf_counter() - began
-        return Timed(seconds / steps, waited / seconds, samples / seconds)
+        turn = time_steps(built.engine, _endless(built.train), warmup=_WARMUP, steps=steps)
+        return turn.timed if turn is not None else None
 
 
 def _world(contender: Contender, options: RunOptions) -> AbstractContextManager[World]:
@@ -115,13 +87,6 @@ def _built(contender: Contender, options: RunOptions, world: World) -> Built:
     if contender.recipe.step.batch_norm == "sync" and not norm_layers(built.engine.model):
         raise InputError("the model has no batch norm", rule="sync BN is of batch norm", do="leave it out")
     return built
-
-
-def _finish(world: World) -> None:
-    """Wait for all that ranks and their devices are still at."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    world.barrier()
 
 
 def _endless(train: Loader) -> Iterator[GlobalBatch]:

@@ -1,0 +1,1 @@
+"""What a machine decides about a run, found by short trials: `samestep tune`."""
