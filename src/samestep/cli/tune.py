@@ -97,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_DIFFERS
     _show(arguments, tuning, wishes, folder)
     if not arguments.json:
-        print(f"{'written':<16}{folder / 'tune.json'}{'' if arguments.no_picture else ', tune.png beside it'}")
-        print(f"{'taken up by':<16}samestep train {arguments.recipe} --processes {processes}")
+        print(f"{'written':<20}{folder / 'tune.json'}{'' if arguments.no_picture else ', tune.png beside it'}")
+        print(f"{'taken up by':<20}samestep train {arguments.recipe} --processes {processes}")
     return EXIT_DONE
 
 

@@ -22,6 +22,9 @@ from samestep.runtime.rank import die_with_parent
 from samestep.runtime.world import World
 from samestep.sharding import owned_shards, require_enough_shards, shard_bounds
 
+# How torch's warning begins that there are more workers than cores.
+MANY_WORKERS = "This DataLoader will create"
+
 
 class Loader:
     """Iterating over it once is one epoch, from the cursor to the end of the data.

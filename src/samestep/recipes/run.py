@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
+from samestep.data.loader import MANY_WORKERS
 from samestep.recipes.build import Built, build
 from samestep.recipes.by_class import evaluate_by_class
 from samestep.recipes.facts import write_facts
@@ -39,6 +41,8 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
     `stop_signal` in it is the signal that asked this rank to end, if one did.
     """
     rules = recipe.step
+    if options.tuned is not None:
+        warnings.filterwarnings("ignore", message=MANY_WORKERS)  # that as many are faster has been measured
     with (
         start(
             device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from signal import SIGKILL
@@ -10,6 +11,9 @@ from typing import Any
 from samestep.config import Recipe
 from samestep.runtime.launch import RankError
 from samestep.tools.tune.look import Look
+
+# What oneDNN says where it gets no memory.
+_ONEDNN = re.compile(r"could not create a (primitive|memory)")
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def examine(
     try:
         seen = look(recipe)
     except RankError as error:
-        said = _said(error)
+        said = _said(error, limit)
     else:
         return Memory(limit, recipe.shards, _largest(recipe), True, seen.peak), seen
     tried: dict[int, bool] = {}
@@ -85,7 +89,7 @@ def examine(
         try:
             seen = look(other)
         except RankError as error:
-            _said(error)
+            _said(error, limit)
             tried[shards] = False
         else:
             tried[shards], changes = True, _changes(recipe, other, seen)
@@ -110,13 +114,17 @@ def _changes(before: Recipe, after: Recipe, seen: Look) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def _said(error: RankError) -> str:
+def _said(error: RankError, limit: int | None) -> str:
     """What a rank said that ran out of memory.
 
     Raises:
         RankError: it failed for another reason.
     """
-    if not error.failure.is_of_memory and error.failure.by_signal != SIGKILL:
+    failure = error.failure
+    # Without a limit of ours, the system kills who takes too much; libraries take a limit each in their own way.
+    is_died = failure.by_signal == SIGKILL or (limit is not None and failure.kind is None)
+    is_onednn = limit is not None and _ONEDNN.search(failure.text) is not None
+    if not (failure.is_of_memory or is_died or is_onednn):
         raise error
     return str(error).splitlines()[0]
 

@@ -30,7 +30,7 @@ def show(tuning: Tuning, looked_at: int) -> None:
         console = Console()
         Console(width=max(console.width, _WIDTH)).print(table(found), "")
     for name, text in lines(tuning, looked_at):
-        print(f"{name:<16}{text}")
+        print(f"{name:<20}{text}")
 
 
 def table(found: Found) -> Table:

@@ -24,9 +24,11 @@ SMALL = 0.02  # of a step: what no setting can gain is not looked for
 ALIKE = 0.02  # settings that differ by less are as fast as each other
 _WORTH = 1.04  # what twice as many workers must gain, for more to be looked at
 _MOST = 0.5  # of a step: where so much is left to gain, one more disappointment is borne
-_FAR = 0.8  # of the best: not looked at again
-_KEPT = (5, 3, 2, 2)  # how many go into each round of the final
-_NEAR = (0.0, 0.9, 0.94, 0.96)  # of the best: what they must have reached before
+_FAR = 0.65  # of the best: not looked at again
+_KEPT = (5, 3, 3, 2, 2)  # how many go into each round of the final
+_NEAR = (0.0, 0.9, 0.93, 0.95, 0.96)  # of the best: what they must have reached before, on a quiet machine
+_STEADY, _ENOUGH = 0.05, 3  # where turns of a setting differ by less, so many rounds are enough
+_WILD = 0.3  # no more is put down to the machine
 
 
 @dataclass
@@ -151,12 +153,15 @@ def _finalists(settings: Sequence[Setting], turns: dict[Setting, Timed], best: S
 
 
 def _final(measure: Measure, found: Found, settings: list[Setting], best: Setting) -> None:
-    """Rounds of fewer and fewer settings, the best of the climb in all of them."""
+    """Rounds of fewer and fewer settings, the best of the climb in all of them; more rounds where turns differ."""
     for number, (kept, near) in enumerate(zip(_KEPT, _NEAR, strict=True)):
         if number:
+            noise = _noise(found, best)
             scores = {setting: found.against(setting, best, slice(1, None)).median for setting in settings}
             settings = sorted(scores, key=lambda setting: -scores[setting])
-            settings = [setting for setting in settings if scores[setting] >= near * scores[settings[0]]]
+            settings = [setting for setting in settings if scores[setting] >= (near - noise) * scores[settings[0]]]
+            if number >= _ENOUGH and noise < _STEADY:
+                return
         settings = settings[:kept]
         if settings == [best]:
             return
@@ -164,6 +169,21 @@ def _final(measure: Measure, found: Found, settings: list[Setting], best: Settin
         for setting in sorted({*settings, best}, reverse=number % 2 == 0):
             turns[setting] = measure(setting)
         found.rounds.append(turns)
+
+
+def _noise(found: Found, best: Setting) -> float:
+    """By how much a ratio differs from one round to the next, as a rule."""
+    ratios = [
+        [
+            turns[setting].samples_per_second / turns[best].samples_per_second
+            for turns in found.rounds
+            if setting in turns
+        ]
+        for setting in found.settings
+        if setting != best
+    ]
+    reach = [(max(several) - min(several)) / (max(several) + min(several)) for several in ratios if len(several) > 1]
+    return min(_WILD, statistics.median(reach)) if reach else 0.0
 
 
 def _fastest(found: Found, best: Setting) -> Setting:

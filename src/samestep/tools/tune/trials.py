@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import resource
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 
 import torch
 
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import GlobalBatch
-from samestep.data.loader import Loader
+from samestep.data.loader import MANY_WORKERS, Loader
 from samestep.data.tensors import map_tensors
 from samestep.engine.norm import norm_layers
 from samestep.engine.step import Engine
+from samestep.errors import InputError
 from samestep.recipes.build import Built, build
 from samestep.runtime.gather import all_gather
 from samestep.runtime.session import start
@@ -30,6 +33,7 @@ from samestep.tools.turn import Turn, time_steps
 _WARMUP = 2  # steps after which workers are in step with the ranks
 _MOST_STEPS = 20
 _BATCHES = 2  # that are at hand where data is not what is looked at
+_LEAST_BYTES = 32 << 20  # for whatever a rank needs besides its model
 _IMAGES = 4  # dimensions of what can be laid out channels last
 
 
@@ -67,6 +71,7 @@ def find(
     Args:
         seconds: about how long a turn is.
     """
+    warnings.filterwarnings("ignore", message=MANY_WORKERS)  # how many are too many is what is asked here
     with _world(recipe, options) as world:
         built = build(recipe, replace(options, workers=0), world)
         if time_steps(built.engine, _endless(built.train), warmup=_WARMUP, steps=1) is None:
@@ -167,12 +172,31 @@ def _has_images(batch: GlobalBatch) -> bool:
 
 
 def _limit(memory: int, device: torch.device) -> None:
+    """Have whatever takes more than so much of a GPU, or of memory of this process' own, fail.
+
+    Raises:
+        InputError: it has taken as much already.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
-    else:
-        # Heap and private mappings (getrlimit(2)): an address space would count what is only reserved.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        return
+    # Heap and private mappings (getrlimit(2)): an address space would count what is only reserved.
+    taken = _private_bytes() + _LEAST_BYTES
+    if memory < taken:
+        raise InputError(
+            f"--memory is {memory >> 20} MiB, and a rank takes {taken >> 20} MiB before it has a model",
+            rule="what a rank may take in all, Python and torch among it",
+            do=f"--memory {2 * taken >> 20}MiB",
+        )
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _private_bytes() -> int:
+    """What the limit counts, of this process (proc(5)); 0 where there is no such file."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), 0)
 
 
 def _peak(device: torch.device) -> int:
