@@ -1,5 +1,6 @@
 """All ranks together see the global order, each sample once and the same, from wherever they start."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -300,3 +301,43 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_other_workers_make_the_same_batches_from_the_cursor_on() -> None:
+    own = loader_of()
+    own.cursor = Cursor(1, 8)
+    other = own.with_workers(2, 1)
+    assert (other.workers, other.prefetch, own.workers) == (2, 1, 0)
+    try:
+        first = next(iter(other))
+    finally:
+        other.close()
+    assert own.cursor == Cursor(1, 8)
+    expected = next(iter(own))
+    assert first.indices.tolist() == expected.indices.tolist()
+    for part, same in zip(first.parts, expected.parts, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(part.data, same.data, strict=True))
+
+
+def test_a_loader_that_is_closed_has_no_workers_and_goes_on() -> None:
+    loader = loader_of(workers=2)
+    before = {child.pid for child in multiprocessing.active_children()}
+    batches = [next(iter(loader))]
+    started = {child.pid for child in multiprocessing.active_children()} - before
+    assert len(started) == 2
+    loader.close()
+    assert not started & {child.pid for child in multiprocessing.active_children()}
+    loader.close()  # once more does nothing
+    batches.append(next(iter(loader)))
+    loader.close()
+    assert [batch.begin.samples for batch in batches] == [0, 8]
+
+
+def test_workers_make_as_many_shards_ahead_as_they_are_told() -> None:
+    counts = []
+    for prefetch in (1, 3):
+        loader = loader_of(workers=1, prefetch=prefetch)
+        next(iter(loader))
+        counts.append(loader._loader._iterator._tasks_outstanding)  # type: ignore[union-attr]
+        loader.close()
+    assert counts == [1, 3]

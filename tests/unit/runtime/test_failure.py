@@ -135,3 +135,20 @@ def test_an_early_end_gives_the_exit_code() -> None:
 
 def test_a_real_time_signal_is_told_like_any_other() -> None:
     assert "killed" in Failure.of_exit(1, -(signal.SIGRTMIN + 1)).text
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_memory"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (InputError("out of memory"), False),
+    ],
+)
+def test_a_want_of_memory_is_told_from_other_failures(error: BaseException, is_of_memory: bool) -> None:
+    assert Failure.of_exception(0, raised(error)).is_of_memory is is_of_memory

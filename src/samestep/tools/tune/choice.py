@@ -16,7 +16,7 @@ from samestep.runtime.env import read_environment
 from samestep.tools.bench.machine import processor
 from samestep.tools.doctor.nvidia import read_nvidia
 
-FOLDER, FILE = "tuned", "tune.json"
+FOLDER, FILE = "tunings", "tune.json"
 # What of a recipe decides how long shards and steps take; not how many steps there are, or what they lead to.
 _PARTS = ("data", "model", "loss", "batch_size", "shards", "strategy")
 _RULES = ("batch_norm", "precision", "threads", "tf32", "channels_last", "compile", "recompute")

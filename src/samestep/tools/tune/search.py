@@ -25,8 +25,8 @@ ALIKE = 0.02  # settings that differ by less are as fast as each other
 _WORTH = 1.04  # what twice as many workers must gain, for more to be looked at
 _MOST = 0.5  # of a step: where so much is left to gain, one more disappointment is borne
 _FAR = 0.65  # of the best: not looked at again
-_KEPT = (5, 3, 3, 2, 2)  # how many go into each round of the final
-_NEAR = (0.0, 0.9, 0.93, 0.95, 0.96)  # of the best: what they must have reached before, on a quiet machine
+_KEPT = (5, 3, 2, 2)  # how many go into each round of the final
+_NEAR = (0.0, 0.9, 0.94, 0.96)  # of the best: what they must have reached before, on a quiet machine
 _STEADY, _ENOUGH = 0.05, 3  # where turns of a setting differ by less, so many rounds are enough
 _WILD = 0.3  # no more is put down to the machine
 

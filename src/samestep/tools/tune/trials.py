@@ -78,7 +78,7 @@ def find(
             return None
 
         def measure(setting: Setting) -> Timed:
-            timed = _of_setting(built, setting, seconds)
+            timed = take_turn(built, setting, seconds)
             if world.is_main and not options.quiet:
                 print(f"  {setting}: {timed.samples_per_second:,.0f} samples/s", file=sys.stderr, flush=True)
             return timed
@@ -116,7 +116,7 @@ def against(recipe: Recipe, other: Recipe, options: RunOptions, rounds: int, sec
         return found
 
 
-def _of_setting(built: Built, setting: Setting, seconds: float) -> Timed:
+def take_turn(built: Built, setting: Setting, seconds: float) -> Timed:
     """A turn with workers of its own, from where the last one ended: no setting finds another one's files in memory."""
     engine, data = built.engine, built.train
     with engine.world.pulse.during(f"trial of {setting}"):

@@ -1,0 +1,36 @@
+"""Data and models of recipes that are tuned: samples that take their time, and activations that take memory."""
+
+import time
+
+import torch
+from torch import nn
+
+from samestep.recipes.splits import Splits
+
+
+class Waiting:
+    """Images each of which waits for so many seconds, as for a disk."""
+
+    def __init__(self, samples: int, seconds: float, size: int) -> None:
+        self._images = torch.randn(samples, 3, size, size, generator=torch.Generator().manual_seed(0))
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self._seconds)
+        return self._images[index] + 0.1 * torch.randn(1), index % 2
+
+
+def load(*, samples: int = 64, seconds: float = 0.0, size: int = 8) -> Splits:
+    """Samples to train on, and a few to evaluate on."""
+    return Splits(train=Waiting(samples, seconds, size), evaluation=Waiting(8, 0.0, size), classes=("a", "b"))
+
+
+class Wide(nn.Sequential):
+    """Activations of 256 KiB a channel for an image of 256 x 256 pixels, and hardly any weights."""
+
+    def __init__(self, num_classes: int = 2, width: int = 64) -> None:
+        super().__init__(nn.Conv2d(3, width, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1))
+        self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)])
