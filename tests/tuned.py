@@ -1,31 +1,37 @@
 """Data and models of recipes that are tuned: samples that take their time, and activations that take memory."""
 
+import os
 import time
 
 import torch
 from torch import nn
+from torch.utils.data import get_worker_info
 
 from samestep.recipes.splits import Splits
 
 
 class Waiting:
-    """Images each of which waits for so many seconds, as for a disk."""
+    """Images each of which waits for so many seconds, as for a disk; of too many workers none lives long."""
 
-    def __init__(self, samples: int, seconds: float, size: int) -> None:
+    def __init__(self, samples: int, seconds: float, size: int, most_workers: int) -> None:
         self._images = torch.randn(samples, 3, size, size, generator=torch.Generator().manual_seed(0))
-        self._seconds = seconds
+        self._seconds, self._most_workers = seconds, most_workers
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > self._most_workers:
+            os._exit(1)
         time.sleep(self._seconds)
         return self._images[index] + 0.1 * torch.randn(1), index % 2
 
 
-def load(*, samples: int = 64, seconds: float = 0.0, size: int = 8) -> Splits:
+def load(*, samples: int = 64, seconds: float = 0.0, size: int = 8, most_workers: int = 99) -> Splits:
     """Samples to train on, and a few to evaluate on."""
-    return Splits(train=Waiting(samples, seconds, size), evaluation=Waiting(8, 0.0, size), classes=("a", "b"))
+    train = Waiting(samples, seconds, size, most_workers)
+    return Splits(train=train, evaluation=Waiting(8, 0.0, size, most_workers), classes=("a", "b"))
 
 
 class Wide(nn.Sequential):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
-from system import Running, events, here, samestep, until, weights
+from started import as_torchrun, free_port, ranks
+from system import Running, environment, events, here, samestep, until, weights
 
 RECIPE = Path(__file__).parents[1] / "tuned.yaml"
 SMALL = ("--try", "none", "--workers", "0,1", "--prefetch", "2", "--seconds", "0.02", "--no-picture")
@@ -20,7 +21,7 @@ def tuned(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -
     return json.loads(capsys.readouterr().out)
 
 
-def environment(place: Path, name: str) -> dict[str, Any]:
+def facts_of(place: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((place / "runs" / name / "environment.json").read_text(encoding="utf-8"))[-1])
 
 
@@ -41,10 +42,10 @@ def test_what_it_finds_is_taken_up_and_changes_no_weight(tmp_path: Path, capsys:
     assert here("train", RECIPE, *TWO, "--name", "tuned", cwd=tmp_path) == EXIT_DONE
     line = f"workers 1, prefetch 3: tuned on this machine, {file}; --no-tuned leaves it"
     assert [event["text"] for event in events(tmp_path / "runs/tuned", "note")] == [line]
-    facts = environment(tmp_path, "tuned")
+    facts = facts_of(tmp_path, "tuned")
     assert (facts["workers"], facts["prefetch"], facts["tuned"]) == (1, 3, str(file))
     assert here("train", RECIPE, *TWO, "--name", "plain", "--no-tuned", cwd=tmp_path) == EXIT_DONE
-    facts = environment(tmp_path, "plain")
+    facts = facts_of(tmp_path, "plain")
     assert (facts["workers"], facts["prefetch"], facts["tuned"]) == (0, 2, None)
     assert not events(tmp_path / "runs/plain", "note")
     assert weights(tmp_path / "runs/tuned") == weights(tmp_path / "runs/plain")
@@ -62,11 +63,11 @@ def kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 @pytest.mark.slow
 def test_options_win_and_resume_takes_it_up_too(tmp_path: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("train", RECIPE, *TWO, "--name", "said", "--workers", 1, cwd=tmp_path) == EXIT_DONE
-    assert (environment(tmp_path, "said")["workers"], environment(tmp_path, "said")["tuned"]) == (1, None)
+    assert (facts_of(tmp_path, "said")["workers"], facts_of(tmp_path, "said")["tuned"]) == (1, None)
     assert here("resume", "runs/said", *TWO, cwd=tmp_path) == EXIT_DONE
-    assert (environment(tmp_path, "said")["workers"], environment(tmp_path, "said")["prefetch"]) == (2, 1)
+    assert (facts_of(tmp_path, "said")["workers"], facts_of(tmp_path, "said")["prefetch"]) == (2, 1)
     assert here("resume", "runs/said", "--processes", 3, cwd=tmp_path) == EXIT_DONE
-    assert environment(tmp_path, "said")["tuned"] is None
+    assert facts_of(tmp_path, "said")["tuned"] is None
 
 
 @pytest.mark.slow
@@ -76,11 +77,11 @@ def test_what_is_stale_or_broken_is_told_and_not_used(
     change = ("--set", "batch_size=32")
     assert here("train", RECIPE, *TWO, *change, "--name", "stale", cwd=tmp_path) == EXIT_DONE
     assert "is not used: it was found for another recipe (batch_size: 16 -> 32)" in capsys.readouterr().err
-    assert environment(tmp_path, "stale")["tuned"] is None
+    assert facts_of(tmp_path, "stale")["tuned"] is None
     kept.write_text("{", encoding="utf-8")
     assert here("train", RECIPE, *TWO, "--name", "broken", cwd=tmp_path) == EXIT_DONE
     assert "is not used: it cannot be read" in capsys.readouterr().err
-    assert environment(tmp_path, "broken")["tuned"] is None
+    assert facts_of(tmp_path, "broken")["tuned"] is None
 
 
 @pytest.mark.slow
@@ -89,6 +90,28 @@ def test_data_that_waits_gets_workers(tmp_path: Path, capsys: pytest.CaptureFixt
     found = tuned(capsys, tmp_path, *TWO, *change)
     assert found["choice"]["workers"] == 4
     assert found["settings"][0]["data_share"] > 0.3
+
+
+@pytest.mark.slow
+def test_numbers_of_workers_that_cannot_run_are_told_and_the_rest_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks = ("--workers", "0,1,2,4", "--set", "data.options.seconds=0.01", "data.options.most_workers=1")
+    found = tuned(capsys, tmp_path, *TWO, *breaks)
+    assert {setting["workers"] for setting in found["settings"]} <= {0, 1}
+    (absent,) = found["not_run"]
+    assert absent["workers"] == 2
+    assert "worker" in absent["reason"]
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_take_it_up(tmp_path: Path, kept: Path) -> None:
+    path = {"PYTHONPATH": environment()["PYTHONPATH"]}
+    with ranks(as_torchrun(free_port()), 2, "train", RECIPE, "--name", "launched", cwd=tmp_path, more=path) as started:
+        done = started.wait()
+    assert [each.code for each in done] == [EXIT_DONE] * 2, done
+    facts = facts_of(tmp_path, "launched")
+    assert (facts["workers"], facts["prefetch"], facts["tuned"]) == (2, 1, str(kept.relative_to(tmp_path)))
 
 
 @pytest.mark.slow
