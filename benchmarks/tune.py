@@ -26,7 +26,7 @@ BASE = {
 }
 # What costs time: a disk and a device that is elsewhere, the processor, or hardly anything.
 CASES: dict[str, dict[str, Any]] = {
-    "waits": {"data": {"wait": 0.002}, "model": {"wait": 0.004}},
+    "waits": {"data": {"wait": 0.005}, "model": {"wait": 0.01}},
     "works": {"data": {"work": 0.0005}, "model": {"wait": 0.004}},
     "ready": {"data": {}, "model": {"width": 64}},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,8 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
     _show(arguments, tuning, wishes, folder)
     if not arguments.json:
         print(f"{'written':<20}{folder / 'tune.json'}{'' if arguments.no_picture else ', tune.png beside it'}")
-        print(f"{'taken up by':<20}samestep train {arguments.recipe} --processes {processes}")
+        print(f"{'taken up by':<20}samestep train {arguments.recipe} --processes {processes}{_as_here(arguments)}")
     return EXIT_DONE
+
+
+def _as_here(arguments: argparse.Namespace) -> str:
+    """What a command that trains must be told too, to find what was written."""
+    words = ["--set", *arguments.overrides] if arguments.overrides else []
+    given = {"strategy": None, "mesh": None, "device": "auto", "devices": None, "runs": Path("runs")}
+    for name, default in given.items():
+        if getattr(arguments, name) != default:
+            words += [f"--{name}", str(getattr(arguments, name))]
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 class _DoesNotFit(Exception):

@@ -35,3 +35,7 @@ class Spread:
         several = [*values, *values] if len(values) == 1 else values
         q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
         return cls(median, q1, q3)
+
+    def times(self, factor: float) -> Spread:
+        """The same of values that are so many times as large."""
+        return Spread(self.median * factor, self.q1 * factor, self.q3 * factor)

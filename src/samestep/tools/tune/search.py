@@ -61,9 +61,15 @@ class Found:
         """The turns of a setting."""
         return [turns[setting] for turns in self.rounds if setting in turns]
 
+    @property
+    def anchor(self) -> Setting:
+        """The best of the first round, which has a turn in each other one."""
+        return max(self.rounds[0], key=lambda each: self.rounds[0][each].samples_per_second)
+
     def speed(self, setting: Setting) -> Spread:
-        """Samples a second, over its turns."""
-        return Spread.of([timed.samples_per_second for timed in self.of(setting)])
+        """Samples a second; of the anchor as they were, of others by what they were against it in the same rounds."""
+        own = Spread.of([timed.samples_per_second for timed in self.of(self.anchor)])
+        return own if setting == self.anchor else self.against(setting, self.anchor).times(own.median)
 
     def data_share(self, setting: Setting) -> float:
         """How much of a step is the wait for data."""
@@ -75,15 +81,10 @@ class Found:
         return Spread.of([t[setting].samples_per_second / t[other].samples_per_second for t in both])
 
     def against_default(self, setting: Setting) -> Spread:
-        """A setting's samples a second in those of the default, over rounds that both had a turn in.
-
-        Settings that joined later are compared by way of the best of the first round, which is in all.
-        """
+        """A setting's samples a second in those of the default; by way of the anchor, where no round has both."""
         if any(setting in turns and self.default in turns for turns in self.rounds):
             return self.against(setting, self.default)
-        best = max(self.rounds[0], key=lambda each: self.rounds[0][each].samples_per_second)
-        first, more = self.against(best, self.default).median, self.against(setting, best)
-        return Spread(first * more.median, first * more.q1, first * more.q3)
+        return self.against(setting, self.anchor).times(self.against(self.anchor, self.default).median)
 
     def verdict(self, setting: Setting) -> str:
         """What is to be said of a setting, in a word or two."""

@@ -162,6 +162,7 @@ def test_turns_are_compared_within_a_round_only() -> None:
     found = search(measure, grid([0, 1], [2]), NONE)
     assert found.chosen == Setting(1)
     assert found.against(Setting(1), NONE).median == pytest.approx(2.0)
+    assert found.speed(Setting(1)).median == pytest.approx(2 * found.speed(NONE).median)
 
 
 def test_a_search_that_fails_fails() -> None:
