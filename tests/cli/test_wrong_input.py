@@ -132,6 +132,7 @@ def test_bounds_that_are_none(refused: Refused, processes: str) -> None:
 
 OUT_OF_RANGE = (
     "--workers=-1",
+    "--prefetch=0",
     "--checkpoint-every=0",
     "--keep=0",
     "--max-restarts=-1",

@@ -92,7 +92,7 @@ class Found:
             return "chosen"
         assert self.chosen is not None
         score = self.against_default(setting).median / self.against_default(self.chosen).median
-        return "as fast" if score >= 1 - ALIKE else "slower" if score < 1 else "not steadily faster"
+        return "slower" if score < 1 - ALIKE else "as fast" if score <= 1 + ALIKE else "not steadily faster"
 
 
 def search(measure: Measure, settings: Sequence[Setting], default: Setting) -> Found:
@@ -188,9 +188,9 @@ def _noise(found: Found, best: Setting) -> float:
 
 
 def _fastest(found: Found, best: Setting) -> Setting:
+    """The fastest of the last round: who left before had fewer turns, and may have been lucky in them."""
     final = slice(1, None) if len(found.rounds) > 1 else slice(None)
-    scores = {s: found.against(s, best, final).median for s in {s for turns in found.rounds[final] for s in turns}}
+    scores = {setting: found.against(setting, best, final).median for setting in found.rounds[-1]}
     most = max(scores.values())
     alike = [setting for setting, score in scores.items() if score >= (1 - ALIKE) * most]
-    # The default has turns of its own where it was not far behind.
     return found.default if found.default in alike else min(alike)
