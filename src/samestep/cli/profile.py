@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from samestep.cli import device_batch, layouts, member, options, ranks
 from samestep.errors import EXIT_DONE
 from samestep.recipes.parse import load_recipe, shipped_recipes
+from samestep.record.events import several_lines
 
 
 def add_parser(commands: Any) -> None:
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             ranks.PRELOAD,
             devices.variables() if devices else {},
         )
-        (folder / "profile.json").write_text(json.dumps(found.as_data(), indent=1) + "\n", encoding="utf-8")
+        (folder / "profile.json").write_text(several_lines(found.as_data()), encoding="utf-8")
         if not arguments.no_picture:
             page.draw(found, folder / "profile.png")
     if arguments.json:

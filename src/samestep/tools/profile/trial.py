@@ -17,8 +17,8 @@ from samestep.data.loader import Loader
 from samestep.engine.observer import observe
 from samestep.recipes.build import Built, build
 from samestep.recipes.parse import recipe_data
-from samestep.runtime.env import read_environment
 from samestep.runtime.gather import all_gather
+from samestep.runtime.processors import read_processors
 from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.tools.profile.clock import clock_of
@@ -163,7 +163,7 @@ def circumstances(
     recipe: Recipe, plan: Plan, built: Built, world: World, spans: Spans, save_seconds: float | None
 ) -> Circumstances:
     """What advice depends on."""
-    cores = read_environment().cores
+    cores = read_processors().usable
     return Circumstances(
         workers=built.train.workers,
         cores=cores,

@@ -12,7 +12,8 @@ from typing import Any
 
 from samestep.config import Recipe
 from samestep.recipes.parse import differences, recipe_data
-from samestep.runtime.env import read_environment
+from samestep.record.events import several_lines
+from samestep.runtime.processors import read_processors
 from samestep.tools.bench.machine import processor
 from samestep.tools.doctor.nvidia import read_nvidia
 
@@ -79,14 +80,14 @@ def machine(device: str) -> dict[str, Any]:
         device: what ranks are told to compute on; with `cpu` its GPUs do not matter.
     """
     gpus = [] if device == "cpu" else [card.name for card in read_nvidia().cards]
-    return {"processor": processor(), "cores": read_environment().cores, "gpus": gpus}
+    return {"processor": processor(), "cores": read_processors().usable, "gpus": gpus}
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> Path:
     """Write what was found, whole or not at all; the file."""
     path = folder / FILE
     aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(several_lines(data), encoding="utf-8")
     os.replace(aside, path)
     return path
 
