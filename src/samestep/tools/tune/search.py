@@ -149,7 +149,7 @@ def _finalists(settings: Sequence[Setting], turns: dict[Setting, Timed], best: S
     if not waits:  # more of anything gains nothing; fewer workers may do
         neighbours, longer = neighbours[-1:] if neighbours[-1:] < [best] else [], []
     near = sorted((s for s in speeds if speeds[s] > _FAR * speeds[best] and s != best), key=lambda s: -speeds[s])
-    found = [best, *near[:2], *neighbours, *longer[:1], *near[2:]]
+    found = [best, *near[:1], *neighbours, *longer[:1], *near[1:]]
     return [s for s in dict.fromkeys(found) if s not in speeds or speeds[s] > _FAR * speeds[best]]
 
 
