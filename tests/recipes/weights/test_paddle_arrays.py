@@ -4,6 +4,7 @@ import base64
 import os
 import pickle
 import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -275,5 +276,5 @@ def test_the_traps_of_these_tests_do_spring(tmp_path: Path) -> None:
     """In a process of its own, by the plain unpickler."""
     path = written(tmp_path / "trap.pdparams", {"a": Calls(os.system, f"touch {tmp_path / 'sprung'}")})
     code = f"import pickle; pickle.load(open({str(path)!r}, 'rb'))"
-    subprocess.run(["python", "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
     assert (tmp_path / "sprung").exists()
