@@ -148,7 +148,9 @@ class Running:
 def environment() -> dict[str, str]:
     """What a command runs in: modules beside the tests can be named in recipes."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    # How large a terminal is, it says itself; pytest-xdist gives its processes one of 80 columns.
+    bare = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return {**bare, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float) -> None:

@@ -10,6 +10,7 @@ import signal
 import struct
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,14 @@ class Terminal:
         with self._lock:
             return ["\n".join(frame) for frame in self.screen.frames[-last:]]
 
+    def must_show(self, pattern: str, what: str, *, seconds: float = 60) -> None:
+        """Wait until it does; else tell what is shown instead."""
+        deadline = time.monotonic() + seconds
+        while not self.shows(pattern):
+            shown = self.frames(1)
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}, but:\n" + "\n".join(shown)
+            time.sleep(0.02)
+
     def shows(self, pattern: str) -> bool:
         """Whether it is, or was a moment ago, on the screen."""
         return any(re.search(pattern, frame, re.MULTILINE) for frame in self.frames(200))
@@ -83,11 +92,11 @@ def test_four_ranks_watched_from_before_they_begin(tmp_path: Path) -> None:
     run, hold = tmp_path / "runs" / "a", tmp_path / "hold"
     hold.write_text("2 12", encoding="utf-8")  # rank 2 stops in its twelfth step, so that there is time to look
     with terminal() as seen, Running("top", "runs/a", "--every", "0.2s", cwd=tmp_path, terminal=seen.theirs) as top:
-        top.until(lambda: seen.shows(r"^waiting for runs/a to begin$"), "that it waits")
+        seen.must_show(r"^waiting for runs/a to begin$", "that it waits")
         with Running("train", RECIPE, "--processes", 4, "--name", "a", cwd=tmp_path) as train:
-            train.until(lambda: seen.shows(r"^runs/a  starting"), "the run")
-            train.until(lambda: seen.shows(r"^ +2 .* in engine\.step 12"), "where rank 2 is")
-            train.until(lambda: seen.shows(r"^ +3 .* in engine\.step 12, waiting"), "who waits for it")
+            seen.must_show(r"^runs/a  starting", "the run")
+            seen.must_show(r"^ +2 .* in engine\.step 12", "where rank 2 is")
+            seen.must_show(r"^ +3 .* in engine\.step 12, waiting", "who waits for it")
             top.must_run()
             picture = pictured("runs/a", tmp_path)
             assert (picture["state"], picture["epoch"], picture["step"], picture["steps"]) == ("running", 1, 11, 39)
@@ -95,7 +104,7 @@ def test_four_ranks_watched_from_before_they_begin(tmp_path: Path) -> None:
             assert [row["line"]["waits"] for row in picture["ranks"]] == [True, True, False, True]
             hold.unlink()
             assert train.wait(60).code == 0
-        top.until(lambda: seen.shows(r"^runs/a  ended\nepoch 3/3 .* 100%  step 39 of 39"), "the end")
+        seen.must_show(r"^runs/a  ended\nepoch 3/3 .* 100%  step 39 of 39", "the end")
         before = tree(run)
         top.kill(signal.SIGINT)
         assert top.wait(10).code == 0

@@ -15,6 +15,7 @@ import pytest
 
 from fault_cases import CASES, LOOP, RECIPE, RUN, SAVING, Case
 from fault_page import PAGE, Row, read_rows, write_page
+from shared_memory import abandoned
 from system import Done, Running, here, samestep, steps_saved, until, weights
 
 REPORT_SECONDS = 10
@@ -54,10 +55,6 @@ def loop_weights(place: Path) -> tuple[str, str]:
     return weights(place / "as-run")
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 def ended(running: Running, case: Case, place: Path) -> tuple[Done, float]:
     """How it ended, and how many seconds after the fault."""
     done = running.wait(90)
@@ -73,7 +70,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.fault, marks=marks(case)) for case in CASES])
 def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = abandoned()
     is_loop = case.command[0] == "run"
     if case.brought is not None:
         (tmp_path / "fault.json").write_text(json.dumps(case.brought), encoding="utf-8")
@@ -95,7 +92,7 @@ def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
     report = reported(done, case)
     for text in case.also:
         assert text in done.err
-    assert shared_memory() <= before
+    until(lambda: abandoned() <= before, "no shared memory is left", 5)
     went_on = "" if case.code == 0 else gone_on(case, tmp_path)
     found, wanted = (
         (loop_weights(tmp_path), undisturbed.loop) if is_loop else (weights(tmp_path / RUN), undisturbed.recipe)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from samestep.runtime.board import Board, Position, own_pulse
+from shared_memory import abandoned
+from system import until
 
 
 def test_a_slot_that_nobody_has_written_says_nothing() -> None:
@@ -76,14 +78,14 @@ def write(board: Board) -> None:
 
 
 def test_it_is_seen_from_another_process_and_leaves_no_file() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned()
     board = Board.create(2)
     process = multiprocessing.get_context("spawn").Process(target=write, args=(board,))
     process.start()
     process.join()
     assert board.read(1).text == "in something else", "a rank that is gone is seen as it stood"
     board.close()
-    assert set(os.listdir("/dev/shm")) <= before
+    until(lambda: abandoned() <= before, "no file is left", 5)
 
 
 def test_waits_in_several_threads_at_once_count_once() -> None:
