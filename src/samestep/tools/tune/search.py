@@ -131,7 +131,9 @@ def _climb(measure: Measure, settings: Sequence[Setting], turns: dict[Setting, T
         pays = turns[setting].samples_per_second > _WORTH * turns[best].samples_per_second
         best, since = (setting, 0) if pays or setting == best else (best, since + 1)
         share = turns[setting].data_share
-        if share <= SMALL or since == (3 if share > _MOST else 2):
+        # One worker beside nothing is often slower: batches change hands, and no two are made at once.
+        is_patient = share > _MOST or not best.workers
+        if share <= SMALL or since == (3 if is_patient else 2):
             break
     return max(turns, key=lambda setting: turns[setting].samples_per_second)
 
