@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-# version, begun, since, steps, own_seconds, shards, saved, waits, over, length of the text
-_NUMBERS = struct.Struct("<QQdQdQq??H")
+# Odd while the slot is being written: who reads the same even number before and after has read what belongs together.
+_VERSION = struct.Struct("<Q")
+# begun, since, steps, own_seconds, shards, saved, waits, over, length of the text
+_NUMBERS = struct.Struct("<QdQdQq??H")
 _TEXT = 160
 _SLOT = 256
-assert _NUMBERS.size + _TEXT <= _SLOT
+assert _VERSION.size + _NUMBERS.size + _TEXT <= _SLOT
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,7 @@ class Pulse:
         with self._lock:
             self._text = self._text if text is None else text
             shown = ", waiting in ".join([self._text, *self._waiting[-1:]]).encode()[:_TEXT]
-            start = self._offset + _NUMBERS.size
-            struct.pack_into("<Q", self._memory, self._offset, self._version + 1)  # odd while the slot is being written
-            self._memory[start : start + len(shown)] = shown
-            self._version += 2
-            _NUMBERS.pack_into(
-                self._memory,
-                self._offset,
-                self._version,
+            numbers = _NUMBERS.pack(
                 self._begun,
                 time.monotonic(),
                 self._steps,
@@ -172,6 +167,13 @@ class Pulse:
                 self._is_over,
                 len(shown),
             )
+            self._number(self._version + 1)
+            _copy(self._memory, self._offset + _VERSION.size, numbers + shown)
+            self._version += 2
+            self._number(self._version)
+
+    def _number(self, version: int) -> None:
+        _copy(self._memory, self._offset, _VERSION.pack(version))
 
 
 def own_pulse() -> Pulse:
@@ -214,12 +216,20 @@ class Board:
         os.close(self._descriptor)
 
 
+def _copy(memory: Any, start: int, content: bytes) -> None:
+    """Write bytes at once: `pack_into` first fills its place with zeros, and a reader may come just then."""
+    memory[start : start + len(content)] = content
+
+
 def _read(memory: Any, offset: int) -> Position:
+    start = offset + _VERSION.size
     for _ in range(100):
-        version, *numbers, length = _NUMBERS.unpack_from(memory, offset)
-        text = bytes(memory[offset + _NUMBERS.size : offset + _NUMBERS.size + length])
-        if version % 2 == 0 and struct.unpack_from("<Q", memory, offset)[0] == version:
+        (version,) = _VERSION.unpack_from(memory, offset)
+        *numbers, length = _NUMBERS.unpack_from(memory, start)
+        text = bytes(memory[start + _NUMBERS.size : start + _NUMBERS.size + length])
+        if version % 2 == 0 and _VERSION.unpack_from(memory, offset)[0] == version:
             break
+        time.sleep(0.0001)  # the rank that writes may wait for this very processor
     # A rank that was killed while it wrote leaves a slot that is half new; its numbers are still of use.
     return replace(Position(*numbers), text=text.decode(errors="replace"))
 

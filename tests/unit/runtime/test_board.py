@@ -88,6 +88,32 @@ def test_it_is_seen_from_another_process_and_leaves_no_file() -> None:
     until(lambda: abandoned() <= before, "no file is left", 5)
 
 
+def tick(board: Board) -> None:
+    pulse = board.pulse(0)
+    with pulse.during("engine.step 7"):
+        while not board.read(1).is_over:
+            pulse.tick()
+
+
+def test_what_is_read_while_it_is_written_belongs_together() -> None:
+    """A reader that saw the zeros of a slot being written said that ranks had hung since the machine was started."""
+    board = Board.create(2)
+    process = multiprocessing.get_context("spawn").Process(target=tick, args=(board,))
+    process.start()
+    until(lambda: board.read(0).begun > 0, "it has begun", 60)
+    seen, first, end = [], time.monotonic(), time.monotonic() + 1
+    while time.monotonic() < end:
+        seen.append(board.read(0))
+    board.pulse(1).end()
+    process.join(60)
+    board.close()
+    assert process.exitcode == 0
+    assert {(each.begun, each.text) for each in seen} == {(1, "in engine.step 7")}
+    times = [each.since for each in seen]
+    assert times == sorted(times)
+    assert first - 1 < times[0] < times[-1] <= end + 1
+
+
 def test_waits_in_several_threads_at_once_count_once() -> None:
     pulse = own_pulse()
     assert pulse.waited_seconds == 0
