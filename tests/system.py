@@ -16,6 +16,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parent
@@ -143,6 +145,13 @@ class Running:
             file.seek(0)
             texts.append(file.read().decode())
         return texts[0], texts[1]
+
+
+def answer(capture: pytest.CaptureFixture[str]) -> Any:
+    """What a command run by `here(..., "--json")` has answered."""
+    out, errors = capture.readouterr()
+    assert out, errors
+    return json.loads(out)
 
 
 def environment() -> dict[str, str]:

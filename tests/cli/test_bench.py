@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from samestep.errors import EXIT_DONE, EXIT_INPUT
-from system import here, samestep
+from system import answer, here, samestep
 
 SMALL = ("--rounds", 2, "--steps", 2, "--set", "batch_size=240")
 
 
 def compared(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> Any:
     assert here("bench", *arguments, "--json", cwd=place) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+    return answer(capsys)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep.record.class_table import class_rows
-from system import here
+from system import answer, here
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_table_is_printed_and_json_stays_one_object(
     assert heads[6:16] == [str(digit) for digit in range(10)]
     assert any(line.startswith("report ") and "confusion.png" in line for line in lines)
     assert here("eval", digits, "--report", tmp_path / "r", "--json", cwd=tmp_path) == 0
-    said = json.loads(capfd.readouterr().out)
+    said = answer(capfd)
     assert (said["samples"], "by_class" in said) == (360, False)
 
 

@@ -1,6 +1,5 @@
 """`samestep convert` writes the other form of a file of PaddleViT's, or refuses and writes nothing."""
 
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file
 from cli.test_wrong_input import Refused, refused
 from paddle_files import save_state, save_training, vit_state
 from samestep.recipes.parse import load_recipe
-from system import here, tree
+from system import answer, here, tree
 
 __all__ = ["refused"]  # the fixture
 
@@ -37,7 +36,7 @@ def test_recipe(paddle_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     assert (recipe.batch_size, recipe.epochs) == (16, 2)
     assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "b.yaml", "--json", cwd=tmp_path) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": "b.yaml", "keys": lines[:-1]}
+    assert answer(capsys) == {"out": "b.yaml", "keys": lines[:-1]}
     assert (tmp_path / "b.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes()
 
 
@@ -55,7 +54,7 @@ def test_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Calla
     assert len(written) == len(state)
     assert numpy.array_equal(written["head.weight"], state["classifier.weight"].T)
     assert here("convert", "vit.pdparams", "--out", "b.safetensors", "--json", cwd=tmp_path) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = answer(capsys)
     assert told["names"]["blocks.1.attn.proj.bias"] == "encoder.layers.1.attn.out.bias"
     assert told["left_out"] == left_out
 

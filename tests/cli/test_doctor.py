@@ -8,6 +8,7 @@ import pytest
 from samestep.cli.main import main
 from samestep.runtime.rendezvous import READ
 from started import as_mpirun, as_srun
+from system import answer
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_what_a_command_would_refuse(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_json_is_a_list_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--quick", "--json", "--runs", str(tmp_path)]) in (0, 3)
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys)
     assert set(found) == {"verdict", "plan", "findings"}
     for finding in found["findings"]:
         assert set(finding) == {"name", "verdict", "value", "rule", "do"}
@@ -88,7 +89,7 @@ def test_wrong_input(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 def test_ranks_test_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json", "--runs", str(tmp_path)])
-    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    findings = {finding["name"]: finding for finding in answer(capsys)["findings"]}
     assert findings["self-test"]["verdict"] == "pass", findings["self-test"]
     assert "GB/s" in findings["all-reduce"]["value"]
     assert code == (3 if any(finding["verdict"] == "fail" for finding in findings.values()) else 0)

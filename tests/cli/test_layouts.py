@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from samestep.cli.main import main
 from samestep.config import Mesh, StrategyPart, settle
 from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
-from system import events, here, tree, weights
+from system import answer, events, here, tree, weights
 
 RECIPE = Path(__file__).parents[1] / "recorded.yaml"
 STRATEGIES = ("ddp", "dp", "fsdp", "hsdp", "placed", "tp", "pp")
@@ -127,7 +127,7 @@ def test_a_run_goes_on_and_is_evaluated_under_another_layout(place: Path, capsys
     for chosen in ((), ("--processes", 3), ("--processes", 4, "--strategy", "hsdp", "--mesh", "shard=2")):
         capsys.readouterr()
         assert here("eval", run, *chosen, "--json", cwd=place) == EXIT_DONE
-        found.append(json.loads(capsys.readouterr().out))
+        found.append(answer(capsys))
     assert found[1] == found[0]
     assert found[2]["loss"] == pytest.approx(found[0]["loss"], rel=1e-5)
     before = weights(run)
@@ -168,7 +168,7 @@ def test_certificate_says_which_level_held(
         )
         recipe = ("language", "--set", *sizes)
     assert here("verify", *recipe, *layout, *options, cwd=tmp_path) == EXIT_DONE
-    said = json.loads(capsys.readouterr().out)
+    said = answer(capsys)
     assert (said["holds"], said["level"], said["precision"]) == (True, "1e-12 relative", "float64")
     for run in said["comparisons"]:
         assert run["quantities"]["order of samples"] == "bits"
@@ -184,6 +184,6 @@ def test_several_devices_of_a_rank_have_a_certificate_of_the_same_bits(
     place = "strategy.place={stem: 0, blocks: 0, head: 1}" if name == "placed" else "strategy.name=dp"
     chosen = ("--strategy", name, "--set", "strategy.devices=2", place, "--processes", processes, "--steps", 2)
     assert here("verify", "digits", *chosen, "--json", "--out", tmp_path / "certificate", cwd=tmp_path) == EXIT_DONE
-    said = json.loads(capsys.readouterr().out)
+    said = answer(capsys)
     assert (said["holds"], said["level"]) == (True, "bits")
     assert [run["first_difference"] for run in said["comparisons"]] == [None] * len(said["comparisons"])

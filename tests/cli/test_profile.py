@@ -11,7 +11,7 @@ import pytest
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.tools.profile.advice import Cause
 from samestep.tools.profile.steps import PHASES
-from system import here, samestep
+from system import answer, here, samestep
 
 RECIPE = Path(__file__).parents[1] / "bottlenecks.yaml"
 FEW = ("--wait", 1, "--warmup", 1, "--active", 8, "--traced", 3, "--no-picture")
@@ -39,7 +39,7 @@ SAVING = ("--checkpoint-every", 1)
 
 def profiled(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> Any:
     assert here("profile", RECIPE, "--json", "--out", "found", *arguments, cwd=place) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+    return answer(capsys)
 
 
 @pytest.mark.parametrize(

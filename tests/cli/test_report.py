@@ -9,7 +9,7 @@ import pytest
 
 from rank_files import ranks_of, write_ranks
 from run_folders import CERTIFICATE, START, events_of, make_run, step_event
-from system import here
+from system import answer, here
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) ->
     """What `--json` prints."""
     capsys.readouterr()
     assert here("report", *arguments, "--json", cwd=cwd) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = answer(capsys)
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from system import Running, here, samestep, tree, until
+from system import Running, answer, here, samestep, tree, until
 from terminal import Screen
 
 RECIPE = Path(__file__).parents[1] / "recorded.yaml"
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_with_fewer_ranks_has_fewer_rows(place: Path, capsys:
     ]
     capsys.readouterr()
     assert here("top", "runs/a", "--json", cwd=place) == 0
-    picture = json.loads(capsys.readouterr().out)
+    picture = answer(capsys)
     assert [row["rank"] for row in picture["ranks"]] == [0, 1, 2]
     assert (picture["state"], picture["step"]) == ("ended", 13)
 

@@ -9,7 +9,7 @@ import pytest
 
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 from started import as_torchrun, free_port, ranks
-from system import Running, environment, events, here, samestep, until, weights
+from system import Running, answer, environment, events, here, samestep, until, weights
 
 RECIPE = Path(__file__).parents[1] / "tuned.yaml"
 SMALL = ("--try", "none", "--workers", "0,1", "--prefetch", "2", "--seconds", "0.02", "--no-picture")
@@ -18,7 +18,7 @@ TWO = ("--processes", 2)
 
 def tuned(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> Any:
     assert here("tune", RECIPE, *SMALL, *arguments, "--json", cwd=place) == EXIT_DONE
-    return json.loads(capsys.readouterr().out)
+    return answer(capsys)
 
 
 def facts_of(place: Path, name: str) -> dict[str, Any]:

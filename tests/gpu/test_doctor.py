@@ -1,12 +1,12 @@
 """What the doctor finds where there are GPUs: `pytest -m gpu` on a machine that has some. Not run on hardware yet."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from samestep.cli.main import main
+from system import answer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_gpus_are_seen_and_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json", "--runs", str(tmp_path)])
-    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    findings = {finding["name"]: finding for finding in answer(capsys)["findings"]}
     assert findings["GPUs"]["verdict"] == "pass"
     assert findings["CUDA and driver"]["verdict"] == "pass"
     assert findings["self-test"]["verdict"] == "pass"

@@ -1,13 +1,12 @@
 """`samestep tune` on a GPU: what a rank may take of it is held, and more shards take less. Not run on hardware yet."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
-from system import here
+from system import answer, here
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,13 +21,13 @@ def test_shards_that_do_not_fit_into_a_part_of_the_gpu_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("tune", RECIPE, *BIG, *SMALL, "--memory", "400MiB", cwd=tmp_path) == EXIT_DIFFERS
-    memory = json.loads(capsys.readouterr().out)["memory"]
+    memory = answer(capsys)["memory"]
     assert memory["shards_that_fit"] in (2, 4, 8, 16)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_choice_is_of_the_gpus_of_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("tune", RECIPE, *BIG, *SMALL, cwd=tmp_path) == EXIT_DONE
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys)
     assert found["place"]["machine"]["gpus"]
     assert found["memory"]["peak_bytes"] > 0

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from samestep.errors import EXIT_DONE
-from system import here
+from system import answer, here
 
 EIGHT = (1, 2, 3, 4, 5, 8)
 # Where everything is the same by construction, whatever the reduction.
@@ -41,7 +41,7 @@ def recipe_of(name: str, pictures: Path) -> tuple[str, ...]:
 
 def certificate(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> dict[str, Any]:
     code = here("verify", *arguments, "--json", "--out", place, cwd=place)
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    said: dict[str, Any] = answer(capsys)
     assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
     assert json.loads((place / "certificate.json").read_text()).items() <= said.items()
     return said

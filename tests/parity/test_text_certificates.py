@@ -1,14 +1,13 @@
 """Certificates of the recipes for text on one, two and three processes, with a kill in between."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.errors import EXIT_DONE
-from system import here
+from system import answer, here
 
 MODEL = ("--set=model.options.width=16", "--set=model.options.heads=2", "--set=model.options.blocks=1")
 LANGUAGE = (
@@ -39,7 +38,7 @@ def texts(place: Path, model: str) -> tuple[str, ...]:
 
 def certificate(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> dict[str, Any]:
     code = here("verify", *arguments, "--json", "--out", place, cwd=place)
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    said: dict[str, Any] = answer(capsys)
     assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
     return said
 

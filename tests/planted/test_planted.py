@@ -1,6 +1,5 @@
 """`samestep verify` names the cause of every planted mistake, and finds none where there is none."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.tools.verify.causes import Cause
-from system import here
+from system import answer, here
 
 FOLDER = Path(__file__).parent
 RESUMED = ("--kill-at", "3", "--resume-on", "2", "--", "{folder}")
@@ -71,7 +70,7 @@ def verified(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object
     # Scripts may hang, and are small; what a recipe imports takes seconds on a machine that has more to do.
     patience = 10 if "--script" in arguments else 60
     code = here("verify", "--json", "--out", place, "--patience", patience, *arguments, cwd=FOLDER)
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    said: dict[str, Any] = answer(capsys)
     return code, said
 
 

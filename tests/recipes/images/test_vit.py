@@ -1,6 +1,5 @@
 """ViT from its recipe: trained and evaluated, from weights of timm's and of PaddleViT's."""
 
-import json
 from pathlib import Path
 
 import numpy
@@ -13,7 +12,7 @@ from paddle_files import CLASSES, DEPTH, HEADS, PATCH, SIZE, WIDTH, save_state, 
 from samestep.recipes.build import build_model
 from samestep.recipes.images.folders import load_images
 from samestep.recipes.parse import load_recipe
-from system import events, here, state_of, weights
+from system import answer, events, here, state_of, weights
 
 VITS = ("vit_base_patch16_224", "vit_tiny_patch16_224")
 # A ViT of some thousand parameters on pictures of 8 pixels.
@@ -48,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(place: Path, capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:
     capsys.readouterr()
     assert here("eval", *arguments, "--json", cwd=place) == 0
-    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    found: dict[str, float] = answer(capsys)
     return found
 
 

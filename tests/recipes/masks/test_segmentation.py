@@ -16,7 +16,7 @@ from samestep.recipes.masks.foreground import with_foreground_weight
 from samestep.recipes.masks.segmentation import load_segmentation
 from samestep.recipes.masks.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 from samestep.runtime.world import World
-from system import Running, events, here, state_of, steps_saved, tree, weights
+from system import Running, answer, events, here, state_of, steps_saved, tree, weights
 
 SMALL = (
     "data.options.image_size=32",
@@ -127,7 +127,7 @@ def test_killed_and_resumed_on_another_number_of_processes_gives_the_same_bits(c
 def test_certificate_with_a_kill_in_between(capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path) -> None:
     chosen = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "3", "--json", "--out", tmp_path)
     code = here("verify", *chosen, *arguments(cells), cwd=tmp_path)
-    said = json.loads(capsys.readouterr().out)
+    said = answer(capsys)
     assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
     for run in said["comparisons"]:
         assert set(run["quantities"].values()) == {"bits"}

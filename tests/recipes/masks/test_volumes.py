@@ -1,7 +1,6 @@
 """The recipe for volumes and masks, on arrays that are made here."""
 
 import gzip
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from samestep.recipes.masks.code import IGNORED, MaskCode
 from samestep.recipes.masks.pairs import Pair
 from samestep.recipes.masks.volume_files import read_pair, read_volume, shape_of
 from samestep.recipes.masks.volumes import RandomPatches, Tiles, Volumes, load_volumes, normalised, tiling, volumes_task
-from system import events, here, weights
+from system import answer, events, here, weights
 
 SMALL = (
     "data.options.patch_size=[6, 8, 8]",
@@ -85,7 +84,7 @@ def test_certificate_with_a_kill_in_between(capsys: pytest.CaptureFixture[str], 
     chosen = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "3", "--json", "--out", tmp_path)
     options = ("volumes", "--set", f"data.options.path={balls}", *SMALL)
     code = here("verify", *chosen, *options, cwd=tmp_path)
-    said = json.loads(capsys.readouterr().out)
+    said = answer(capsys)
     assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
     for run in said["comparisons"]:
         assert set(run["quantities"].values()) == {"bits"}

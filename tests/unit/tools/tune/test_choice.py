@@ -9,7 +9,8 @@ import pytest
 
 from samestep.config import Recipe
 from samestep.recipes.parse import load_recipe
-from samestep.tools.tune.choice import Choice, Place, find, is_any, machine, write
+from samestep.tools.tune.choice import Place, find, is_any, machine, write
+from samestep.tools.tune.setting import Choice
 
 HERE = {"processor": "a processor", "cores": 2, "gpus": []}
 
