@@ -27,7 +27,7 @@ from samestep.runtime.env import quiet_torch, read_rendezvous
 from samestep.runtime.failure import Failure
 from samestep.runtime.rendezvous import Rendezvous
 from samestep.runtime.watchdog import HANG_AFTER
-from samestep.tools.tune.choice import Choice
+from samestep.tools.tune.setting import Choice
 
 if TYPE_CHECKING:
     from samestep.runtime.job import Job

@@ -153,6 +153,11 @@ class Loader:
             self.cursor = end
             yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts, fillers)
 
+    def endless(self) -> Iterator[GlobalBatch]:
+        """One epoch after the other."""
+        while True:
+            yield from self
+
     def take_counts(self) -> tuple[int, int, int]:
         """Samples, tokens and places of the shards that this rank has loaded since this was last asked."""
         counts, self._counts = self._counts, (0, 0, 0)

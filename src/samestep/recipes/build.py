@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from samestep.recipes.splits import Splits
 from samestep.recipes.weights.start import freeze, require_same_weights, take_matching
 from samestep.runtime.processors import read_processors
 from samestep.runtime.random_state import derive_seed, preserved_generators, seed_generators
+from samestep.runtime.session import start
 from samestep.runtime.world import World
 
 
@@ -47,6 +48,12 @@ class Built:
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]
     facts: DataFacts
+
+
+def world_of(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
+    """The world that a recipe is trained in, as `samestep.start` gives it."""
+    rules = recipe.step
+    return start(device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
 
 
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:

@@ -17,7 +17,7 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.loader import MANY_WORKERS
-from samestep.recipes.build import Built, build
+from samestep.recipes.build import Built, build, world_of
 from samestep.recipes.by_class import evaluate_by_class
 from samestep.recipes.facts import write_facts
 from samestep.recipes.parse import recipe_data
@@ -30,7 +30,6 @@ from samestep.record.events import EventFile, Recorder
 from samestep.record.progress import ProgressLine
 from samestep.record.vitals import Vitals
 from samestep.runtime.env import read_environment
-from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.trainer import Trainer
 
@@ -40,13 +39,10 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
 
     `stop_signal` in it is the signal that asked this rank to end, if one did.
     """
-    rules = recipe.step
     if options.tuned is not None:
         warnings.filterwarnings("ignore", message=MANY_WORKERS)  # that as many are faster has been measured
     with (
-        start(
-            device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
-        ) as world,
+        world_of(recipe, options) as world,
         FolderLock(run) if world.is_main else nullcontext(),
         Vitals(run, world, first_step) as vitals,
     ):
@@ -104,10 +100,7 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path
         report: also how often each class was taken for each other one, as `by_class`; where a model says something of
             each pixel, pictures of the first samples go to `overlays` in this folder.
     """
-    rules = recipe.step
-    with start(
-        device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
-    ) as world:
+    with world_of(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
         if checkpoint.is_dir():
             checkpoints.load_model(checkpoint, built.engine.model, built.engine.pieces, averaged=recipe.ema is not None)

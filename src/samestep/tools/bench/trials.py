@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from samestep.config import RunOptions
-from samestep.data.batch import GlobalBatch
-from samestep.data.loader import Loader
 from samestep.engine.norm import norm_layers
 from samestep.engine.step import Engine
 from samestep.errors import InputError
-from samestep.recipes.build import Built, build
+from samestep.recipes.build import Built, build, world_of
 from samestep.runtime.gather import all_gather
-from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.tools.bench.contenders import Contender
 from samestep.tools.timed import Timed
@@ -51,12 +47,12 @@ def reach(contender: Contender, epochs: int, options: RunOptions) -> Reached | N
     Raises:
         InputError: the recipe cannot be run so.
     """
-    with _world(contender, options) as world:
+    with world_of(contender.recipe, options) as world:
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
         built = _built(contender, options, world)
         steps = epochs * len(built.train) or 1
-        if any(built.engine.step(batch).stop for batch in islice(_endless(built.train), steps)):
+        if any(built.engine.step(batch).stop for batch in islice(built.train.endless(), steps)):
             return None
         held, peak = _held(built.engine), _peak(world)
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
@@ -71,15 +67,10 @@ def time_all(contenders: Sequence[Contender], steps: int, options: RunOptions) -
 
 
 def _timed(contender: Contender, steps: int, options: RunOptions) -> Timed | None:
-    with _world(contender, options) as world:
+    with world_of(contender.recipe, options) as world:
         built = _built(contender, options, world)
-        turn = time_steps(built.engine, _endless(built.train), warmup=_WARMUP, steps=steps)
+        turn = time_steps(built.engine, built.train.endless(), warmup=_WARMUP, steps=steps)
         return turn.timed if turn is not None else None
-
-
-def _world(contender: Contender, options: RunOptions) -> AbstractContextManager[World]:
-    recipe, rules = contender.recipe, contender.recipe.step
-    return start(device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
 
 
 def _built(contender: Contender, options: RunOptions, world: World) -> Built:
@@ -87,11 +78,6 @@ def _built(contender: Contender, options: RunOptions, world: World) -> Built:
     if contender.recipe.step.batch_norm == "sync" and not norm_layers(built.engine.model):
         raise InputError("the model has no batch norm", rule="sync BN is of batch norm", do="leave it out")
     return built
-
-
-def _endless(train: Loader) -> Iterator[GlobalBatch]:
-    while True:
-        yield from train
 
 
 def _held(engine: Engine) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,13 +12,11 @@ from samestep.checkpoint.state import Progress, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe
 from samestep.data.batch import GlobalBatch
-from samestep.data.loader import Loader
 from samestep.engine.observer import observe
-from samestep.recipes.build import Built, build
+from samestep.recipes.build import Built, build, world_of
 from samestep.recipes.parse import recipe_data
 from samestep.runtime.gather import all_gather
 from samestep.runtime.processors import read_processors
-from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.tools.profile.clock import clock_of
 from samestep.tools.profile.costs import costs
@@ -38,7 +35,7 @@ class Trial:
     def __init__(self, recipe: Recipe, plan: Plan, built: Built, world: World, spans: Spans) -> None:
         self._plan, self._built, self._world, self._spans = plan, built, world, spans
         self._recipe = recipe_data(recipe)
-        self._batches = _endless(built.train)
+        self._batches = built.train.endless()
         self._save_seconds: list[float] = []
         folder = CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep)
         self._saver = Saver(folder, self._saved, world.pulse.tick)
@@ -116,11 +113,9 @@ def profile_rank(recipe: Recipe, plan: Plan) -> Ran | None:
     Raises:
         InputError: the recipe cannot be run so.
     """
-    rules, options = recipe.step, plan.options
+    options = plan.options
     with (
-        start(
-            device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy
-        ) as world,
+        world_of(recipe, options) as world,
         ExitStack() as stack,
     ):
         spans = Spans(world, clock_of(world.device))
@@ -181,8 +176,3 @@ def circumstances(
         joins_norms=spans.joins_norms,
         is_known_inside=not world.layout.is_split,
     )
-
-
-def _endless(train: Loader) -> Iterator[GlobalBatch]:
-    while True:
-        yield from train

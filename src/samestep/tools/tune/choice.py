@@ -16,24 +16,12 @@ from samestep.record.events import several_lines
 from samestep.runtime.processors import read_processors
 from samestep.tools.bench.machine import processor
 from samestep.tools.doctor.nvidia import read_nvidia
+from samestep.tools.tune.setting import Choice
 
 FOLDER, FILE = "tunings", "tune.json"
 # What of a recipe decides how long shards and steps take; not how many steps there are, or what they lead to.
 _PARTS = ("data", "model", "loss", "batch_size", "shards", "strategy")
 _RULES = ("batch_norm", "precision", "threads", "tf32", "channels_last", "compile", "recompute")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting that was found.
-
-    Attributes:
-        path: the file that says so.
-    """
-
-    workers: int
-    prefetch: int
-    path: str
 
 
 @dataclass(frozen=True)

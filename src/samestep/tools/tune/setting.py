@@ -29,6 +29,19 @@ class Setting:
         return f"{self.workers} worker{'s' if self.workers > 1 else ''}, prefetch {self.prefetch}"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A setting that was found.
+
+    Attributes:
+        path: the file that says so.
+    """
+
+    workers: int
+    prefetch: int
+    path: str
+
+
 def grid(workers: Sequence[int], prefetch: Sequence[int]) -> list[Setting]:
     """Every setting of so many workers that make so many shards ahead."""
     several = [Setting(many, ahead) for many in sorted({*workers}) if many for ahead in sorted({*prefetch})]

@@ -6,7 +6,6 @@ import resource
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,14 +14,13 @@ import torch
 
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import GlobalBatch
-from samestep.data.loader import MANY_WORKERS, Loader
+from samestep.data.loader import MANY_WORKERS
 from samestep.data.tensors import map_tensors
 from samestep.engine.norm import norm_layers
 from samestep.engine.step import Engine
 from samestep.errors import InputError
-from samestep.recipes.build import Built, build
+from samestep.recipes.build import Built, build, world_of
 from samestep.runtime.gather import all_gather
-from samestep.runtime.session import start
 from samestep.runtime.world import World
 from samestep.tools.timed import Timed
 from samestep.tools.tune.look import Look
@@ -47,13 +45,13 @@ def look(recipe: Recipe, options: RunOptions, memory: int | None) -> Look | None
     Args:
         memory: bytes that this rank may take, of its GPU or, on a CPU, for itself; None for all that there is.
     """
-    with _world(recipe, options) as world:
+    with world_of(recipe, options) as world:
         if memory is not None:
             _limit(memory, world.device)
         built = build(recipe, options, world)
         workers = built.train.workers
         train = built.train.with_workers(0, options.prefetch)
-        batches = list(islice(_endless(train), _BATCHES))
+        batches = list(islice(train.endless(), _BATCHES))
         if any(built.engine.step(batch).stop for batch in batches):
             return None
         peak = max(all_gather(_peak(world.device), world))
@@ -72,9 +70,9 @@ def find(
         seconds: about how long a turn is.
     """
     warnings.filterwarnings("ignore", message=MANY_WORKERS)  # how many are too many is what is asked here
-    with _world(recipe, options) as world:
+    with world_of(recipe, options) as world:
         built = build(recipe, replace(options, workers=0), world)
-        if time_steps(built.engine, _endless(built.train), warmup=_WARMUP, steps=1) is None:
+        if time_steps(built.engine, built.train.endless(), warmup=_WARMUP, steps=1) is None:
             return None
 
         def measure(setting: Setting) -> Timed:
@@ -94,9 +92,9 @@ def against(recipe: Recipe, other: Recipe, options: RunOptions, rounds: int, sec
 
     Both live side by side, and have turns.
     """
-    with _world(recipe, options) as world:
+    with world_of(recipe, options) as world:
         built = build(recipe, replace(options, workers=0), world)
-        batches = list(islice(_endless(built.train), _BATCHES))
+        batches = list(islice(built.train.endless(), _BATCHES))
         same = replace(recipe.step, threads=other.step.threads) == other.step
         changed = built if same else build(other, replace(options, workers=0), world)
         sides = [(built.engine, recipe.step.threads), (changed.engine, other.step.threads)]
@@ -122,7 +120,7 @@ def take_turn(built: Built, setting: Setting, seconds: float) -> Timed:
     with engine.world.pulse.during(f"trial of {setting}"):
         loader = data.with_workers(setting.workers, setting.prefetch)
         try:
-            return _turn(engine, _endless(loader), seconds=seconds)
+            return _turn(engine, loader.endless(), seconds=seconds)
         finally:
             loader.close()
             data.cursor = loader.cursor
@@ -147,16 +145,6 @@ def _agreed(turn: Turn | None, world: World) -> Turn:
         raise _Asked
     seconds, waits = zip(*all_gather([turn.seconds, turn.waits], world), strict=True)
     return Turn(max(seconds), turn.samples, [max(each) for each in zip(*waits, strict=True)])
-
-
-def _world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
-    rules = recipe.step
-    return start(device=options.device, reduction=rules.reduction, threads=rules.threads, strategy=recipe.strategy)
-
-
-def _endless(train: Loader) -> Iterator[GlobalBatch]:
-    while True:
-        yield from train
 
 
 def _has_images(batch: GlobalBatch) -> bool:
