@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -61,6 +62,14 @@ def test_evaluation_counts_the_samples_that_are_there(examples: Examples) -> Non
     assert ours == alone
     assert (alone[0], usual[0]) == (361, 364)
     assert usual[1] != alone[1]
+
+
+def test_each_module_that_tests_import_has_a_name_of_its_own() -> None:
+    """Python keeps modules by name: a second one would be the first, wherever the first was imported before."""
+    folders = ("examples", "examples/pitfalls", "tests")
+    times = Counter(path.stem for folder in folders for path in (ROOT / folder).glob("*.py"))
+    assert len(times) > 50
+    assert [name for name, number in times.items() if number > 1] == []
 
 
 def test_token_losses_are_not_a_mean_of_means(examples: Examples) -> None:

@@ -142,7 +142,7 @@ def test_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.2)
         running.must_run()
         running.kill_group(signal.SIGINT)
-        done = running.wait(5)
+        done = running.wait(20)
         assert done.code == 130
         assert "Traceback" not in done.err
         assert not (tmp_path / "runs" / "a" / "checkpoints").exists()

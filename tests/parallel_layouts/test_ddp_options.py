@@ -167,7 +167,7 @@ def test_a_branch_that_one_shard_does_not_take_ends_the_run_on_all_ranks(case: s
     text = str(failed.value)
     assert "of shard 5, though they did in that of shard 4 before: sometimes.weight, sometimes.bias" in text
     assert failed.value.exit_code == 2
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100, "nobody waits until a collective gives up"
 
 
 @pytest.mark.slow

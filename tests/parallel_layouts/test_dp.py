@@ -249,10 +249,10 @@ def test_devices_of_another_strategy_are_refused() -> None:
 
 def test_a_mean_of_means_is_another_number_and_ours_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
-    import mean_of_means
+    import dp_mean_of_means
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    found = mean_of_means.both()
+    found = dp_mean_of_means.both()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     # (0.50 + 0.60 + 0.76) / 3 = 0.62 and 0.24; their mean is 0.43. All four: 2.10 / 4 = 0.525.
