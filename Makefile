@@ -5,8 +5,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a run of its own, however often it is started.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
-# Files of tests run two at a time: ranks of a test wait for one another much of its time.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+# Files of tests run two at a time: ranks of a test wait for one another much of its time. They stay in their order, which
+# has the unit tests last: by itself xdist puts files of few tests last, which may be the longest.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak lint types format bench clean

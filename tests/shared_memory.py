@@ -1,9 +1,21 @@
 """What programs have left in the system's shared memory."""
 
 import re
+import time
 from pathlib import Path
 
 _ROOT = Path("/dev/shm")
+
+
+def require_none_left(before: set[str], timeout: float = 60) -> None:
+    """Fail if something stays that was not there before.
+
+    What tests that run at the same time abandon is taken away some time after; what nobody takes away stays for ever.
+    """
+    deadline = time.monotonic() + timeout
+    while left := abandoned() - before:
+        assert time.monotonic() < deadline, f"left in {_ROOT}: {sorted(left)}"
+        time.sleep(0.1)
 
 
 def abandoned() -> set[str]:

@@ -94,8 +94,7 @@ def test_examples_of_the_help_run_as_they_stand(tmp_path: Path, capsys: pytest.C
     (tmp_path / "train.py").write_text("import samestep\nwith samestep.start():\n    pass\n", encoding="utf-8")
     for command in COMMANDS:
         example = example_of(said_help(capsys, command))
-        done = samestep(*example, cwd=tmp_path)
-        assert done.code == 0, f"{example}\n{done.err}"
+        assert here(*example, cwd=tmp_path) == 0, f"{example}\n{capsys.readouterr().err}"
 
 
 # --- one run on three processes, without a terminal ------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from fault_cases import CASES, LOOP, RECIPE, RUN, SAVING, Case
 from fault_page import PAGE, Row, read_rows, write_page
-from shared_memory import abandoned
+from shared_memory import abandoned, require_none_left
 from system import Done, Running, here, samestep, steps_saved, until, weights
 
 REPORT_SECONDS = 10
@@ -92,7 +92,7 @@ def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
     report = reported(done, case)
     for text in case.also:
         assert text in done.err
-    until(lambda: abandoned() <= before, "no shared memory is left", 5)
+    require_none_left(before)
     went_on = "" if case.code == 0 else gone_on(case, tmp_path)
     found, wanted = (
         (loop_weights(tmp_path), undisturbed.loop) if is_loop else (weights(tmp_path / RUN), undisturbed.recipe)

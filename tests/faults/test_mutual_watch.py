@@ -53,7 +53,9 @@ def one_report(ended: list[Done]) -> list[str]:
     return told.splitlines()
 
 
-@pytest.mark.parametrize("stopped", [None, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2))])
+@pytest.mark.parametrize(
+    "stopped", [None, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)]
+)
 def test_a_rank_that_does_not_come_is_told_once_and_all_end(tmp_path: Path, stopped: int | None) -> None:
     """Rank 1 waits in step 7; or a rank is stopped by a signal, rank 0 with the store of the job too."""
     hold, run = tmp_path / "hold", tmp_path / "runs/a"

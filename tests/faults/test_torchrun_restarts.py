@@ -28,7 +28,7 @@ def process_of_rank(rank: int, run: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("killed", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_a_killed_rank_costs_what_came_after_the_checkpoint(killed: int, tmp_path: Path) -> None:
     name = f"killed-{os.getpid()}-{killed}"
     run, hold = tmp_path / "runs" / name, tmp_path / "hold"

@@ -92,7 +92,7 @@ def test_one_process_goes_on_from_stages_and_they_from_it(outcomes: Outcomes, fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["deep", "text"])
+@pytest.mark.parametrize("task", ["deep", pytest.param("text", marks=pytest.mark.long)])
 def test_what_one_layout_has_saved_any_other_goes_on_from(outcomes: Outcomes, folder: Path, task: str) -> None:
     found = {}
     for ranks, names in by_ranks(["single", *QUICK[task]], LAYOUTS).items():
@@ -135,7 +135,7 @@ def test_switches_work_in_stages_and_stages_that_learn_nothing() -> None:
         assert found == [pytest.approx(step, rel=MOST) for step in theirs], name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_modules_of_stages_can_be_compiled() -> None:
     rules = {"compile": True}
     (expected,) = launch(ranks_pipeline.losses_under, {"one": (None, "deep", rules)}, processes=1).values()

@@ -58,7 +58,7 @@ def test_every_family_computes_what_one_process_does(tmp_path: Path, model: str)
         require_layout(found, layout, model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_checkpoints_go_between_layouts(tmp_path: Path) -> None:
     layouts = ["single", "fsdp x tp", "fsdp", "ddp x tp"]

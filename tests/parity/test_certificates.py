@@ -51,7 +51,7 @@ def certificate(capsys: pytest.CaptureFixture[str], place: Path, *arguments: obj
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("digits", EIGHT), ("images", EIGHT), ("tokens", EIGHT), ("vit_tiny_patch16_224", (1, 2, 3))],
+    [("digits", EIGHT), ("images", (1, 2, 3, 4)), ("tokens", EIGHT), ("vit_tiny_patch16_224", (1, 2, 3))],
 )
 def test_exact_is_the_same_bit_for_bit_with_a_kill_in_between(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, pictures: Path, name: str, processes: tuple[int, ...]
@@ -72,7 +72,7 @@ def test_exact_is_the_same_bit_for_bit_with_a_kill_in_between(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["digits", "images", "tokens"])
+@pytest.mark.parametrize("name", ["digits", "tokens", pytest.param("images", marks=pytest.mark.long)])
 def test_fast_is_the_same_to_rounding_in_float64(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, pictures: Path, name: str
 ) -> None:

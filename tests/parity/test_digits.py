@@ -41,7 +41,7 @@ def test_four_numbers_of_processes_give_the_same_bits(tmp_path: Path) -> None:
         assert other == one
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path) -> None:
     one, *others = (train(tmp_path, processes, "epochs=4") for processes in (1, 2, 3, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360] * 4

@@ -73,7 +73,10 @@ def test_three_processes_give_the_bits_of_one(cells: Path, tmp_path: Path) -> No
     "overrides",
     [
         ("loss.name=dice_plus", "data.options.fit=crop", "step.batch_norm=sync", "schedule.step_epochs=1"),
-        ("model.name=unet_resnet34", "model.options={}", "data.options.image_size=64", "epochs=1"),
+        pytest.param(
+            ("model.name=unet_resnet34", "model.options={}", "data.options.image_size=64", "epochs=1"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda overrides: overrides[0],
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from samestep.runtime.board import Board, Position, own_pulse
-from shared_memory import abandoned
+from shared_memory import abandoned, require_none_left
 from system import until
 
 
@@ -85,7 +85,7 @@ def test_it_is_seen_from_another_process_and_leaves_no_file() -> None:
     process.join()
     assert board.read(1).text == "in something else", "a rank that is gone is seen as it stood"
     board.close()
-    until(lambda: abandoned() <= before, "no file is left", 5)
+    require_none_left(before)
 
 
 def tick(board: Board) -> None:
