@@ -1,4 +1,4 @@
-"""A few kills of the soak; `make soak` makes a hundred."""
+"""A few kills of the soak; `make soak` makes a hundred. `test_kill_and_resume.py` has some at random moments too."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from soak import soak
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_killed_at_random_it_ends_in_the_weights_of_a_run_that_nobody_touched(tmp_path: Path) -> None:
-    done = soak(3, seed=1, place=tmp_path)
-    assert sum(done.kills.values()) == 3
+    done = soak(5, seed=1, place=tmp_path)
+    assert sum(done.kills.values()) == 5
