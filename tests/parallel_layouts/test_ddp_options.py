@@ -173,7 +173,7 @@ def test_a_branch_that_one_shard_does_not_take_ends_the_run_on_all_ranks(case: s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["collective", "message"])
 def test_groups_of_a_mesh_wait_no_longer_than_they_are_told(kind: str) -> None:
-    with pytest.raises(RankError, match=r"gave up after 2 s"):
+    with pytest.raises(RankError, match=r"gave up after [4-9] s"):
         launch(ranks_ddp_options.late, kind, processes=RANKS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -24,6 +25,8 @@ from samestep.sharding import owned_shards, require_enough_shards, shard_bounds
 
 # How torch's warning begins that there are more workers than cores.
 MANY_WORKERS = "This DataLoader will create"
+# For how long a worker whose connection is broken may still seem alive.
+_END_SECONDS = 2.0
 
 
 class Loader:
@@ -198,7 +201,7 @@ class Loader:
         return [number for number in owned if bounds[number][0] < bounds[number][1]]
 
     def _loaded(self) -> Iterator[Shard]:
-        for item in self._loader:
+        for item in self._items():
             if isinstance(item, Unusable):
                 raise item.error
             self.skipped += item.skipped
@@ -207,6 +210,20 @@ class Loader:
                 before = self._counts
                 self._counts = (before[0] + item.size, before[1] + tokens, before[2] + places)
             yield item
+
+    def _items(self) -> Iterator[Shard | Unusable]:
+        try:
+            yield from self._loader
+        except (ConnectionError, EOFError) as error:
+            # A worker that is killed while it hands something over breaks the connection a moment before the system
+            # tells of its end, on which torch speaks up, here or in its handler of SIGCHLD.
+            iterator, deadline = self._loader._iterator, time.monotonic() + _END_SECONDS
+            while self.workers and iterator is not None and time.monotonic() < deadline:
+                for worker in iterator._workers:  # type: ignore[attr-defined]
+                    if not worker.is_alive():
+                        raise RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly") from error
+                time.sleep(0.05)
+            raise
 
 
 loader = Loader  # as a function reads in a loop: `for batch in samestep.loader(...)`

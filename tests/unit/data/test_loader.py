@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -341,3 +342,31 @@ def test_workers_make_as_many_shards_ahead_as_they_are_told() -> None:
         counts.append(loader._loader._iterator._tasks_outstanding)  # type: ignore[union-attr]
         loader.close()
     assert counts == [1, 3]
+
+
+class Torn:
+    """What a worker hands over while its connection breaks; then it is killed, or goes on."""
+
+    def __init__(self, signal_after: float | None) -> None:
+        self._signal_after = signal_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._signal_after is not None:
+            threading.Timer(self._signal_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return _tear, ()
+
+
+def _tear() -> None:
+    raise ConnectionResetError("as a process that ends closes its sockets")
+
+
+@pytest.mark.parametrize("signal_after", [0.3, None])
+def test_a_worker_that_is_killed_while_it_hands_over_is_named(signal_after: float | None) -> None:
+    loader = loader_of(workers=1, collate=lambda samples: Torn(signal_after))
+    began = time.monotonic()
+    killed = r"DataLoader worker \(pid\(?s?\)? ?\d+\) .*(killed|exited unexpectedly)"
+    with pytest.raises(ConnectionResetError if signal_after is None else RuntimeError) as failed:
+        next(iter(loader))
+    loader.close()
+    assert (re.match(killed, str(failed.value)) is None) == (signal_after is None)
+    assert time.monotonic() - began > (signal_after or 1)
