@@ -125,7 +125,7 @@ def test_a_request_to_end_reaches_the_script(tmp_path: Path, number: signal.Sign
         running.kill_group(number)
         assert running.wait(10).code == 130
         assert len(list(tmp_path.glob("ended-*"))) == 2
-        until(lambda: not running.processes(), "no process is left", 5)
+        until(lambda: not running.processes(), "no process is left", 30)
 
 
 def test_a_terminal_that_is_closed_asks_to_end(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_terminal_that_is_closed_asks_to_end(tmp_path: Path) -> None:
         running.kill_group(signal.SIGHUP)  # as the kernel does where the terminal is the controlling one
         assert running.wait(10).code == 130
         assert len(list(tmp_path.glob("ended-*"))) == 2
-        until(lambda: not running.processes(), "no process is left", 5)
+        until(lambda: not running.processes(), "no process is left", 30)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

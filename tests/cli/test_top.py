@@ -126,7 +126,7 @@ def test_a_rank_and_a_run_that_were_killed(tmp_path: Path) -> None:
         assert picture["state"] == "running"
         for process in train.processes():
             train.try_kill_process(process, signal.SIGKILL)
-        until(lambda: not train.processes(), "the end of all", 10)
+        until(lambda: not train.processes(), "the end of all", 30)
     picture = pictured("runs/a", tmp_path)
     assert picture["state"] == "dead"
     assert [row["sign"] for row in picture["ranks"]] == ["gone", "gone"]

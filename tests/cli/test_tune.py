@@ -139,7 +139,7 @@ def test_shards_that_do_not_fit_are_told_with_those_that_would_and_nothing_stays
     before = shared_memory()
     with Running("tune", RECIPE, *SMALL, *TWO, *big, "--memory", "1GiB", "--json", cwd=tmp_path) as running:
         done = running.wait(100)
-        until(lambda: not running.processes(), "no process is left", 5)
+        until(lambda: not running.processes(), "no process is left", 30)
     assert done.code == EXIT_DIFFERS, done.err
     memory = json.loads(done.out)["memory"]
     assert not memory["fits"]
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
         running.until(lambda: len(running.processes()) >= 6, "workers run")
         running.kill_group(signal.SIGINT)
         done = running.wait(60)
-        until(lambda: not running.processes(), "no process is left", 5)
+        until(lambda: not running.processes(), "no process is left", 30)
     assert done.code == EXIT_STOPPED, done.err
     assert "Traceback" not in done.err
     assert not list(tmp_path.iterdir())

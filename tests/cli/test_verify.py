@@ -108,7 +108,7 @@ def test_interrupt_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
         done = running.wait(30)
         assert done.code == EXIT_STOPPED
         assert "Traceback" not in done.err
-        until(lambda: not running.processes(), "every process has ended", 10)
+        until(lambda: not running.processes(), "every process has ended", 30)
     assert not (tmp_path / "runs").exists()
 
 

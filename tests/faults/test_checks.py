@@ -33,7 +33,7 @@ def test_drift_ends_the_run_with_one_report_and_no_process_left(
         ]
         assert [line[:7] for line in report[3:]] == ["  rule:", "  do:  ", *["  then:"] * len(saved)]
         assert "Traceback" not in done.err
-        until(lambda: not running.processes(), "no process", 5)
+        until(lambda: not running.processes(), "no process", 30)
     run = tmp_path / "runs" / "a"
     assert steps_saved(run) == saved if saved else not (run / "checkpoints").exists()
     assert events(run, "step")[-1]["step"] == (9 if step == 10 else 8)

@@ -85,7 +85,7 @@ def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
         if case.act is not None:
             case.act(running, tmp_path)
         done, seconds = ended(running, case, tmp_path)
-        until(lambda: not running.processes(), "no process is left", 5)
+        until(lambda: not running.processes(), "no process is left", 30)
     assert done.code == case.code, done.err
     if case.code:
         assert seconds < REPORT_SECONDS, done.err

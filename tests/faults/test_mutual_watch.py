@@ -68,6 +68,7 @@ def test_a_rank_that_does_not_come_is_told_once_and_all_end(tmp_path: Path, stop
     options = ("--name", "a", "--hang-after", "3s", "--checkpoint-every", 4)
     with ranks(as_srun(f"7{stopped}"), 4, "train", RECIPE, *options, cwd=tmp_path) as started:
         until(lambda: len(events(run, "step")) >= 6, "6 steps", 60)
+        until((run / "checkpoints" / "last").exists, "a checkpoint", 60)
         if stopped is not None:
             started.processes[stopped].send_signal(signal.SIGSTOP)
             hold.unlink()

@@ -45,7 +45,7 @@ def train(place: Path, *arguments: object, name: str = "a") -> Running:
     return Running("train", RECIPE, "--name", name, *arguments, cwd=place)
 
 
-def none_left(running: Running, timeout: float = 5) -> None:
+def none_left(running: Running, timeout: float = 30) -> None:
     until(lambda: not running.processes(), NO_PROCESS, timeout)
 
 
