@@ -5,9 +5,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a run of its own, however often it is started.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
-# Files of tests run two at a time: ranks of a test wait for one another much of its time. They stay in their order, which
-# has the unit tests last: by itself xdist puts files of few tests last, which may be the longest.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files of tests run two at a time: ranks of a test wait for one another much of its time.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak lint types format bench clean
@@ -21,7 +20,7 @@ test: lint
 test-slow: types
 	$(PYTEST) -m "slow and not long and not gpu"
 
-# What is much like other tests; some 10 minutes.
+# What is much like other tests; some 15 minutes.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 
