@@ -1,8 +1,9 @@
 """What programs have left in the system's shared memory."""
 
 import re
-import time
 from pathlib import Path
+
+from system import until
 
 _ROOT = Path("/dev/shm")
 
@@ -12,10 +13,7 @@ def require_none_left(before: set[str], timeout: float = 60) -> None:
 
     What tests that run at the same time abandon is taken away some time after; what nobody takes away stays for ever.
     """
-    deadline = time.monotonic() + timeout
-    while left := abandoned() - before:
-        assert time.monotonic() < deadline, f"left in {_ROOT}: {sorted(left)}"
-        time.sleep(0.1)
+    until(lambda: abandoned() <= before, f"nothing is left in {_ROOT}", timeout, lambda: abandoned() - before)
 
 
 def abandoned() -> set[str]:

@@ -162,11 +162,11 @@ def environment() -> dict[str, str]:
     return {**bare, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def until(condition: Callable[[], Any], what: str, timeout: float) -> None:
-    """Wait for a condition; fail when it does not come about in `timeout` seconds."""
+def until(condition: Callable[[], Any], what: str, timeout: float, instead: Callable[[], object] = str) -> None:
+    """Wait for a condition; fail when it does not come about in `timeout` seconds, and tell what there is instead."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}\n{instead()}"
         time.sleep(0.02)
 
 

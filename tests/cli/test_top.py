@@ -10,7 +10,6 @@ import signal
 import struct
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,11 +53,7 @@ class Terminal:
 
     def must_show(self, pattern: str, what: str, *, seconds: float = 60) -> None:
         """Wait until it does; else tell what is shown instead."""
-        deadline = time.monotonic() + seconds
-        while not self.shows(pattern):
-            shown = self.frames(1)
-            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}, but:\n" + "\n".join(shown)
-            time.sleep(0.02)
+        until(lambda: self.shows(pattern), what, seconds, lambda: "\n".join(self.frames(1)))
 
     def shows(self, pattern: str) -> bool:
         """Whether it is, or was a moment ago, on the screen."""

@@ -18,7 +18,6 @@ import os, time
 from datetime import timedelta
 from pathlib import Path
 import samestep
-from samestep.runtime import mutual_watch
 
 start, place = samestep.start, Path(__file__).parent
 (place / f"imported-{os.environ['RANK']}").touch()
@@ -27,6 +26,8 @@ while len(list(place.glob("imported-*"))) < int(os.environ["WORLD_SIZE"]):
 """
 
 SCRIPT = f"""{MEET}
+from samestep.runtime import mutual_watch
+
 def leave_late(code, leave=mutual_watch._leave):
     time.sleep(2)
     leave(code)

@@ -218,7 +218,7 @@ class Loader:
             # A worker that is killed while it hands something over breaks the connection a moment before the system
             # tells of its end, on which torch speaks up, here or in its handler of SIGCHLD.
             iterator, deadline = self._loader._iterator, time.monotonic() + _END_SECONDS
-            while self.workers and iterator is not None and time.monotonic() < deadline:
+            while iterator is not None and time.monotonic() < deadline:
                 for worker in iterator._workers:  # type: ignore[attr-defined]
                     if not worker.is_alive():
                         raise RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly") from error
