@@ -1,15 +1,15 @@
-# `make demo` trains a small model, `make test` checks a change. Both make .venv the first time.
+# `make demo` trains a small model, `make test` tests a change. Both create .venv first if necessary.
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-# No --name: every demo is a run of its own, however often it is started.
+# No --name: every demo is a new run.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
-# Files of tests run two at a time: ranks of a test wait for one another much of its time.
+# Two test files at a time: the ranks of a test spend much of the time in waits.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak lint types format bench clean
+.PHONY: demo test test-slow test-long faults soak lint types format bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -20,17 +20,17 @@ test: lint
 test-slow: types
 	$(PYTEST) -m "slow and not long and not gpu"
 
-# What is much like other tests; some 15 minutes.
+# Variants of other tests; about 15 minutes.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 
-# Tries every fault and writes what it sees to docs/faults.md.
+# Runs every fault case and writes the results to docs/guides/faults.md.
 faults: .venv/.installed
 	$(PY) -m pytest tests/faults/test_faults.py --faults-page
 
-# Kills a run at random moments; some four seconds a kill.
+# Kills a run at random moments; about four seconds per kill.
 soak: .venv/.installed
-	PYTHONPATH=tests $(PY) tests/soak.py --kills $(KILLS)
+	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .
@@ -43,11 +43,16 @@ format: .venv/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Builds the site in build/site; warnings are errors.
+docs: .venv/.installed
+	$(PY) docs/reference/generate.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 bench: .venv/.installed
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/step_time.py
 
-# Leaves runs/ and .venv alone; remove those by hand.
+# Keeps runs/ and .venv.
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,6 +1,6 @@
-"""Three curves of one recipe: batch norm over the whole batch on one process, by shard, and over all shards.
+"""Loss curves of one recipe with three groups of batch norm: the whole batch, each microbatch, and all microbatches.
 
-It needs matplotlib, which `pip install -c constraints.txt -e '.[dev]'` brings, and takes some minutes.
+Needs matplotlib (`pip install -c constraints.txt -e '.[dev]'`) and a few minutes.
 """
 
 import argparse
@@ -8,42 +8,41 @@ import json
 import subprocess
 from pathlib import Path
 
-# Dropout is drawn by shard, so it would tell one shard from eight; everything else is the recipe's own.
+# Dropout masks depend on the number of microbatches, so dropout is off; all other settings are those of the recipe.
 SETTINGS = ["batch_size=16", "model.options.dropout=0", "optimizer.options.lr=0.02"]
 RUNS = {
-    "whole batch": ("1", ["shards=1"]),
-    "8 shards, each by itself": ("2", ["shards=8", "step.batch_norm=shard"]),
-    "8 shards, sync": ("2", ["shards=8", "step.batch_norm=sync"]),
+    "whole batch": ("1", ["microbatches=1"]),
+    "8 microbatches, each by itself": ("2", ["microbatches=8", "step.batch_norm=microbatch"]),
+    "8 microbatches, sync": ("2", ["microbatches=8", "step.batch_norm=sync"]),
 }
 STYLES = {
     "whole batch": ("black", "-", 4.0),
-    "8 shards, each by itself": ("tab:red", "-", 2.0),
-    "8 shards, sync": ("tab:cyan", "--", 2.0),
+    "8 microbatches, each by itself": ("tab:red", "-", 2.0),
+    "8 microbatches, sync": ("tab:cyan", "--", 2.0),
 }
 STEPS = 60
-
 
 Events = list[dict[str, float]]
 
 
 def train(name: str, epochs: int, folder: Path) -> Path:
-    """One training; the folder that it wrote."""
+    """Train once and return the run directory."""
     processes, settings = RUNS[name]
     command = ["samestep", "train", "digits", "--processes", processes, "--runs", str(folder), "--json"]
-    told = subprocess.run(
+    completed = subprocess.run(
         [*command, "--set", f"epochs={epochs}", *SETTINGS, *settings], check=True, stdout=subprocess.PIPE, text=True
     )
-    return Path(json.loads(told.stdout)["run"])
+    return Path(json.loads(completed.stdout)["run"])
 
 
 def events(run: Path, kind: str) -> Events:
-    """What a run told of one kind."""
+    """Return the events of one kind."""
     lines = (run / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def plot(runs: dict[str, Path], picture: Path) -> None:
-    """Training loss over the first steps and over epochs."""
+    """Plot the training loss of the first steps and of all epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

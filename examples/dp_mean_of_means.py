@@ -1,16 +1,16 @@
-"""Two devices, three tokens on one and one on the other: the mean of their means is not the mean."""
+"""Mean of means over two devices with three tokens and one token, and the mean of all tokens."""
 
 import torch
 from torch import nn
 
 import samestep
 
-# The loss of each token is its number; a 0 fills up and counts for nothing.
+# The loss of a token is its value; 0 is padding.
 LINES = torch.tensor([[0.50, 0.60, 0.76], [0.24, 0.00, 0.00]], dtype=torch.float64)
 
 
 class Scale(nn.Module):
-    """One weight, which is 1, so that a token's loss and the slope of its loss are the token's number."""
+    """One weight of 1, so that loss and gradient of a token equal the value of the token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,34 +21,34 @@ class Scale(nn.Module):
 
 
 def mean_of_means(model: nn.Module, lines: torch.Tensor, devices: int) -> torch.Tensor:
-    """What scripts do with nn.DataParallel: a loss in each replica, gathered, and the mean of that."""
+    """Return the mean of the replicas' losses, as common scripts with nn.DataParallel do."""
     means = []
-    for part in lines.chunk(devices):
-        losses = model(part)
-        means.append(losses.sum() / (part > 0).sum())
+    for chunk in lines.chunk(devices):
+        losses = model(chunk)
+        means.append(losses.sum() / (chunk > 0).sum())
     return torch.stack(means).mean()
 
 
 def summed(outputs: torch.Tensor, lines: torch.Tensor) -> samestep.Loss:
-    """A sum and a count, which are divided once, when all devices are done."""
+    """Return a sum and a count; the engine divides once after all devices."""
     return samestep.Loss(outputs.sum(), (lines > 0).sum())
 
 
 def both() -> dict[str, tuple[float, float]]:
-    """Loss and gradient by either way."""
+    """Return loss and gradient of both methods."""
     model = Scale()
     loss = mean_of_means(model, LINES, devices=2)
     loss.backward()
     assert model.weight.grad is not None
-    found = {"mean of the devices' means": (loss.item(), model.weight.grad.item())}
-    with samestep.start(device="cpu", strategy=samestep.StrategyPart(name="dp", devices=2)) as world:
+    results = {"mean of the devices' means": (loss.item(), model.weight.grad.item())}
+    with samestep.start(device="cpu", strategy=samestep.StrategyConfig(name="dp", devices=2)) as world:
         model = Scale()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = samestep.Engine(model, optimizer, summed, world=world)
         pairs = list(zip(LINES, LINES, strict=True))
-        (batch,) = samestep.loader(pairs, batch_size=2, shards=2, world=world)
+        (batch,) = samestep.loader(pairs, batch_size=2, microbatches=2, world=world)
         result = engine.step(batch)
-    return found | {"mean of all tokens, by dp": (result.loss, result.grad_norm)}
+    return results | {"mean of all tokens, by dp": (result.loss, result.grad_norm)}
 
 
 if __name__ == "__main__":

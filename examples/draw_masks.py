@@ -1,4 +1,4 @@
-"""Make a folder of images and masks to try segmentation on: bright discs on noise, and balls in volumes.
+"""Generate data for segmentation: images of bright discs on noise, and volumes of balls, with masks.
 
 python examples/draw_masks.py discs balls
 """
@@ -11,13 +11,13 @@ from PIL import Image
 
 
 def ball(shape: tuple[int, ...], centre: list[float], radius: float) -> numpy.ndarray:
-    """Ones within a radius of a point, zeros elsewhere."""
-    away = sum((axis - middle) ** 2 for axis, middle in zip(numpy.indices(shape), centre, strict=True))
-    return (away <= radius**2).astype(numpy.uint8)
+    """Return ones within a radius of a point, zeros elsewhere."""
+    distance = sum((axis - middle) ** 2 for axis, middle in zip(numpy.indices(shape), centre, strict=True))
+    return (distance <= radius**2).astype(numpy.uint8)
 
 
 def draw(folder: Path, count: int, dimensions: int) -> None:
-    """So many pairs: `images/000.jpg` and `masks/000.png`, or NumPy files."""
+    """Write `count` pairs: `images/000.jpg` and `masks/000.png`, or NumPy files."""
     for part in ("images", "masks"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     random = numpy.random.default_rng(0)
@@ -37,7 +37,7 @@ def draw(folder: Path, count: int, dimensions: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make images, volumes and masks to try segmentation on.")
+    parser = argparse.ArgumentParser(description="Generate images, volumes and masks for segmentation.")
     parser.add_argument("images", type=Path, help="folder for images and their masks")
     parser.add_argument("volumes", type=Path, help="folder for volumes and their masks")
     arguments = parser.parse_args()

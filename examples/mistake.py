@@ -1,4 +1,4 @@
-"""A script with a mistake: its noise comes from a generator that goes on from sample to sample."""
+"""Script with a mistake: noise from a generator whose state continues from sample to sample."""
 
 import numpy
 import torch
@@ -8,7 +8,7 @@ import samestep
 
 
 class Noisy:
-    """Points with noise; which noise a point gets depends on how many were made before, in this process."""
+    """Points with noise that depends on the number of points computed before in this process."""
 
     def __init__(self) -> None:
         self.inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
@@ -28,5 +28,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 with samestep.start() as world:
     engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
-    for batch in samestep.loader(Noisy(), batch_size=64, shards=8, shuffle=True, world=world):
+    for batch in samestep.loader(Noisy(), batch_size=64, microbatches=8, shuffle=True, world=world):
         engine.step(batch)

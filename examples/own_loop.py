@@ -1,4 +1,4 @@
-"""A training loop of your own, on one process, on several, or under torchrun: the same weights each time."""
+"""Training loop that gives the same weights on one process, on several processes and under torchrun."""
 
 import hashlib
 import sys
@@ -11,7 +11,7 @@ import samestep
 
 
 def train() -> str:
-    """Train a small classifier; the SHA-256 of its weights."""
+    """Train a small classifier and return the SHA-256 of the weights."""
     torch.manual_seed(0)
     inputs = torch.randn(1000, 20)
     dataset = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
@@ -20,7 +20,7 @@ def train() -> str:
 
     with samestep.start() as world:
         engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world)
-        batches = samestep.loader(dataset, batch_size=64, shards=8, shuffle=True, world=world)
+        batches = samestep.loader(dataset, batch_size=64, microbatches=8, shuffle=True, world=world)
         for _ in range(5):
             for batch in batches:
                 result = engine.step(batch)

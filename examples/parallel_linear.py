@@ -1,4 +1,4 @@
-"""Layers whose products two ranks divide: by hand, as it is often written, and by a plan.
+"""Tensor parallelism on two ranks: a common manual implementation, and a plan.
 
 python examples/parallel_linear.py
 """
@@ -10,14 +10,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep import StrategyPart
+from samestep import StrategyConfig
 
-PLAN = StrategyPart(name="tp", plan={"up": "column", "down": "row"})
+PLAN = StrategyConfig(name="tp", plan={"up": "column", "down": "row"})
 SAMPLES, INPUTS, WIDTH, CLASSES = 24, 12, 64, 4
 
 
 class Net(nn.Module):
-    """A layer, and two of which one widens and the other narrows."""
+    """Three layers; the plan divides the last two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 class ByHand(nn.Module):
-    """The same with a part of `up` and `down` on each rank; it runs, and it is wrong."""
+    """Manual division of `up` and `down` over ranks, with a wrong result."""
 
     def __init__(self, whole: Net) -> None:
         super().__init__()
@@ -41,23 +41,23 @@ class ByHand(nn.Module):
         self.down_bias = whole.down.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        # Backward ends here with the part of this rank's columns: nobody adds up the gradient of what comes before.
+        # The gradient of the inputs covers only the columns of this rank; no all-reduce adds the other ranks'.
         hidden = torch.relu(functional.linear(torch.tanh(self.first(inputs)), self.up, self.up_bias))
-        # Drawn for a part: every rank drops the same of its columns, and one process drops others.
+        # Each rank draws the same mask for its columns, and one process draws another.
         outputs = functional.linear(self.dropout(hidden), self.down)
-        dist.all_reduce(outputs)  # of numbers, which autograd does not see
+        dist.all_reduce(outputs)  # not recorded by autograd
         return outputs + self.down_bias
 
 
 def net_and_data() -> tuple[Net, TensorDataset]:
-    """The same on every rank."""
+    """Return the same model and data on every rank."""
     torch.manual_seed(0)
     inputs = torch.randn(SAMPLES, INPUTS, dtype=torch.float64)
     return Net().double(), TensorDataset(inputs, inputs[:, :CLASSES].argmax(dim=1))
 
 
 def by_hand() -> tuple[float, torch.Tensor]:
-    """The loss, and the gradient of the first layer."""
+    """Return the loss and the gradient of the first layer."""
     with samestep.start(device="cpu"):
         whole, data = net_and_data()
         inputs, targets = data.tensors
@@ -68,14 +68,14 @@ def by_hand() -> tuple[float, torch.Tensor]:
         return loss.item(), net.first.weight.grad
 
 
-def by_engine(strategy: StrategyPart | None) -> tuple[float, torch.Tensor]:
-    """The same of one step of an engine."""
+def by_engine(strategy: StrategyConfig | None) -> tuple[float, torch.Tensor]:
+    """Return loss and gradient of one engine step."""
     with samestep.start(device="cpu", strategy=strategy) as world:
         net, data = net_and_data()
         before = net.first.weight.detach().clone()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)  # moves weights by their gradient
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)  # the step is the gradient
         engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world)
-        (batch,) = samestep.loader(data, batch_size=SAMPLES, shards=2, world=world)
+        (batch,) = samestep.loader(data, batch_size=SAMPLES, microbatches=2, world=world)
         loss = engine.step(batch).loss
         return loss, before - net.first.weight.detach()
 
@@ -83,14 +83,13 @@ def by_engine(strategy: StrategyPart | None) -> tuple[float, torch.Tensor]:
 def main() -> None:
     loss, gradient = samestep.launch(by_engine, None, processes=1)
     print(f"one process:          loss {loss:.4f}, gradient of the first layer {gradient.norm():.4f}")
-    for name, (other, found) in {
+    for name, (other, other_gradient) in {
         "by hand on two ranks:": samestep.launch(by_hand, processes=2),
         "by a plan on two:    ": samestep.launch(by_engine, PLAN, processes=2),
     }.items():
-        equal = abs(other - loss) < 1e-12 and bool((found - gradient).abs().max() < 1e-12)
-        print(
-            f"{name} loss {other:.4f}, gradient of the first layer {found.norm():.4f}, {'equal' if equal else 'wrong'}"
-        )
+        equal = abs(other - loss) < 1e-12 and bool((other_gradient - gradient).abs().max() < 1e-12)
+        verdict = "equal" if equal else "wrong"
+        print(f"{name} loss {other:.4f}, gradient of the first layer {other_gradient.norm():.4f}, {verdict}")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import torch
 from hypothesis import settings
 
 import samestep
-from leaks import left_behind, picture
-from samestep.cli.ranks import EVALUATING
-from samestep.runtime.env import prepare_torch_environment
-from samestep.runtime.launch import PRELOAD, start_server
+from helpers.leaks import leaks_since, snapshot
+from samestep.cli.launch_options import PRELOAD_EVALUATION
+from samestep.distributed.env import prepare_torch_environment
+from samestep.launcher.launch import PRELOAD, start_server
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
 settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)
@@ -26,16 +26,16 @@ def torch_environment() -> None:
     It imports beside the first tests, and what evaluations need too: else each rank would, when it comes to that.
     """
     prepare_torch_environment(loopback=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *EVALUATING])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_EVALUATION])
     start_server()
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(torch_environment: None) -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, a process, a mode or a process group behind."""
-    before = picture()
+    before = snapshot()
     yield
-    left = left_behind(before)
+    left = leaks_since(before)
     assert not left, f"left behind: {', '.join(left)}"
 
 
@@ -52,4 +52,5 @@ def alone() -> Iterator[samestep.World]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults-page", action="store_true", help="write docs/faults.md from what is seen")
+    parser.addoption("--faults-page", action="store_true", help="write docs/guides/faults.md from what is seen")
+    parser.addoption("--record-invariants", action="store_true", help="write tests/parity/invariants.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture import (
+from helpers.architecture import (
     FILE_LINES,
     FUNCTION_LINES,
     MODULE_RULES,
@@ -30,15 +30,15 @@ Rule = Callable[..., list[str]]
 
 SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
-    "Checkpoints",
+    "CheckpointManager",
     "Engine",
     "Loss",
-    "LossPart",
-    "Mesh",
+    "LossTerm",
+    "MeshConfig",
     "MultiLoss",
     "StepResult",
-    "StepRules",
-    "StrategyPart",
+    "StepConfig",
+    "StrategyConfig",
     "World",
     "__version__",
     "all_gather",
@@ -106,19 +106,19 @@ def written(root: Path, files: dict[str, str]) -> Modules:
 LONG_FUNCTION = "def f() -> None:\n" + "    pass\n" * (FUNCTION_LINES - 1)
 
 BROKEN: list[tuple[Rule, str, str]] = [
-    (imports_going_up, "config.py", "from samestep.runtime import env"),
+    (imports_going_up, "config.py", "from samestep.distributed import env"),
     (imports_going_up, "config.py", "import samestep.trainer"),
-    (imports_going_up, "config.py", "from .sharding import slices"),
-    (imports_going_up, "data/loader.py", "from ..parallel.layout import Layout"),
+    (imports_going_up, "config.py", "from .data import order"),
+    (imports_going_up, "data/loader.py", "from ..strategies.layout import Layout"),
     (imports_going_up, "data/loader.py", "def f():\n    from samestep.checkpoint import store"),
     (imports_going_up, "data/loader.py", "if not TYPE_CHECKING:\n    import samestep.engine"),
     (imports_going_up, "data/loader.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import samestep.engine"),
     (imports_going_up, "data/loader.py", "importlib.import_module('samestep.engine.core')"),
     (imports_going_up, "engine/core.py", "from samestep import launch"),
     (imports_going_up, "attic.py", "x = 1"),
-    (environment_reads, "runtime/rank.py", "import os\nx = os.environ['RANK']"),
-    (environment_reads, "runtime/rank.py", "import os as system\nx = system.getenv('RANK')"),
-    (environment_reads, "runtime/rank.py", "from os import putenv"),
+    (environment_reads, "launcher/worker.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "launcher/worker.py", "import os as system\nx = system.getenv('RANK')"),
+    (environment_reads, "launcher/worker.py", "from os import putenv"),
     (unpickling, "data/cache.py", "import pickle"),
     (unpickling, "data/cache.py", "def f():\n    from pickle import loads"),
     (unpickling, "data/cache.py", "import torch\ntorch.load('x')"),
@@ -153,11 +153,11 @@ KEPT: list[tuple[Rule, str, str]] = [
     (imports_going_up, "engine/core.py", "from samestep.data.loader import Loader\nfrom . import other"),
     (imports_going_up, "config.py", "if TYPE_CHECKING:\n    from samestep.trainer import Trainer"),
     (imports_going_up, "__init__.py", "from samestep.cli import main"),
-    (environment_reads, "runtime/env.py", "import os\nx = os.environ['RANK']"),
-    (environment_reads, "runtime/rank.py", "import os\nx = os.cpu_count()"),
+    (environment_reads, "distributed/env.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "launcher/worker.py", "import os\nx = os.cpu_count()"),
     (unpickling, "data/cache.py", "import torch\ntorch.load('x', weights_only=True)"),
     (unpickling, "data/cache.py", "import json\njson.load(open('x'))"),
-    (unpickling, "runtime/by_value.py", "import cloudpickle"),
+    (unpickling, "launcher/pickling.py", "import cloudpickle"),
     (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept OSError:\n    pass"),
     (swallowed_exceptions, "engine/core.py", "try:\n    pass\nexcept Exception:\n    if x:\n        raise"),
     (

@@ -1,4 +1,4 @@
-"""A loop with Accelerate: accelerate launch --num_processes 2 accelerate_before.py"""
+"""Training loop with Accelerate: `accelerate launch --num_processes 2 accelerate_before.py`."""
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +13,7 @@ data = TensorDataset(images.float() / 16, labels)
 train, test = random_split(data, [1400, 397])
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-size = accelerator.num_processes  # batches are a device's
+size = accelerator.num_processes  # batch sizes are per device
 batches, tests = DataLoader(train, batch_size=64 // size), DataLoader(test, batch_size=64 // size)
 model, optimizer, batches, tests = accelerator.prepare(model, optimizer, batches, tests)
 

@@ -1,4 +1,4 @@
-"""A loop with nn.DataParallel: one process, a thread a GPU."""
+"""Training loop with nn.DataParallel: one process, one thread per GPU."""
 
 import torch
 from sklearn.datasets import load_digits

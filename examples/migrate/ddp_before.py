@@ -1,4 +1,4 @@
-"""A loop by hand with DistributedDataParallel: torchrun --standalone --nproc-per-node 2 ddp_before.py"""
+"""Training loop with DistributedDataParallel: `torchrun --standalone --nproc-per-node 2 ddp_before.py`."""
 
 import os
 
@@ -30,7 +30,7 @@ for epoch in range(3):
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
 
-with torch.no_grad():  # without DistributedSampler, which would count padding twice
+with torch.no_grad():  # without DistributedSampler, whose padding would be counted twice
     total = torch.zeros(1, device=device)
     for number, (inputs, targets) in enumerate(DataLoader(test, batch_size=64)):
         if number % size == rank:

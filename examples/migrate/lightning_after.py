@@ -1,4 +1,4 @@
-"""The same with the step as a function: samestep run --processes 3 lightning_after.py"""
+"""Training loop with a function for the step: `samestep run --processes 3 lightning_after.py`."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -28,10 +28,10 @@ class Digits(nn.Module):
 with samestep.start() as world:
     model = Digits()
     engine = samestep.Engine(model, model.configure_optimizers(), nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(train, batch_size=64, shards=8, world=world)
+    batches = samestep.loader(train, batch_size=64, microbatches=8, world=world)
     for _ in range(3):
         for batch in batches:
             engine.step(batch)
-    values = engine.evaluate(samestep.loader(test, batch_size=64, shards=8, world=world))
+    values = engine.evaluate(samestep.loader(test, batch_size=64, microbatches=8, world=world))
     if world.is_main:
         print(f"loss {values['loss']:.4f}")

@@ -1,4 +1,4 @@
-"""Lightning: the loop is the trainer's."""
+"""Training with Lightning's trainer."""
 
 import lightning
 import torch

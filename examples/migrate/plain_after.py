@@ -1,4 +1,4 @@
-"""The same on any number of processes: samestep run --processes 3 plain_after.py"""
+"""Training loop for any number of processes: `samestep run --processes 3 plain_after.py`."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -16,11 +16,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 with samestep.start() as world:
     engine = samestep.Engine(model, optimizer, nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(train, batch_size=64, shards=8, world=world)
+    batches = samestep.loader(train, batch_size=64, microbatches=8, world=world)
     for _ in range(3):
         for batch in batches:
             engine.step(batch)
 
-    values = engine.evaluate(samestep.loader(test, batch_size=64, shards=8, world=world))
+    values = engine.evaluate(samestep.loader(test, batch_size=64, microbatches=8, world=world))
     if world.is_main:
         print(f"loss {values['loss']:.4f}")

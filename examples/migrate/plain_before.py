@@ -1,4 +1,4 @@
-"""A plain loop on one device."""
+"""Plain training loop on one device."""
 
 import torch
 from sklearn.datasets import load_digits

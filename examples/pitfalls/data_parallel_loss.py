@@ -1,11 +1,11 @@
 """nn.DataParallel with the loss inside the replicas, then `loss.mean()`: a mean of means over uneven chunks.
 
-The mistake: replicas get chunks of different size (the 5 samples of a last batch are 2, 2 and 1, and the fourth GPU has
-none), and in the mean of their means the sample that is alone weighs twice as much as the others.
-The rule: a loss is a sum and a count, divided once.
+Mistake: replicas receive chunks of different size (a last batch of 5 samples becomes 2, 2 and 1, and the fourth GPU has
+none), and in the mean of their means the single sample has twice the weight of the others.
+Rule: a loss is a sum and a count, divided once.
 
-On a machine without GPUs nn.DataParallel silently calls the bare module, and all looks right. So its scatter
-(`Tensor.chunk`), replicas and gather are written out here, as it does them on four GPUs.
+Without GPUs, nn.DataParallel silently calls the bare module, and the result is correct. This example therefore writes
+out scatter (`Tensor.chunk`), replicas and gather as on four GPUs.
 """
 
 import torch
@@ -17,7 +17,7 @@ import samestep
 
 
 class ModelWithLoss(nn.Module):
-    """The loss is computed in the replica, to spare device 0 the outputs of all."""
+    """Model that computes the loss in the replica, so that device 0 does not gather the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,21 +28,21 @@ class ModelWithLoss(nn.Module):
 
 
 def model_and_data() -> tuple[ModelWithLoss, TensorDataset]:
-    """A linear model and a batch of 5 samples."""
+    """Return a linear model and a batch of 5 samples."""
     torch.manual_seed(0)
     inputs = torch.randn(5, 4, dtype=torch.float64)
     return ModelWithLoss(), TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
 
 
 def one_device() -> float:
-    """The mean over the batch."""
+    """Return the mean over the batch."""
     model, data = model_and_data()
     with torch.no_grad():
         return float(model(*data.tensors))
 
 
 def usual_way() -> float:
-    """Scatter over four replicas, a loss in each, gather, mean."""
+    """Scatter to four replicas, compute a loss in each, gather, average."""
     model, data = model_and_data()
     chunks = zip(*(tensor.chunk(4) for tensor in data.tensors), strict=True)
     with torch.no_grad():
@@ -50,21 +50,21 @@ def usual_way() -> float:
 
 
 def samestep_way() -> float:
-    """Four ranks, one shard each, of 1, 1, 1 and 2 samples."""
+    """Four ranks with one microbatch each, of 1, 1, 1 and 2 samples."""
     model, data = model_and_data()
     with samestep.start(device="cpu") as world:
         optimizer = torch.optim.SGD(model.parameters())
         engine = samestep.Engine(model.layer, optimizer, nn.MSELoss(), world=world)
-        (batch,) = samestep.loader(data, batch_size=5, shards=4, world=world)
+        (batch,) = samestep.loader(data, batch_size=5, microbatches=4, world=world)
         return engine.step(batch).loss
 
 
 def main() -> tuple[float, float, float]:
-    """Print the loss that each way computes, and return it."""
-    found = one_device(), usual_way(), samestep.launch(samestep_way, processes=4)
-    for name, loss in zip(("one device", "DataParallel on 4", "samestep on 4"), found, strict=True):
+    """Print and return the loss of each method."""
+    losses = one_device(), usual_way(), samestep.launch(samestep_way, processes=4)
+    for name, loss in zip(("one device", "DataParallel on 4", "samestep on 4"), losses, strict=True):
         print(f"{name:17}  loss {loss:.12f}")
-    return found
+    return losses
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A DistributedSampler shuffles alike in every epoch unless it is told the epoch.
+"""DistributedSampler repeats the order of the first epoch without `set_epoch`.
 
-The mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of the first. Nothing says so.
-The rule: the order is a function of (seed, epoch), and whoever iterates knows the epoch.
+Mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of the first, without a warning.
+Rule: the order is a function of (seed, epoch), and the loader counts epochs.
 """
 
 import torch
@@ -11,38 +11,38 @@ from torch.utils.data import DistributedSampler, TensorDataset
 import samestep
 
 EPOCHS = 3
-Orders = list[list[int]]  # the first samples of each epoch
+Orders = list[list[int]]  # first samples of each epoch
 
 DATA = TensorDataset(torch.arange(100), torch.zeros(100))
 
 
 def usual_way() -> Orders:
-    """What each rank takes first, rank by rank, in three epochs."""
+    """Return the first sample of each rank in three epochs."""
     sampler = DistributedSampler(DATA, shuffle=True, seed=0)
     orders = []
     for _ in range(EPOCHS):
         first = torch.tensor(next(iter(sampler)))
-        everyones = [torch.zeros_like(first) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, first)
-        orders.append([int(index) for index in everyones])
+        gathered = [torch.zeros_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, first)
+        orders.append([int(index) for index in gathered])
     return orders
 
 
 def samestep_way(world: samestep.World) -> Orders:
-    """The first samples of the first global batch, in three epochs."""
-    batches = samestep.loader(DATA, batch_size=20, shards=4, shuffle=True, world=world)
+    """Return the first samples of the first global batch in three epochs."""
+    batches = samestep.loader(DATA, batch_size=20, microbatches=4, shuffle=True, world=world)
     epochs = [[batch.indices for batch in batches] for _ in range(EPOCHS)]
     return [indices[0][:4].tolist() for indices in epochs]
 
 
 def on_ranks() -> tuple[Orders, Orders]:
-    """Both ways in the same ranks."""
+    """Return both results, computed in the same ranks."""
     with samestep.start(device="cpu") as world:
         return usual_way(), samestep_way(world)
 
 
 def main() -> tuple[Orders, Orders, Orders]:
-    """Print the first samples of three epochs, and return them."""
+    """Print and return the first samples of three epochs."""
     _, alone = samestep.launch(on_ranks, processes=1)
     usual, ours = samestep.launch(on_ranks, processes=4)
     names = ("samestep on 1", "no set_epoch, on 4", "samestep on 4")

@@ -1,7 +1,7 @@
-"""DDP averages gradients over ranks, which is a mean of means where ranks count different numbers of tokens.
+"""DDP averages gradients over ranks: a mean of means if ranks have different numbers of tokens.
 
-The mistake: each rank's loss is the mean over its own tokens, so a token on a rank with few of them weighs more.
-The rule: a loss is a sum and a count. Sums are added, counts are added, and the one is divided by the other once.
+Mistake: each rank's loss is the mean over its local tokens, so tokens on a rank with few tokens have more weight.
+Rule: a loss is a sum and a count. Sums are added, counts are added, and the sums are divided once.
 """
 
 import math
@@ -18,7 +18,7 @@ LETTERS, LONGEST, PADDING = 12, 24, -100
 
 
 def model_and_data() -> tuple[nn.Module, TensorDataset]:
-    """A model that guesses the next letter, and 32 lines of different length, padded to the longest."""
+    """Return a model that predicts the next letter, and 32 padded lines of different length."""
     torch.manual_seed(0)
     lines = torch.randint(LETTERS, (32, LONGEST + 1))
     lengths = torch.randint(2, LONGEST + 1, (32, 1))
@@ -28,24 +28,24 @@ def model_and_data() -> tuple[nn.Module, TensorDataset]:
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens that one rank has."""
+    """Return the mean over the tokens of one rank."""
     return functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PADDING)
 
 
 def sum_and_count(logits: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-    """The same as a sum and a count."""
+    """Return the same loss as a sum and a count."""
     return samestep.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PADDING)
 
 
 def gradient_of(model: nn.Module) -> list[float]:
-    """The gradient of all parameters in one row."""
+    """Return the gradient of all parameters as one list."""
     return torch.cat(
         [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     ).tolist()
 
 
 def one_process() -> list[float]:
-    """Plain torch, the whole batch at once."""
+    """Plain torch on the whole batch."""
     model, data = model_and_data()
     inputs, targets = data.tensors
     mean_loss(model(inputs), targets).backward()
@@ -53,7 +53,7 @@ def one_process() -> list[float]:
 
 
 def usual_way() -> list[float]:
-    """A quarter of the batch each, and DDP."""
+    """DDP with a quarter of the batch per rank."""
     model, data = model_and_data()
     wrapped = DistributedDataParallel(model)
     sampler = DistributedSampler(data, shuffle=False)
@@ -63,22 +63,22 @@ def usual_way() -> list[float]:
 
 
 def samestep_way(world: samestep.World) -> list[float]:
-    """The same batch in shards."""
+    """Samestep on the same batch in microbatches."""
     model, data = model_and_data()
     engine = samestep.Engine(model, torch.optim.SGD(model.parameters()), sum_and_count, world=world)
-    for batch in samestep.loader(data, batch_size=32, shards=8, world=world):
+    for batch in samestep.loader(data, batch_size=32, microbatches=8, world=world):
         engine.step(batch)
     return gradient_of(model)
 
 
 def on_ranks() -> tuple[list[float], list[float]]:
-    """Both ways in the same ranks."""
+    """Return both results, computed in the same ranks."""
     with samestep.start(device="cpu") as world:
         return usual_way(), samestep_way(world)
 
 
 def main() -> tuple[float, float]:
-    """Print the gradient of one process and how far the others are from it; return these distances."""
+    """Print the gradient norm of one process and the relative errors of the others; return the errors."""
     whole = one_process()
     usual, ours = (
         math.dist(gradient, whole) / math.hypot(*whole) for gradient in samestep.launch(on_ranks, processes=4)

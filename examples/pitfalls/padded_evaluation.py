@@ -1,7 +1,7 @@
-"""Evaluation over a DistributedSampler counts samples that are not there.
+"""Evaluation with a DistributedSampler counts some samples twice.
 
-The mistake: the sampler repeats samples until their number divides by the ranks, and accuracy counts the copies.
-The rule: every sample is counted once. Ranks may have different numbers of samples; only sums are exchanged.
+Mistake: the sampler repeats samples until their number is a multiple of the ranks, and accuracy counts the copies.
+Rule: every sample counts once. Ranks may have different numbers of samples; only sums are exchanged.
 """
 
 import torch
@@ -15,7 +15,7 @@ Counted = tuple[int, float]  # samples, accuracy
 
 
 def classifier_and_data() -> tuple[nn.Module, TensorDataset]:
-    """361 noisy points of 10 classes, and a model that takes the largest coordinate for the class."""
+    """Return a model that predicts the largest coordinate as the class, and 361 noisy points of 10 classes."""
     torch.manual_seed(0)
     inputs = torch.randn(361, 10)
     classes = (inputs + torch.randn(361, 10)).argmax(dim=1)
@@ -25,14 +25,14 @@ def classifier_and_data() -> tuple[nn.Module, TensorDataset]:
 
 
 def one_process() -> Counted:
-    """Plain torch, all samples at once."""
+    """Plain torch on all samples."""
     model, data = classifier_and_data()
     inputs, classes = data.tensors
     return len(classes), float((model(inputs).argmax(dim=1) == classes).double().mean())
 
 
 def usual_way() -> Counted:
-    """Each rank counts what its sampler gives it; counts are summed over ranks."""
+    """Each rank counts the samples of its sampler; counts are summed over ranks."""
     model, data = classifier_and_data()
     sampler = DistributedSampler(data, shuffle=False)
     totals = torch.zeros(2, dtype=torch.int64)
@@ -45,7 +45,7 @@ def usual_way() -> Counted:
 
 
 class Accuracy:
-    """A metric is a sum a rank, and one exchange at the end."""
+    """Metric with a sum per rank and one all-reduce at the end."""
 
     name = "accuracy"
 
@@ -62,26 +62,26 @@ class Accuracy:
 
 
 def samestep_way(world: samestep.World) -> Counted:
-    """The loader pads nothing."""
+    """Samestep's loader adds no padding."""
     model, data = classifier_and_data()
     engine = samestep.Engine(model, torch.optim.SGD(model.parameters()), samestep.cross_entropy, world=world)
-    values = engine.evaluate(samestep.loader(data, batch_size=128, shards=4, world=world), [Accuracy()])
+    values = engine.evaluate(samestep.loader(data, batch_size=128, microbatches=4, world=world), [Accuracy()])
     return int(values["samples"]), values["accuracy"]
 
 
 def on_ranks() -> tuple[Counted, Counted]:
-    """Both ways in the same ranks."""
+    """Return both results, computed in the same ranks."""
     with samestep.start(device="cpu") as world:
         return usual_way(), samestep_way(world)
 
 
 def main() -> tuple[Counted, Counted, Counted]:
-    """Print what each way counts, and return it."""
-    found = (one_process(), *samestep.launch(on_ranks, processes=4))
+    """Print and return the counts of each method."""
+    results = (one_process(), *samestep.launch(on_ranks, processes=4))
     names = ("one process", "DistributedSampler on 4", "samestep on 4")
-    for name, (samples, accuracy) in zip(names, found, strict=True):
+    for name, (samples, accuracy) in zip(names, results, strict=True):
         print(f"{name:24}  {samples} samples, accuracy {accuracy:.4%}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

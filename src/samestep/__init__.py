@@ -2,7 +2,7 @@
 
     with samestep.start() as world:
         engine = samestep.Engine(model, optimizer, loss, world=world)
-        for batch in samestep.loader(dataset, batch_size=256, shards=8, shuffle=True, world=world):
+        for batch in samestep.loader(dataset, batch_size=256, microbatches=8, shuffle=True, world=world):
             result = engine.step(batch)
 
 Names are imported when they are first used, so that `import samestep` does not import torch.
@@ -13,62 +13,49 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from samestep.checkpoints import Checkpoints
-    from samestep.config import Mesh, StepRules, StrategyPart
-    from samestep.data.loader import loader
-    from samestep.engine.learning_rate import scaled_lr
-    from samestep.engine.loss import Loss, cross_entropy
-    from samestep.engine.multi_loss import LossPart, MultiLoss
-    from samestep.engine.result import StepResult
-    from samestep.engine.step import Engine
-    from samestep.runtime.gather import all_gather, reduce_dict
-    from samestep.runtime.launch import launch
-    from samestep.runtime.session import start
-    from samestep.runtime.world import World
+if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
+    from samestep.checkpoint_manager import CheckpointManager as CheckpointManager
+    from samestep.config import MeshConfig as MeshConfig
+    from samestep.config import StepConfig as StepConfig
+    from samestep.config import StrategyConfig as StrategyConfig
+    from samestep.data.loader import loader as loader
+    from samestep.distributed.world import World as World
+    from samestep.distributed.world import all_gather as all_gather
+    from samestep.distributed.world import reduce_dict as reduce_dict
+    from samestep.engine.engine import Engine as Engine
+    from samestep.engine.learning_rate import scaled_lr as scaled_lr
+    from samestep.engine.loss import Loss as Loss
+    from samestep.engine.loss import cross_entropy as cross_entropy
+    from samestep.engine.multi_loss import LossTerm as LossTerm
+    from samestep.engine.multi_loss import MultiLoss as MultiLoss
+    from samestep.engine.step_stats import StepResult as StepResult
+    from samestep.launcher.launch import launch as launch
+    from samestep.launcher.session import start as start
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "checkpoints",
-    "Engine": "engine.step",
+    "CheckpointManager": "checkpoint_manager",
+    "Engine": "engine.engine",
     "Loss": "engine.loss",
-    "LossPart": "engine.multi_loss",
-    "Mesh": "config",
+    "LossTerm": "engine.multi_loss",
+    "MeshConfig": "config",
     "MultiLoss": "engine.multi_loss",
-    "StepResult": "engine.result",
-    "StepRules": "config",
-    "StrategyPart": "config",
-    "World": "runtime.world",
-    "all_gather": "runtime.gather",
+    "StepConfig": "config",
+    "StepResult": "engine.step_stats",
+    "StrategyConfig": "config",
+    "World": "distributed.world",
+    "all_gather": "distributed.world",
     "cross_entropy": "engine.loss",
-    "launch": "runtime.launch",
+    "launch": "launcher.launch",
     "loader": "data.loader",
-    "reduce_dict": "runtime.gather",
+    "reduce_dict": "distributed.world",
     "scaled_lr": "engine.learning_rate",
-    "start": "runtime.session",
+    "start": "launcher.session",
 }
 
-__all__ = [
-    "Checkpoints",
-    "Engine",
-    "Loss",
-    "LossPart",
-    "Mesh",
-    "MultiLoss",
-    "StepResult",
-    "StepRules",
-    "StrategyPart",
-    "World",
-    "__version__",
-    "all_gather",
-    "cross_entropy",
-    "launch",
-    "loader",
-    "reduce_dict",
-    "scaled_lr",
-    "start",
-]
+__all__ = list(_HOMES)
+__all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,6 @@
-"""The errors of Samestep.
+"""Errors of Samestep, their codes and the exit codes of the command.
 
-    SamestepError
-      InputError              what was asked for cannot be done; exit code 2
-        RecipeError           a recipe, or an override of it, is wrong
-        DataError             a dataset, or one sample of it, cannot be used
-        CheckpointError       a checkpoint is damaged, incomplete or of another recipe
-        UnusedParameterError  a parameter that is trained took no part in a loss
-      RunError                the run failed; exit code 1
-        NonFiniteError        a loss or a gradient is not finite
-        DriftError            ranks no longer hold the same weights, buffers or optimizer state
-        CheckpointWriteError  a checkpoint cannot be written; those before it are as they were
-        RollCallError         ranks do not do the same things in the same order
-        PeerLostError         another rank went away: a consequence, never the first cause
-
-An error gives the value, the rule and the way out, on one screen, once, from the rank that caused it.
+An error gives the value, the expectation and the fix. It is reported once, by the rank that caused it.
 """
 
 from __future__ import annotations
@@ -22,77 +9,217 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INPUT = 2
 EXIT_DIFFERS = 3  # a check did not hold
-EXIT_STOPPED = 130  # ended on request, at a step boundary or before; 128 + SIGINT, as shells have it
+EXIT_STOPPED = 130  # stopped on request; 128 + SIGINT, the convention of shells
+
+# Stable codes and their meanings; docs/reference/errors.md is generated from this table.
+CODES = {
+    "E_INPUT": "The input is invalid.",
+    "E_SIZE": "A size is not a number of bytes, KiB, MiB, GiB or TiB.",
+    "E_RECIPE": "A recipe, or an override of a recipe, is invalid.",
+    "E_DATA": "A dataset, or one sample of it, cannot be used.",
+    "E_CHECKPOINT": "A checkpoint is damaged, incomplete or belongs to another recipe.",
+    "E_UNUSED_PARAMETER": "A parameter that requires a gradient received none from a microbatch.",
+    "E_RUN": "The run failed.",
+    "E_NONFINITE": "A loss or a gradient is not finite and the recipe sets `non_finite: stop`.",
+    "E_RANK_MISMATCH": "Ranks hold different weights, buffers or optimizer state.",
+    "E_CHECKPOINT_WRITE": "A checkpoint cannot be written. Earlier checkpoints are unchanged.",
+    "E_RANK_DESYNC": "Ranks issue different collectives, or one rank issues none.",
+    "E_PEER_LOST": "A collective failed because another rank ended.",
+    "E_RANK_MISSING": "A rank did not reach an operation of all ranks within the time limit.",
+    "E_RANK_FAILED": "The code of a rank raised an exception.",
+    "E_RANK_KILLED": "A signal ended a rank.",
+    "E_RANK_EXITED": "A rank ended its process before the function returned.",
+    "E_HANG": "No rank made progress within `--hang-after`.",
+    "E_FORK_SERVER": "The process from which ranks are forked was killed.",
+    "E_STOPPED": "The run was stopped on request before the end of a step.",
+    "E_LAUNCH_VARIABLES": "Environment variables of a launcher are incomplete or invalid.",
+    "E_RENDEZVOUS": "Ranks of a job did not find each other in time.",
+    "E_PORT_IN_USE": "Another process uses the port of the job's store.",
+    "E_PORT_FOLDER": "Other users can enter the folder in which rank 0 publishes a port.",
+    "E_UNKNOWN_HOST": "The host of rank 0 cannot be resolved.",
+    "E_DEVICES": "A selection of devices is invalid, or too few GPUs are visible.",
+    "E_LAUNCH": "Arguments of a launch are invalid, or a launch or process group is nested in another.",
+    "E_NOT_IMPORTABLE": "Ranks cannot import the launched function by name.",
+    "E_NOT_PICKLABLE": "A function or a result cannot be sent between processes.",
+    "E_NOT_JSON": "`all_gather` received a value that is not JSON.",
+    "E_REDUCE_DICT": "`reduce_dict` received different keys on different ranks, or nothing was counted.",
+    "E_SHAPE": "Outputs, targets or weights have shapes that do not match.",
+    "E_LOSS_TERM": "A term of a `MultiLoss` has an invalid name, count or weight.",
+    "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or does not support the strategy.",
+    "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
+    "E_NORM_LAYER": "A batch norm layer cannot use statistics of the global batch.",
+    "E_PARAMETER_HOOKS": "A parameter has hooks, which the strategy does not support.",
+    "E_CHECK_EVERY": "`check_every` is invalid or differs between ranks.",
+    "E_NOTHING_COUNTED": "The loss counted no samples in evaluation.",
+    "E_VALUE": "A recipe value or an option is outside of its range.",
+    "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
+    "E_LEARNING_RATE_RULE": "`learning_rate.rule` and `learning_rate.base_batch_size` do not fit together.",
+    "E_PATTERN": "A shell pattern of the recipe matches no name.",
+    "E_MESH": "The axes of a mesh do not fit the strategy or the number of processes.",
+    "E_STRATEGY_OPTION": "A strategy option has no effect with this strategy or mesh.",
+    "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
+    "E_MEMORY_LIMIT": "`--memory` is less than a rank needs before the model is built.",
+    "E_RANKS": "`--ranks` names a rank that does not exist.",
+    "E_LAUNCHER": "A command or option cannot be used under another launcher.",
+    "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
+    "E_RECIPE_CHANGED": "The recipe differs from the recipe of the checkpoint.",
+    "E_OUTPUT": "An output file or directory exists or cannot be written.",
+    "E_OPTION_CONFLICT": "Two command-line options exclude each other, or a required one is missing.",
+    "E_FILE_MISSING": "An input file does not exist.",
+    "E_DURATION": "A duration is not a positive number of seconds, minutes or hours.",
+    "E_REQUEUE": "Slurm did not requeue the job, or there is no Slurm job.",
+    "E_EMPTY_DATASET": "The dataset has no samples.",
+    "E_NO_USABLE_SAMPLE": "Every sample of the dataset raises an error.",
+    "E_LENGTHS": "The number of lengths differs from the number of samples.",
+    "E_METRIC": "A metric is unknown, or does not support the outputs, the targets or the number of classes.",
+    "E_NO_MATPLOTLIB": "A plot was requested and matplotlib is not installed.",
+    "E_LOCKED": "Another process writes to the directory.",
+    "E_LOCK_FAILED": "The lock file of a directory cannot be created or locked.",
+    "E_CHECKPOINT_NOT_FOUND": "The requested checkpoint does not exist.",
+    "E_CHECKPOINT_DAMAGED": "A file of a checkpoint is missing or differs from the file that was written.",
+    "E_CHECKPOINT_FORMAT": "A checkpoint has an unknown format, or contents that Samestep does not write.",
+    "E_CHECKPOINT_MODEL": "A checkpoint belongs to another model.",
+    "E_CHECKPOINT_OPTIMIZER": "A checkpoint belongs to another optimizer or to other parameter groups.",
+    "E_KEEP": "Fewer than one checkpoint would be kept.",
+    "E_UNJOINED_WRITER": "Background checkpointing was used without a `with` block.",
+    "E_UNKNOWN_KEY": "A recipe or an override has a key that does not exist.",
+    "E_MISSING_KEY": "A recipe key or an option without a default is missing.",
+    "E_UNKNOWN_OPTION": "A dataset, model, loss or optimizer has no option of this name.",
+    "E_UNKNOWN_NAME": "A dataset, model, loss, optimizer or recipe of this name does not exist.",
+    "E_NOT_INSTALLED": "An optional library that the recipe needs is not installed.",
+    "E_UNREADABLE": "A file is damaged or has another format.",
+    "E_SPLIT": "A dataset cannot be split into training and validation samples.",
+    "E_CLASSES": "The classes of a dataset are missing, duplicated or not the expected ones.",
+    "E_LABEL": "The label of a sample is missing or is not one of the classes.",
+    "E_COLUMN": "A table or list has no column of this name.",
+    "E_MASK": "A mask has an unknown value, or its size differs from the size of its image or volume.",
+    "E_UNPAIRED": "An image has no mask, a mask has no image, or two files have the same name.",
+    "E_TOKENIZER": "A tokenizer cannot be read, or has no token that a dataset needs.",
+    "E_WEIGHTS": "A file of weights does not fit the model, or differs between ranks.",
+    "E_IO": "The disk or the network failed while a file was read.",
+    "E_PADDLE_FILE": "A file of PaddleViT has no equivalent in Samestep.",
+    "E_EXPORT": "A model cannot be exported in the requested format.",
+    "E_EXPORT_DIFFERS": "An exported model computes other outputs than the model.",
+    "E_TOO_MANY_RANKS": "More ranks share the data than the recipe has microbatches.",
+    "E_LOG_LEVEL": "The environment variable SAMESTEP_LOG_LEVEL is not a level of Python's `logging` module.",
+    "E_LOG_WRITE": "A logger cannot write metrics or events.",
+    "E_MISSING_LOGGER": "The Python package of a selected logger is not installed.",
+    "E_UNKNOWN_LOGGER": "A name in `--loggers` is not the name of a logger.",
+    "E_VERIFY_KILL": "A run of `samestep verify --kill-at` ended before the step of the kill.",
+    "E_VERIFY_NO_STEP": "A script given to `samestep verify` made no training step with `samestep.Engine`.",
+    "E_MODEL_DIFFERS": "Ranks built models with different parameters or buffers.",
+    "E_META": "`strategy.meta` does not fit the model, or rank 0 has no values.",
+    "E_DEVICE_MAP": "`strategy.place` or `strategy.devices` does not fit the model or the devices.",
+    "E_TENSOR_PLAN": "`strategy.plan` is missing or does not fit the model.",
+    "E_TENSOR_AXIS": "The tensor axis does not divide the size of a module.",
+    "E_DIVIDED_TENSOR": "An operation of the model does not support a tensor that is divided among ranks.",
+    "E_PIPELINE_TRACE": "The forward of the model cannot be traced and partitioned into stages.",
+    "E_PIPELINE_STAGES": "`strategy.stages` does not fit the model, the schedule or the number of ranks.",
+    "E_PIPELINE_INPUTS": "The data contain an argument that a pipeline cannot pass to the model.",
+}
 
 
 class SamestepError(Exception):
-    """Base of all errors; `str()` of it is what the user reads.
+    """Base class of all errors; `str()` returns the report for the user.
 
     Args:
-        value: what was found, in one sentence.
-        rule: the rule that it breaks.
-        do: the way out.
+        value: the problem with the offending value, one sentence.
+        expected: the rule that the value violates.
+        fix: an action that resolves the error.
+        code: a key of `CODES`; the code of the class if omitted.
 
-    What else went wrong because of it can be added with `add_note`.
+    Consequences can be added with `add_note`.
     """
 
     exit_code = EXIT_FAILED
+    default_code = "E_RUN"
 
-    def __init__(self, value: str, rule: str | None = None, do: str | None = None) -> None:
-        super().__init__(value, rule, do)
-        self.value, self.rule, self.do = value, rule, do
+    def __init__(
+        self, value: str, expected: str | None = None, fix: str | None = None, *, code: str | None = None
+    ) -> None:
+        super().__init__(value, expected, fix)
+        self.value, self.expected, self.fix = value, expected, fix
+        self.code = code or self.default_code
+        assert self.code in CODES, self.code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self.value, self.expected, self.fix, self.code), self.__dict__
 
     def __str__(self) -> str:
-        lines = [self.value]
-        if self.rule:
-            lines.append(f"  rule: {self.rule}")
-        if self.do:
-            lines.append(f"  do:   {self.do}")
-        lines += [f"  also: {note}" for note in getattr(self, "__notes__", ())]
+        title, *details = self.value.split("\n")
+        lines = [f"{title} [{self.code}]", *details]
+        if self.expected:
+            lines.append(f"  expected: {self.expected}")
+        if self.fix:
+            lines.append(f"  fix:      {self.fix}")
+        lines += [f"  also:     {note}" for note in getattr(self, "__notes__", ())]
         return "\n".join(lines)
 
 
+def _rebuilt(kind: type[SamestepError], value: str, expected: str | None, fix: str | None, code: str) -> SamestepError:
+    return kind(value, expected, fix, code=code)
+
+
 class InputError(SamestepError):
-    """What was asked for cannot be done; nothing was written over."""
+    """Invalid input; nothing was overwritten."""
 
     exit_code = EXIT_INPUT
+    default_code = "E_INPUT"
 
 
 class RecipeError(InputError):
-    """A recipe, or an override of it, is wrong."""
+    """Invalid recipe or override."""
+
+    default_code = "E_RECIPE"
 
 
 class DataError(InputError):
-    """A dataset, or one sample of it, cannot be used."""
+    """Unusable dataset or sample."""
+
+    default_code = "E_DATA"
 
 
 class CheckpointError(InputError):
-    """A checkpoint is damaged, incomplete, or belongs to another recipe."""
+    """Damaged or incomplete checkpoint, or one of another recipe."""
+
+    default_code = "E_CHECKPOINT"
 
 
 class UnusedParameterError(InputError):
-    """A parameter that requires a gradient got none from a shard."""
+    """Parameter that requires a gradient and received none from a microbatch."""
+
+    default_code = "E_UNUSED_PARAMETER"
 
 
 class RunError(SamestepError):
-    """The run failed."""
+    """Failed run."""
 
 
 class NonFiniteError(RunError):
-    """A loss or a gradient is not finite and the recipe says `non_finite: stop`."""
+    """Non-finite loss or gradient, with `non_finite: stop` in the recipe."""
+
+    default_code = "E_NONFINITE"
 
 
-class DriftError(RunError):
-    """Ranks no longer hold the same weights, buffers or optimizer state."""
+class RankMismatchError(RunError):
+    """Ranks hold different weights, buffers or optimizer state."""
+
+    default_code = "E_RANK_MISMATCH"
 
 
 class CheckpointWriteError(RunError):
-    """A checkpoint cannot be written; those before it are as they were."""
+    """Checkpoint cannot be written; earlier checkpoints are unchanged."""
+
+    default_code = "E_CHECKPOINT_WRITE"
 
 
-class RollCallError(RunError):
-    """Ranks are about to do different things together, or one of them does not come."""
+class RankDesyncError(RunError):
+    """Ranks issue different collectives, or one rank issues none."""
+
+    default_code = "E_RANK_DESYNC"
 
 
 class PeerLostError(RunError):
-    """A collective failed because another rank went away."""
+    """Collective that failed because another rank ended: a consequence, never the first cause."""
+
+    default_code = "E_PEER_LOST"

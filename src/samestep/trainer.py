@@ -1,48 +1,45 @@
-"""Epochs: steps, evaluation, checkpoints, and what is told of them."""
+"""Training loop: epochs, evaluation, checkpoints and logging."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.background import Saved, Saver
-from samestep.checkpoint.loss_bound import LossBound
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
 from samestep.checkpoint.state import Progress, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
-from samestep.cursor import Cursor
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
+from samestep.distributed.world import all_gather
+from samestep.engine.engine import Engine
 from samestep.engine.evaluation import Metric
-from samestep.engine.result import StepResult
-from samestep.engine.step import Engine
+from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
-from samestep.metrics import LossMetric
-from samestep.record.events import Recorder
-from samestep.record.stopwatch import Stopwatch
-from samestep.record.vitals import Done
-from samestep.runtime.gather import all_gather
+from samestep.loggers.logger import Logger, RunLogger
+from samestep.loggers.rank_monitor import RankProgress, StepTimer
+from samestep.metrics.metrics import LossMetric
+from samestep.microbatches import Cursor
+from samestep.units import plural
 
-# Samples that were left out, in a line on the terminal; all of them are in the events.
-_NAMED = 5
+_MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        stopped: it was asked to end before its last epoch.
-        step: optimizer steps done, in all.
-        evaluation: the last evaluation: `loss`, `samples` and the metrics; empty if there was none.
-        best: the best value of the deciding metric.
-        seconds: wall time of this part of the run.
-        samples_per_second: training samples over the time spent on training, evaluation aside.
+        stopped: the run ended on request, before its last epoch.
+        evaluation: last evaluation: `loss`, `samples` and the metrics; empty without an evaluation.
+        best: best value of the deciding metric.
+        seconds: wall time since the start or the resumption.
+        samples_per_second: training samples per second of training, without evaluation.
     """
 
     stopped: bool
@@ -54,18 +51,14 @@ class Summary:
 
 
 class Trainer:
-    """Runs a recipe's epochs with an engine.
+    """Trains for a number of epochs, with evaluation and a checkpoint after each epoch.
 
     Args:
-        engine: makes the steps.
-        train: the training data; its cursor is the run's.
-        evaluation: the evaluation data.
-        metrics: what evaluation computes; the first decides what is best (higher is better), the loss if there is none
-            or the first follows from the loss.
-        folder: where checkpoints go.
-        recorder: hears events.
-        recipe: the resolved recipe, kept in every checkpoint.
-        epochs: how many.
+        train: training data; its cursor is the cursor of the run.
+        metrics: metrics of an evaluation. The first metric decides which checkpoint is the best (higher is better);
+            without metrics, or if the first one is a function of the loss, the loss decides (lower is better).
+        recipe: resolved recipe, stored in every checkpoint.
+        loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
     """
 
     def __init__(
@@ -73,119 +66,112 @@ class Trainer:
         engine: Engine,
         train: Loader,
         evaluation: Loader,
-        metrics: list[Metric],
+        metrics: Sequence[Metric | LossMetric],
         *,
         folder: CheckpointFolder,
-        recorder: Recorder,
         recipe: dict[str, Any],
         epochs: int,
         options: RunOptions,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
-        self._recorder, self._epochs, self._options = recorder, epochs, options
+        self.logger = RunLogger(loggers if engine.world.is_main else ())
+        self._epochs = epochs
         self._progress = Progress(recipe=recipe)
-        self._stopwatch = Stopwatch()
-        self._saver = Saver(folder, self._tell_saved, engine.world.pulse.tick)
-        self._bound = LossBound(options.lose_at_most)
+        self._timer = StepTimer()
+        self._interval = CheckpointInterval(options.max_lost_work)
+        self._checkpoint_every = options.checkpoint_every
+        self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
+        self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, engine.world.context.status.heartbeat)
         self._last_evaluation: dict[str, float] = {}
 
     @property
-    def done(self) -> Done:
-        """What this rank has done so far; any thread may ask."""
-        return Done(self._progress.step, self._stopwatch.own_samples, self._stopwatch.waited)
+    def rank_progress(self) -> RankProgress:
+        """Work of this rank; any thread may read it."""
+        return RankProgress(self._progress.step, self._timer.local_samples, self._timer.data_seconds)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint, whatever number of ranks wrote it.
+        """Resume from a checkpoint of any number of ranks.
 
         Raises:
-            CheckpointError: it is damaged, or of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         self._progress = load(checkpoint, self._engine.training)
         self._engine.steps = self._progress.step
-        self._train.cursor = self._progress.cursor
-        self._recorder.tell("resume", step=self._progress.step, **_position(self._progress.cursor))
+        self._train.cursor = cursor = self._progress.cursor
+        self.logger.log_event("resume", step=self._progress.step, epoch=cursor.epoch, samples=cursor.samples)
 
     def fit(self) -> Summary:
-        """Train to the last epoch, or until somebody asks the run to end.
+        """Train until the end of the last epoch, or until a rank receives a stop request.
 
         Raises:
-            SamestepError: the run failed; the newest checkpoint is as good as it was.
+            SamestepError: the run failed; existing checkpoints are unchanged.
         """
-        self._bound.begin_save()
-        with self._saver:
-            stopped = self._catch_up()
-            while self._progress.cursor.epoch < self._epochs and not stopped:
-                stopped = self._epoch()
-            if stopped:
-                self._save()
-            self._saver.wait()  # before anybody is told that the run is done
-        if stopped:
-            self._recorder.tell("stop", step=self._progress.step, text=f"stopped after step {self._progress.step}")
-        summary = self._summary(stopped=stopped)
-        self._recorder.tell("end", stopped=stopped, step=summary.step, seconds=round(summary.seconds, 3))
-        return summary
+        with self.logger:
+            self.logger.log_config(self._progress.recipe)
+            self._interval.begin_save()
+            with self._writer:
+                self._finish_epoch()
+                while self._progress.cursor.epoch < self._epochs and not self._stop:
+                    self._train_epoch()
+                if self._stop:
+                    self._save()
+                self._writer.wait()  # before the summary reports success
+            return self._summarize()
 
-    def _catch_up(self) -> bool:
-        """The evaluation that a resumed run begins with, if any; whether somebody asked to end."""
+    def _finish_epoch(self) -> None:
+        """Evaluate first if a resumed run ended between the last step of an epoch and the end of the evaluation."""
         if self._progress.loss_count and not self._progress.cursor.samples:
-            return self._end_epoch()  # the run ended between the last step of an epoch and its evaluation
-        if self._progress.cursor.epoch >= self._epochs:
-            values = self._evaluate()
-            self._last_evaluation = values or {}
-            return values is None
-        return False
+            self._end_epoch()
+        elif self._progress.cursor.epoch >= self._epochs:
+            self._last_evaluation = self._evaluate() or {}
 
-    def _epoch(self) -> bool:
-        """One epoch, or what is left of it; whether somebody asked to end."""
+    def _train_epoch(self) -> None:
+        """Train the rest of an epoch, then evaluate."""
         batches = iter(self._train)
-        every = self._options.checkpoint_every
-        while (batch := self._next(batches)) is not None:
-            is_last = batch.end.epoch > batch.begin.epoch
-            with self._stopwatch.training(batch.size, own=sum(part.size for part in batch.parts)):
-                result = self._engine.step(batch, save=self._wants_save(is_last))
-            self._count(batch, result)
-            self._saver.look()
+        while True:
+            with self._save_on_bad_data(), self._timer.data_wait():
+                batch = next(batches, None)
+            if batch is None:
+                break
+            ends_epoch = batch.end.epoch > batch.begin.epoch
+            ahead = 2 * self._timer.last_step + (self._evaluation_seconds if ends_epoch else 0.0)
+            save = self._engine.world.is_main and self._interval.is_due(ahead)
+            with self._timer.step(batch.size, sum(part.size for part in batch.local_microbatches)):
+                result = self._engine.step(batch, save=save)
+            self._end_step(batch, result)
+            self._writer.poll()
             if result.stop:
-                return True  # before the evaluation, if one is due: the run goes on with it
-            if result.save or (every and result.step % every == 0 and not is_last):
+                self._stop = True
+                return  # at the end of an epoch, the resumed run begins with the evaluation
+            every = self._checkpoint_every
+            if result.save or (every is not None and not ends_epoch and result.step % every == 0):
                 self._save()
-        return self._end_epoch()
-
-    def _wants_save(self, is_last: bool) -> bool:
-        """Whether this rank wants a checkpoint after the step that comes, the last one of its epoch or not."""
-        ahead = 2 * self._stopwatch.last_step + (self._evaluation_seconds if is_last else 0.0)
-        return self._engine.world.is_main and self._bound.is_due(ahead)
-
-    def _next(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
-        with self._saving_when_data_is_bad(), self._stopwatch.waiting():
-            return next(batches, None)
+        self._end_epoch()
 
     @contextmanager
-    def _saving_when_data_is_bad(self) -> Iterator[None]:
-        """Bad data costs no work done: where a rank holds the whole state, the one that met it saves it."""
+    def _save_on_bad_data(self) -> Iterator[None]:
+        """Save a checkpoint on the rank with a bad sample, if every rank holds the complete state."""
         try:
             yield
         except InputError as error:
-            if self._progress.step and not self._engine.pieces.is_divided:
+            if self._progress.step and not self._engine.local_parameters.is_divided:
                 try:
                     self._write(is_best=False)
-                    self._saver.wait()
+                    self._writer.wait()
                 except CheckpointWriteError as failure:
                     error.add_note(str(failure))
             raise
 
-    def _count(self, batch: GlobalBatch, result: StepResult) -> None:
-        progress = self._progress
-        counted = 0.0 if result.skipped else result.count
-        self._progress = replace(
-            progress,
-            step=result.step,
-            cursor=batch.end,
-            loss_sum=progress.loss_sum + (result.loss * counted if counted else 0.0),
-            loss_count=progress.loss_count + counted,
-        )
-        self._recorder.tell(
+    def _end_step(self, batch: GlobalBatch, result: StepResult) -> None:
+        """Add the loss to the mean of the epoch, and log the step."""
+        progress = replace(self._progress, step=result.step, cursor=batch.end)
+        if not result.skipped and result.count:
+            loss_sum = progress.loss_sum + result.loss * result.count
+            progress = replace(progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.count)
+        self._progress = progress
+        self.logger.log_event(
             "step",
             step=result.step,
             epoch=batch.begin.epoch,
@@ -195,97 +181,92 @@ class Trainer:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            samples_per_second=round(self._stopwatch.last_speed, 1),
-            data_seconds=round(self._stopwatch.last_wait, 6),
+            samples_per_second=round(self._timer.last_speed, 1),
+            data_seconds=round(self._timer.last_wait, 6),
         )
 
-    def _end_epoch(self) -> bool:
-        """Evaluate and save; whether somebody asked to end before that was done."""
+    def _end_epoch(self) -> None:
+        """Evaluate, log and save, unless a stop request ends the evaluation."""
         values = self._evaluate()
         if values is None:
-            return True
+            return
         self._last_evaluation = values
-        self._tell_skipped("training", self._train)
-        self._tell_skipped("evaluation", self._evaluation)
-        self._tell_tokens()
-        is_best = self._is_best(values)
+        self._log_skipped("training", self._train)
+        self._log_skipped("evaluation", self._evaluation)
+        self._log_tokens()
         progress = self._progress
-        self._recorder.tell(
+        # The value that decides which checkpoint is the best; higher is better.
+        first = next(iter(self._metrics), None)
+        score = -values["loss"] if first is None or isinstance(first, LossMetric) else values[first.name]
+        is_best = not math.isnan(score) and (progress.best is None or score > progress.best)
+        self.logger.log_event(
             "evaluation",
             step=progress.step,
             epoch=progress.cursor.epoch,
             epochs=self._epochs,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else float("nan"),
             is_best=is_best,
-            samples_per_second=round(self._stopwatch.speed, 1),
+            samples_per_second=round(self._timer.speed, 1),
             **values,
         )
-        best = self._deciding(values) if is_best else progress.best
-        self._progress = replace(progress, best=best, loss_sum=0.0, loss_count=0.0)
+        self._progress = replace(progress, best=score if is_best else progress.best, loss_sum=0.0, loss_count=0.0)
         self._save(is_best=is_best)
-        return False
-
-    def _tell_skipped(self, which: str, data: Loader) -> None:
-        """Name the samples that were left out since this was last told; every rank calls it."""
-        if not data.skips:
-            return
-        found = [text for texts in all_gather(data.skipped, self._engine.world.data) for text in texts]
-        data.skipped.clear()
-        if found:
-            count = f"{len(found)} sample{'s' if len(found) > 1 else ''} of the {which} data"
-            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-            text = f"left out {count}: {'; '.join(sorted(found)[:_NAMED])}{more}"
-            self._recorder.tell("skipped", split=which, count=len(found), samples=sorted(found), text=text)
-
-    def _tell_tokens(self) -> None:
-        """What texts were made of since this was last told; every rank calls it."""
-        if not self._train.counts_tokens:
-            return
-        found = all_gather(self._train.take_counts(), self._engine.world.data)
-        samples, tokens, places = (sum(column) for column in zip(*found, strict=True))
-        if samples:
-            speed = self._stopwatch.speed * tokens / samples
-            facts = {"samples": samples, "tokens": tokens, "padding": places - tokens}
-            self._recorder.tell("tokens", step=self._progress.step, **facts, tokens_per_second=round(speed, 1))
 
     def _evaluate(self) -> dict[str, float] | None:
+        """Evaluate, or return None on a stop request."""
         self._evaluation.cursor = Cursor()
         began = time.perf_counter()
-        with self._saving_when_data_is_bad():
+        with self._save_on_bad_data():
             values = self._engine.evaluate_until_stop(self._evaluation, self._metrics)
         self._evaluation_seconds = time.perf_counter() - began
+        self._stop = values is None
         return values
 
-    def _deciding(self, values: dict[str, float]) -> float:
-        first = next(iter(self._metrics), None)
-        return -values["loss"] if first is None or isinstance(first, LossMetric) else values[first.name]
-
-    def _is_best(self, values: dict[str, float]) -> bool:
-        value = self._deciding(values)
-        return not math.isnan(value) and (self._progress.best is None or value > self._progress.best)
-
     def _save(self, *, is_best: bool = False) -> None:
-        self._engine.check()  # what is saved as good is what all ranks hold, in a run that is checked
+        self._engine.check()  # with consistency checks, a checkpoint holds the state of all ranks
         if self._engine.world.is_main:
             self._write(is_best=is_best)
         else:
             pack(self._engine.training, self._progress, keep=False)
 
     def _write(self, *, is_best: bool) -> None:
-        self._bound.begin_save()
-        self._saver.save(self._progress.step, lambda: pack(self._engine.training, self._progress), is_best=is_best)
+        self._interval.begin_save()
+        self._writer.save(self._progress.step, lambda: pack(self._engine.training, self._progress), is_best=is_best)
 
-    def _tell_saved(self, saved: Saved) -> None:
-        self._engine.world.pulse.save()
-        if self._bound.end_save(saved.seconds):
-            self._recorder.tell("note", text=f"a save takes {saved.seconds:.1f} s: more than --lose-at-most allows")
-        self._recorder.tell("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
+    def _log_checkpoint(self, saved: SavedCheckpoint) -> None:
+        self._engine.world.context.status.checkpoint_saved()
+        if self._interval.end_save(saved.seconds):
+            self.logger.log_event("note", text=f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows")
+        self.logger.log_event("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
 
-    def _summary(self, *, stopped: bool) -> Summary:
-        watch = self._stopwatch
-        best = self._progress.best
-        return Summary(stopped, self._progress.step, self._last_evaluation, best, watch.elapsed, watch.speed)
+    def _log_skipped(self, split: str, data: Loader) -> None:
+        """Log the samples skipped since the last call; a collective."""
+        if not data.skips:
+            return
+        samples = sorted(sample for part in all_gather(data.skipped, self._engine.world.data) for sample in part)
+        data.skipped.clear()
+        if samples:
+            reasons = "; ".join(samples[:_MAX_SKIPPED_IN_TEXT])
+            if len(samples) > _MAX_SKIPPED_IN_TEXT:
+                reasons += f"; and {len(samples) - _MAX_SKIPPED_IN_TEXT} more"
+            text = f"left out {plural(len(samples), 'sample')} of the {split} data: {reasons}"
+            self.logger.log_event("skipped", split=split, count=len(samples), samples=samples, text=text)
 
+    def _log_tokens(self) -> None:
+        """Log the tokens trained on since the last call; a collective."""
+        if not self._train.counts_tokens:
+            return
+        counts = all_gather(self._train.take_counts(), self._engine.world.data)
+        samples, tokens, positions = (sum(column) for column in zip(*counts, strict=True))
+        if samples:
+            values = {"samples": samples, "tokens": tokens, "padding": positions - tokens}
+            speed = round(self._timer.speed * tokens / samples, 1)
+            self.logger.log_event("tokens", step=self._progress.step, **values, tokens_per_second=speed)
 
-def _position(cursor: Cursor) -> dict[str, int]:
-    return {"epoch": cursor.epoch, "samples": cursor.samples}
+    def _summarize(self) -> Summary:
+        stopped, step, timer = self._stop, self._progress.step, self._timer
+        if stopped:
+            self.logger.log_event("stop", step=step, text=f"stopped after step {step}")
+        summary = Summary(stopped, step, self._last_evaluation, self._progress.best, timer.elapsed, timer.speed)
+        self.logger.log_event("end", stopped=stopped, step=step, seconds=round(summary.seconds, 3))
+        return summary

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.record.class_table import class_rows
-from system import answer, here
+from helpers.system import answer, here
+from samestep.metrics.class_report import class_rows
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps, which gets some digits right."""
     place = tmp_path_factory.mktemp("digits")
-    sizes = ("epochs=2", "batch_size=128", "shards=4", "model.options.width=8")
+    sizes = ("epochs=2", "batch_size=128", "microbatches=4", "model.options.width=8")
     assert here("train", "digits", "--name", "a", "--set", *sizes, cwd=place) == 0
     return place / "runs" / "a"
 
@@ -37,14 +37,14 @@ def test_report_is_the_same_on_any_number_of_processes(reports: list[Path]) -> N
 
 
 def test_report_counts_every_sample_once(reports: list[Path], digits: Path) -> None:
-    said = json.loads((reports[0] / "classes.json").read_text(encoding="utf-8"))
-    counts = said["confusion"]
-    assert sum(map(sum, counts)) == said["samples"] == 360
-    assert sum(counts[number][number] for number in range(10)) / 360 == pytest.approx(said["accuracy"])
-    rows = class_rows(counts, [row["name"] for row in said["classes"]])
-    assert [row.recall for row in rows] == [row["recall"] for row in said["classes"]]
-    assert said["balanced_accuracy"] == pytest.approx(sum(row.recall or 0 for row in rows) / 10)
-    assert said["checkpoint"].startswith(str(digits))
+    result = json.loads((reports[0] / "classes.json").read_text(encoding="utf-8"))
+    counts = result["confusion"]
+    assert sum(map(sum, counts)) == result["samples"] == 360
+    assert sum(counts[number][number] for number in range(10)) / 360 == pytest.approx(result["accuracy"])
+    rows = class_rows(counts, [row["name"] for row in result["classes"]])
+    assert [row.recall for row in rows] == [row["recall"] for row in result["classes"]]
+    assert result["balanced_accuracy"] == pytest.approx(sum(row.recall or 0 for row in rows) / 10)
+    assert result["checkpoint"].startswith(str(digits))
 
 
 def test_table_is_printed_and_json_stays_one_object(
@@ -57,8 +57,8 @@ def test_table_is_printed_and_json_stays_one_object(
     assert heads[6:16] == [str(digit) for digit in range(10)]
     assert any(line.startswith("report ") and "confusion.png" in line for line in lines)
     assert here("eval", digits, "--report", tmp_path / "r", "--json", cwd=tmp_path) == 0
-    said = answer(capfd)
-    assert (said["samples"], "by_class" in said) == (360, False)
+    result = answer(capfd)
+    assert (result["samples"], "by_class" in result) == (360, False)
 
 
 def test_report_that_cannot_be_written_is_refused_before_anything_is_computed(

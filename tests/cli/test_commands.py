@@ -1,4 +1,4 @@
-"""What commands print and write when all goes well."""
+"""Output and files of successful commands."""
 
 import fcntl
 import json
@@ -7,6 +7,8 @@ import pty
 import re
 import shlex
 import struct
+import subprocess
+import sys
 import termios
 from collections import Counter
 from importlib.metadata import version
@@ -18,13 +20,13 @@ import torch
 from PIL import Image
 
 import samestep as package
+from helpers.system import Done, Running, events, here, samestep, state_of, steps_saved, tree, weights
+from helpers.terminal import Screen
 from samestep.cli.main import main
-from samestep.recipes.parse import load_recipe, read_recipe
-from system import Done, Running, events, here, samestep, state_of, steps_saved, tree, weights
-from terminal import Screen
+from samestep.recipes.recipe_files import load_recipe, read_recipe
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "tests" / "recorded.yaml"
+RECIPE = ROOT / "tests" / "helpers" / "recorded.yaml"
 COMMANDS = ("train", "resume", "eval", "predict", "export", "run", "top")
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=256")
 STEPS = 18  # of 1,437 samples, six an epoch
@@ -48,19 +50,25 @@ ENVIRONMENT = {
 }
 
 
-def said_help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def help_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as end:
         main([*arguments, "--help"])
     assert end.value.code == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
 
 
 def example_of(text: str) -> list[str]:
-    found = re.search(r"^example: samestep (.*(?:\n\S.*)*)", text, re.MULTILINE)
-    assert found, text
-    return shlex.split(found[1])
+    match = re.search(r"^example: samestep (.*(?:\n\S.*)*)", text, re.MULTILINE)
+    assert match, text
+    return shlex.split(match[1])
+
+
+def test_commands_are_parsed_without_torch() -> None:
+    code = "import sys, samestep.cli.main\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +80,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said_help(capsys)
+    text = help_text(capsys)
     assert example_of(text)[0] in COMMANDS
     for command in COMMANDS:
         assert re.search(rf"^ +{command} +\w", text, re.MULTILINE)
@@ -80,7 +88,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_explains_every_option(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    text = said_help(capsys, command)
+    text = help_text(capsys, command)
     assert example_of(text)[0] == command
     options = re.findall(r"^  (?:-h, )?(--[\w-]+)(?: [A-Z=. \[\]]+| \{[\w,]+\})?(.*(?:\n {8,}.*)*)", text, re.MULTILINE)
     assert len(options) >= 5
@@ -89,11 +97,11 @@ def test_help_of_a_command_explains_every_option(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_examples_of_the_help_run_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_the_help_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("L", (8, 8), 200).save(tmp_path / "picture.png")
     (tmp_path / "train.py").write_text("import samestep\nwith samestep.start():\n    pass\n", encoding="utf-8")
     for command in COMMANDS:
-        example = example_of(said_help(capsys, command))
+        example = example_of(help_text(capsys, command))
         assert here(*example, cwd=tmp_path) == 0, f"{example}\n{capsys.readouterr().err}"
 
 
@@ -101,41 +109,41 @@ def test_examples_of_the_help_run_as_they_stand(tmp_path: Path, capsys: pytest.C
 
 
 class Trained:
-    """A run, and what the command said."""
+    """A run, and the result of the command."""
 
-    def __init__(self, place: Path, done: Done) -> None:
-        self.place, self.done, self.run = place, done, place / "runs" / "a"
+    def __init__(self, folder: Path, done: Done) -> None:
+        self.folder, self.done, self.run = folder, done, folder / "runs" / "a"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    place = tmp_path_factory.mktemp("trained")
-    done = samestep("train", "digits", "--processes", 3, "--name", "a", "--set", *SMALL, cwd=place)
+    folder = tmp_path_factory.mktemp("trained")
+    done = samestep("train", "digits", "--processes", 3, "--name", "a", "--set", *SMALL, cwd=folder)
     assert done.code == 0, done.err
-    return Trained(place, done)
+    return Trained(folder, done)
 
 
-def test_epochs_go_to_standard_error_once_and_the_summary_to_standard_output(trained: Trained) -> None:
+def test_epochs_are_printed_on_standard_error_and_the_summary_on_standard_output(trained: Trained) -> None:
     out, err = trained.done.out, trained.done.err
     assert [line.split("  ")[0] for line in err.splitlines()] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    told = events(trained.run, "evaluation")
-    for line, event in zip(err.splitlines(), told, strict=True):
+    evaluations = events(trained.run, "evaluation")
+    for line, event in zip(err.splitlines(), evaluations, strict=True):
         assert f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}" in line
         assert f"accuracy {event['accuracy']:.2%}" in line
         assert line.endswith("  best") == event["is_best"]
-    assert f"{told[-1]['accuracy']:.2%}" in out
+    assert f"{evaluations[-1]['accuracy']:.2%}" in out
     assert "360 samples" in out
     assert "samestep eval runs/a" in out
 
 
-def test_without_a_terminal_there_are_no_control_characters_and_no_repetition(trained: Trained) -> None:
+def test_output_without_a_terminal_has_no_control_characters_and_no_repetition(trained: Trained) -> None:
     for text in (trained.done.out, trained.done.err):
         assert not re.findall(r"[\x00-\x09\x0b-\x1f\x7f]", text)
         repeated = [line for line, times in Counter(text.splitlines()).items() if times > 1]
         assert not repeated
 
 
-def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> None:
+def test_run_writes_the_documented_files(trained: Trained) -> None:
     assert {path.name for path in trained.run.iterdir()} == {
         "recipe.yaml",
         "data.json",
@@ -155,7 +163,7 @@ def test_a_run_writes_what_is_documented_and_nothing_else(trained: Trained) -> N
         "state.json",
         "manifest.json",
     }
-    assert {path.name for path in trained.place.iterdir()} == {"runs"}
+    assert {path.name for path in trained.folder.iterdir()} == {"runs"}
 
 
 def test_resolved_recipe_is_the_recipe_with_the_overrides(trained: Trained) -> None:
@@ -171,32 +179,34 @@ def test_resolved_recipe_trained_again_gives_the_same_bits(tmp_path: Path) -> No
         assert weights(again, which) == weights(first, which)
 
 
-def test_environment_says_what_it_ran_on(trained: Trained) -> None:
+def test_environment_describes_the_machine(trained: Trained) -> None:
     (entry,) = json.loads((trained.run / "environment.json").read_text(encoding="utf-8"))
     assert entry.keys() == ENVIRONMENT
     assert (entry["processes"], entry["from_step"], entry["samestep"]) == (3, 0, version("samestep"))
 
 
 def documented_keys() -> dict[str, set[str]]:
-    """Keys of each event, as the table in the documents has them."""
-    rows = re.findall(r"^\| `(\w+)` \| (.*`.*) \|$", (ROOT / "docs" / "runs.md").read_text("utf-8"), re.MULTILINE)
+    """Return the keys of each event from the table in the documentation."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*`.*) \|$", (ROOT / "docs" / "reference" / "events.md").read_text("utf-8"), re.MULTILINE
+    )
     return {kind: set(re.findall(r"`(\w+)`", keys)) | {"time", "event"} for kind, keys in rows}
 
 
 def test_events_have_the_documented_keys(trained: Trained) -> None:
     lines = (trained.run / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    told = [json.loads(line, parse_constant=refuse) for line in lines]
+    logged = [json.loads(line, parse_constant=refuse) for line in lines]
     documented = documented_keys()
-    assert [event["step"] for event in told if event["event"] == "step"] == list(range(1, STEPS + 1))
-    assert {"step", "evaluation", "checkpoint", "end"} == {event["event"] for event in told}
-    for event in told:
+    assert [event["step"] for event in logged if event["event"] == "step"] == list(range(1, STEPS + 1))
+    assert {"step", "evaluation", "checkpoint", "end"} == {event["event"] for event in logged}
+    for event in logged:
         metrics = {"accuracy"} if event["event"] == "evaluation" else set()
         assert event.keys() == documented[event["event"]] | metrics
-    times = [event["time"] for event in told]
+    times = [event["time"] for event in logged]
     assert times == sorted(times)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by TensorBoard
 def test_curves_hold_the_numbers_of_the_events(trained: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -208,15 +218,14 @@ def test_curves_hold_the_numbers_of_the_events(trained: Trained) -> None:
         ("evaluation/loss", "evaluation", "loss"),
         ("evaluation/accuracy", "evaluation", "accuracy"),
     ):
-        told = events(trained.run, kind)
-        found = curves.Scalars(tag)
-        assert [point.step for point in found] == [event["step"] for event in told]
-        assert [point.value for point in found] == pytest.approx([event[key] for event in told], rel=1e-6)
+        logged, points = events(trained.run, kind), curves.Scalars(tag)
+        assert [point.step for point in points] == [event["step"] for event in logged]
+        assert [point.value for point in points] == pytest.approx([event[key] for event in logged], rel=1e-6)
 
 
 def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> None:
-    told = events(trained.run, "evaluation")
-    best = max(told, key=lambda event: event["accuracy"])  # the first of equals
+    evaluations = events(trained.run, "evaluation")
+    best = max(evaluations, key=lambda event: event["accuracy"])  # the first of equal values
     assert state_of(trained.run, "best")["step"] == best["step"]
     assert state_of(trained.run)["best"] == best["accuracy"]
     assert state_of(trained.run)["step"] == STEPS
@@ -225,7 +234,7 @@ def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> No
 @pytest.mark.parametrize("keep", [1, 3])
 def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> None:
     arguments = ("--keep", keep, "--checkpoint-every", 5, "--name", "a")
-    # So high a rate that the first epoch is the best.
+    # With this learning rate the first epoch is the best.
     assert here("train", RECIPE, *arguments, "--set", "optimizer.options.lr=3", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     best = min(events(run, "evaluation"), key=lambda event: event["loss"])["step"]
@@ -236,7 +245,7 @@ def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> 
     assert {path.name for path in (run / "checkpoints").glob(".*")} == set()
 
 
-# --- for programs ----------------------------------------------------------------------------------------
+# --- JSON output ----------------------------------------------------------------------------------------
 
 
 def refuse(constant: str) -> Any:
@@ -244,7 +253,7 @@ def refuse(constant: str) -> Any:
 
 
 def one_object(out: str) -> dict[str, Any]:
-    """The one JSON object on standard output."""
+    """Return the only JSON object on standard output."""
     assert out.count("\n") == 1
     value: dict[str, Any] = json.loads(out, parse_constant=refuse)
     return value
@@ -266,17 +275,17 @@ def test_json_of_eval_has_the_numbers_of_training(
 ) -> None:
     before = tree(trained.run)
     arguments = ("eval", "runs/a", "--checkpoint", which, "--processes", processes, "--json")
-    assert here(*arguments, cwd=trained.place) == 0
+    assert here(*arguments, cwd=trained.folder) == 0
     value = one_object(capsys.readouterr().out)
-    told = {event["step"]: event for event in events(trained.run, "evaluation")}[value["step"]]
+    event = {event["step"]: event for event in events(trained.run, "evaluation")}[value["step"]]
     assert {key: value[key] for key in ("loss", "samples", "accuracy")} == {
-        key: told[key] for key in ("loss", "samples", "accuracy")
+        key: event[key] for key in ("loss", "samples", "accuracy")
     }
     assert value["checkpoint"].endswith(f"step-{value['step']:09d}")
-    assert tree(trained.run) == before, "evaluating changes nothing"
+    assert tree(trained.run) == before, "evaluation changes no file"
 
 
-def test_json_of_resume_of_a_run_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     before = weights(run)
@@ -291,23 +300,28 @@ def test_json_of_resume_of_a_run_that_is_done(tmp_path: Path, capsys: pytest.Cap
     assert [(entry["processes"], entry["from_step"]) for entry in entries] == [(1, 0), (2, 13)]
 
 
-def test_json_stays_json_when_a_loss_is_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--name", "a", "--json", "--set", "epochs=1", "loss.name=recorded:infinite_in_evaluation")
+def test_json_is_valid_for_an_infinite_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--name", "a", "--json", "--set", "epochs=1", "loss.name=helpers.recorded:infinite_in_evaluation")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     assert one_object(capsys.readouterr().out)["step"] == 13
 
 
-def test_evaluation_that_is_undefined_is_not_the_best(tmp_path: Path) -> None:
-    assert here("train", RECIPE, "--name", "a", "--set", "loss.name=recorded:undefined_at_first", cwd=tmp_path) == 0
+def test_nan_evaluation_is_not_the_best(tmp_path: Path) -> None:
+    assert (
+        here(
+            "train", RECIPE, "--name", "a", "--set", "loss.name=helpers.recorded:nan_in_first_evaluation", cwd=tmp_path
+        )
+        == 0
+    )
     run = tmp_path / "runs" / "a"
-    told = events(run, "evaluation")
-    assert told[0]["loss"] == "nan"
-    best = min(told[1:], key=lambda event: event["loss"])
+    evaluations = events(run, "evaluation")
+    assert evaluations[0]["loss"] == "nan"
+    best = min(evaluations[1:], key=lambda event: event["loss"])
     assert state_of(run, "best")["step"] == best["step"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.slow)])
-def test_as_many_processes_as_there_are_cores(tmp_path: Path, device: str) -> None:
+def test_auto_starts_one_process_per_core_or_gpu(tmp_path: Path, device: str) -> None:
     arguments = ("--processes", "auto", "--device", device, "--name", "a", "--set", "epochs=1")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     (entry,) = json.loads((tmp_path / "runs" / "a" / "environment.json").read_text(encoding="utf-8"))
@@ -316,37 +330,35 @@ def test_as_many_processes_as_there_are_cores(tmp_path: Path, device: str) -> No
     assert entry["processes"] == min(4, expected)
 
 
-def test_runs_without_a_name_do_not_take_each_others(tmp_path: Path) -> None:
-    """However soon they follow on one another."""
+def test_runs_without_a_name_get_different_names(tmp_path: Path) -> None:
     for _ in range(3):
         assert here("train", RECIPE, "--set", "epochs=1", "batch_size=102", cwd=tmp_path) == 0
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not taken for colours, or for pictures by name."""
+def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "[bold] x[/b] :fire:"
     assert here("train", RECIPE, "--name", name, "--set", "epochs=1", cwd=tmp_path) == 0
     assert f"samestep eval runs/{name}" in capsys.readouterr().out
 
 
-# --- in a terminal ---------------------------------------------------------------------------------------
+# --- output in a terminal ---------------------------------------------------------------------------------------
 
 MOVING = re.compile(r"^epoch \d+ .*?(\d+)/13 .*samples/s")
 
 
 def in_terminal(*arguments: object, cwd: Path) -> Screen:
     """Run a command in a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     screen = Screen()
-    with Running(*arguments, cwd=cwd, terminal=theirs) as running:
-        os.close(theirs)
+    with Running(*arguments, cwd=cwd, terminal=inner) as running:
+        os.close(inner)
         output = b""
-        while piece := read(ours):
+        while piece := read(outer):
             output += piece
         assert running.wait(10).code == 0, output.decode()
-    os.close(ours)
+    os.close(outer)
     screen.feed(output.decode())
     return screen
 
@@ -354,14 +366,14 @@ def in_terminal(*arguments: object, cwd: Path) -> Screen:
 def read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
-    except OSError:  # how Linux says that nobody holds the other side any more
+    except OSError:  # Linux: the other side is closed
         return b""
 
 
-def test_in_a_terminal_one_line_moves_and_epochs_stay(tmp_path: Path) -> None:
+def test_terminal_shows_one_progress_line_and_completed_epochs(tmp_path: Path) -> None:
     screen = in_terminal("train", RECIPE, "--processes", 2, "--name", "a", cwd=tmp_path)
     moving = [[line for line in frame if MOVING.match(line)] for frame in screen.frames]
-    assert any(moving), "nothing moved"
+    assert any(moving), "no progress line"
     assert max(len(lines) for lines in moving) == 1
     assert all(len(line) <= 80 for lines in moving for line in lines)
     final = screen.frames[-1]

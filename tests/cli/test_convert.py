@@ -1,4 +1,4 @@
-"""`samestep convert` writes the other form of a file of PaddleViT's, or refuses and writes nothing."""
+"""Tests of `samestep convert`: recipes, weights, refusals."""
 
 import os
 import pickle
@@ -11,12 +11,11 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from cli.test_wrong_input import Refused, refused
-from paddle_files import save_state, save_training, vit_state
-from samestep.recipes.parse import load_recipe
-from system import answer, here, tree
+from helpers.paddle_files import save_state, save_training, vit_state
+from helpers.system import answer, here, tree
+from samestep.recipes.recipe_files import load_recipe
 
-__all__ = ["refused"]  # the fixture
+Refused = Callable[..., str]
 
 SMALL: dict[str, Any] = {"DATA": {"BATCH_SIZE": 4}, "TRAIN": {"NUM_EPOCHS": 2, "ACCUM_ITER": 1}, "SAVE_FREQ": 3}
 
@@ -31,8 +30,8 @@ def test_recipe(paddle_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "mine.yaml", cwd=tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "DATA.BATCH_SIZE = 4 -> batch_size" in lines
-    assert any(line.startswith("SAVE_FREQ = 3: left out, ") for line in lines)
-    assert lines[-1] == "written     mine.yaml; train it with: samestep train mine.yaml"
+    assert any(line.startswith("SAVE_FREQ = 3: omitted, ") for line in lines)
+    assert lines[-1] == "written     mine.yaml; train with: samestep train mine.yaml"
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     assert (recipe.batch_size, recipe.epochs) == (16, 2)
     assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "b.yaml", "--json", cwd=tmp_path) == 0
@@ -54,23 +53,23 @@ def test_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Calla
     assert len(written) == len(state)
     assert numpy.array_equal(written["head.weight"], state["classifier.weight"].T)
     assert here("convert", "vit.pdparams", "--out", "b.safetensors", "--json", cwd=tmp_path) == 0
-    told = answer(capsys)
-    assert told["names"]["blocks.1.attn.proj.bias"] == "encoder.layers.1.attn.out.bias"
-    assert told["left_out"] == left_out
+    result = answer(capsys)
+    assert result["names"]["blocks.1.attn.proj.bias"] == "encoder.layers.1.attn.out.bias"
+    assert result["left_out"] == left_out
 
 
-def test_what_is_refused_writes_nothing(refused: Refused, paddle_yaml: Path, tmp_path: Path) -> None:
+def test_refused_input_writes_nothing(refused: Refused, paddle_yaml: Path, tmp_path: Path) -> None:
     save_state(tmp_path / "vit.pdparams", vit_state())
-    (tmp_path / "there.yaml").write_text("", encoding="utf-8")
+    (tmp_path / "existing.yaml").write_text("", encoding="utf-8")
     out = ("--out", "mine.yaml")
     assert "--devices-meant 8" in refused("convert", "paddle.yaml", *out)
     assert "--devices-meant 0" in refused("convert", "paddle.yaml", *out, "--devices-meant", 0)
     assert "no folder nowhere" in refused("convert", "paddle.yaml", "--out", "nowhere/a.yaml")
-    assert "there.yaml exists" in refused("convert", "paddle.yaml", "--out", "there.yaml")
-    assert ".pdparams becomes .safetensors" in refused("convert", "vit.pdparams", *out)
+    assert "existing.yaml exists" in refused("convert", "paddle.yaml", "--out", "existing.yaml")
+    assert "a .safetensors file for a .pdparams file" in refused("convert", "vit.pdparams", *out)
     assert "there is no file no.yaml" in refused("convert", "no.yaml", *out, "--devices-meant", 1)
     assert "no.pdparams cannot be read" in refused("convert", "no.pdparams", "--out", "a.safetensors")
-    assert "no file of PaddleViT's" in refused("convert", "vit.pth", "--out", "a.safetensors")
+    assert "vit.pth is not a file of PaddleViT" in refused("convert", "vit.pth", "--out", "a.safetensors")
     wrong = ("--out", "a.safetensors", "--devices-meant", 2)
     assert "--devices-meant 2 for vit.pdparams" in refused("convert", "vit.pdparams", *wrong)
 
@@ -84,9 +83,9 @@ class Trap:
 
 
 @pytest.mark.parametrize("command", ["convert", "eval"])
-def test_planted_file_runs_nothing(refused: Refused, tmp_path: Path, command: str) -> None:
+def test_pickle_executes_no_code(refused: Refused, tmp_path: Path, command: str) -> None:
     content = pickle.dumps({**vit_state(), "classifier.bias": Trap(f"touch {tmp_path}/sprung")})
     (tmp_path / "vit.pdparams").write_bytes(content)
     more = {"convert": ("vit.pdparams", "--out", "a.safetensors"), "eval": ("digits", "--pretrained", "vit.pdparams")}
-    assert "vit.pdparams asks for posix.system" in refused(command, *more[command])
+    assert "vit.pdparams refers to posix.system" in refused(command, *more[command])
     assert sorted(tree(tmp_path)) == ["vit.pdparams"]

@@ -1,4 +1,4 @@
-"""The bundle for bug reports holds what was found, and nothing private."""
+"""Tests of `samestep doctor --bundle`: complete findings without private data."""
 
 import json
 import subprocess
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from doctor_faults import RANK, bare, require
+from helpers.doctor_faults import RANK, bare, require
+from helpers.system import COMMAND
 from samestep.cli.main import main
-from samestep.tools.doctor.private import Private, harmless_variables, is_harmless, read_private
-from system import COMMAND
+from samestep.tools.doctor.bundle import Redaction, is_public, public_variables, read_redaction
 
-# Planted in the environment, in names of folders, of the machine and of the user.
+# In the environment, and in names of folders, of the machine and of the user.
 SECRETS = {
     "user": "zaphodb",
     "machine": "magrathea-42",
@@ -33,8 +33,8 @@ def contents(bundle: Path) -> dict[str, str]:
         return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
-def planted(folder: Path) -> dict[str, str]:
-    """Variables with secrets: some that the doctor knows nothing of, some whose values it tells in its lines."""
+def secret_variables(folder: Path) -> dict[str, str]:
+    """Variables with secrets; the report shows the values of some."""
     return {
         **RANK,
         "HOME": str(folder / SECRETS["user"]),
@@ -53,22 +53,20 @@ def planted(folder: Path) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": f"{SECRETS['key']},{SECRETS['key']}",
         "NVIDIA_TF32_OVERRIDE": f"{SECRETS['address']} {SECRETS['address 6']}",
         "OMP_NUM_THREADS": SECRETS["password"],
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": f"{SECRETS['machine']},{SECRETS['job']},n3",
         "COLUMNS": "200",
     }
 
 
-def test_nothing_private_is_in_it(tmp_path: Path) -> None:
+def test_bundle_contains_no_secret(tmp_path: Path) -> None:
     require("--uts")
     runs = tmp_path / SECRETS["user"] / SECRETS["project"]
     runs.mkdir(parents=True)
-    (runs / "runs").write_text("")  # so that the folder's name is told in a line that fails
+    (runs / "runs").write_text("")  # the failure shows the folder's name
     shell = f'hostname {SECRETS["machine"]}; exec "$@"'
     command = [*COMMAND, "doctor", "--quick", "--runs", str(runs / "runs"), "--bundle", "report.zip"]
     done = subprocess.run(
         ["unshare", "--map-root-user", "--uts", "sh", "-ec", shell, "sh", *command],
-        env=bare(tmp_path, planted(tmp_path)),
+        env=bare(tmp_path, secret_variables(tmp_path)),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -78,12 +76,12 @@ def test_nothing_private_is_in_it(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     shown = done.stdout.lower()
     for name in ("machine", "job", "token", "short", "project"):
-        assert SECRETS[name].lower()[:8] in shown, "the report for one's own eyes tells of it"
+        assert SECRETS[name].lower()[:8] in shown, "the printed report shows it"
     files = contents(tmp_path / "report.zip")
     assert set(files) == {"README.txt", "findings.json", "facts.json"}
     for name, text in files.items():
-        for what, secret in SECRETS.items():
-            assert secret.lower() not in text.lower(), f"{what} is in {name}"
+        for kind, secret in SECRETS.items():
+            assert secret.lower() not in text.lower(), f"{kind} is in {name}"
         for part in (str(tmp_path), tmp_path.name, "towel", "/root", "postgres"):
             assert part not in text, f"{part} is in {name}"
     findings = {finding["name"]: finding for finding in json.loads(files["findings.json"])}
@@ -97,7 +95,7 @@ def test_nothing_private_is_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_of_ranks_is_in_it_without_paths(tmp_path: Path) -> None:
+def test_bundle_contains_the_error_of_ranks_without_paths(tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "doctor", "--processes", "2", "--workers", "0", "--bundle", "report.zip"],
         env=bare(tmp_path, {"GLOO_SOCKET_IFNAME": "nosuch0"}),
@@ -107,16 +105,16 @@ def test_a_failure_of_ranks_is_in_it_without_paths(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 3
-    failed = json.loads(contents(tmp_path / "report.zip")["facts.json"])["self_test"]["failed"]
-    assert "failed in samestep.start()" in failed
-    assert "<path>" in failed
-    assert str(Path(__file__).parents[2]) not in failed
+    error = json.loads(contents(tmp_path / "report.zip")["facts.json"])["self_test"]["error"]
+    assert "Unable to find address" in error
+    assert "<path>" in error
+    assert str(Path(__file__).parents[2]) not in error
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "redacted"),
     [
-        ("see /home/somebody/run.py:12 main", "see <path>:12 main"),
+        ("see /home/user/run.py:12 main", "see <path>:12 main"),
         ("/dev/shm and /proc/self", "/dev/shm and /proc/self"),
         ("~/work/x.yaml", "<path>"),
         ("at 10.1.2.3:29500", "at <address>:29500"),
@@ -131,25 +129,25 @@ def test_a_failure_of_ranks_is_in_it_without_paths(tmp_path: Path) -> None:
         ("process 4242 of Bob, not bobby", "process 4242 of <user>, not bobby"),
     ],
 )
-def test_texts(text: str, told: str) -> None:
-    private = Private((("bob", "<user>"),))
-    assert private.without({"a": [text, 1]}) == {"a": [told, 1]}
+def test_redaction(text: str, redacted: str) -> None:
+    redaction = Redaction((("bob", "<user>"),))
+    assert redaction.apply({"a": [text, 1]}) == {"a": [redacted, 1]}
 
 
-def test_values_of_variables_that_may_be_told() -> None:
-    assert is_harmless("OMP_NUM_THREADS", "8,2")
-    assert is_harmless("NCCL_DEBUG", "INFO")
-    assert not is_harmless("NCCL_DEBUG", "hunter2")
-    assert not is_harmless("LD_PRELOAD", "1")
-    assert harmless_variables({"RANK": "1", "NCCL_TOPO_FILE": "x"}) == {"RANK": "1", "NCCL_TOPO_FILE": "<is set>"}
+def test_public_values_of_variables() -> None:
+    assert is_public("OMP_NUM_THREADS", "8,2")
+    assert is_public("NCCL_DEBUG", "INFO")
+    assert not is_public("NCCL_DEBUG", "hunter2")
+    assert not is_public("LD_PRELOAD", "1")
+    assert public_variables({"RANK": "1", "NCCL_TOPO_FILE": "x"}) == {"RANK": "1", "NCCL_TOPO_FILE": "<is set>"}
 
 
-def test_more_that_is_private() -> None:
-    private = read_private([("secret-lab", "<lab>"), ("", "<nothing>")])
-    assert private.without("in secret-lab") == "in <lab>"
-    assert replace(private, words=()).without("in secret-lab") == "in secret-lab"
+def test_extra_private_words() -> None:
+    redaction = read_redaction([("secret-lab", "<lab>"), ("", "<nothing>")])
+    assert redaction.apply("in secret-lab") == "in <lab>"
+    assert replace(redaction, words=()).apply("in secret-lab") == "in secret-lab"
 
 
-def test_a_bundle_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundle_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--quick", "--bundle", str(tmp_path / "no" / "report.zip")]) == 2
     assert "--bundle report.zip" in capsys.readouterr().err

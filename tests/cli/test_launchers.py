@@ -1,4 +1,4 @@
-"""Commands as ranks of torchrun, Slurm and MPI: one run, told once, with the bits of `samestep train`."""
+"""Commands as ranks of torchrun, Slurm and MPI: one run, one report, and the bits of `samestep train`."""
 
 import json
 import os
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from started import Variables, as_mpirun, as_srun, as_torchrun, free_port, python, ranks
-from system import COMMAND, Done, events, here, state_of, until, weights
+from helpers.started import Variables, as_mpirun, as_srun, as_torchrun, free_port, python, ranks
+from helpers.system import COMMAND, Done, events, here, state_of, until, weights
 
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 PLAIN = ("--set", "epochs=1")
 TORCHRUN = python("-m", "torch.distributed.run")
 
@@ -22,7 +22,7 @@ import samestep, torch
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
 with samestep.start() as world:
-    left = iter(samestep.loader(data, batch_size=16, shards=4, workers=1, world=world))
+    left = iter(samestep.loader(data, batch_size=16, microbatches=4, workers=1, world=world))
     next(left)
 print("done")
 """
@@ -44,12 +44,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def one_told(ended: list[Done], code: int) -> str:
-    """What the one rank said that told of a failure."""
+def single_error(ended: list[Done], code: int) -> str:
+    """Return the standard error of the one rank that reported a failure."""
     assert [each.code for each in ended] == [code] * len(ended), str(ended)
-    said = [each.err for each in ended if "error:" in each.err]
-    assert len(said) == 1, ended
-    return said[0]
+    errors = [each.err for each in ended if "error:" in each.err]
+    assert len(errors) == 1, ended
+    return errors[0]
 
 
 @pytest.mark.parametrize("name", launchers())
@@ -63,9 +63,9 @@ def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
     assert weights(place / "runs" / name) == weights(place / "runs" / "launched")
     (environment,) = json.loads((place / "runs" / name / "environment.json").read_text(encoding="utf-8"))
     assert environment["processes"] == 2
-    told = sorted((place / "runs" / name / "ranks").iterdir())
-    assert [path.name for path in told] == ["rank-0.jsonl", "rank-1.jsonl"]
-    assert [json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"] for path in told] == [13, 13]
+    files = sorted((place / "runs" / name / "ranks").iterdir())
+    assert [path.name for path in files] == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert [json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"] for path in files] == [13, 13]
 
 
 @pytest.mark.slow
@@ -137,23 +137,23 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
         (["train", RECIPE, "--processes", 3], "--processes 3, but Slurm has started 2 processes"),
         (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started this process"),
         (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started this process"),
-        (["train", RECIPE, "--set", "shards=1"], "2 ranks share the data"),
+        (["train", RECIPE, "--set", "microbatches=1"], "2 ranks share the data"),
         (["resume", "runs/none"], "runs/none is not a run"),
     ],
 )
 def test_bad_input_is_told_once(arguments: list[object], message: str, place: Path) -> None:
     before = sorted((place / "runs").iterdir())
     with ranks(as_srun("5"), 2, *arguments, cwd=place) as started:
-        said = one_told(started.wait(), 2)
-    assert said.startswith("error: ")
-    assert message in said
+        errors = single_error(started.wait(), 2)
+    assert errors.startswith("error: ")
+    assert message in errors
     assert sorted((place / "runs").iterdir()) == before
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_is_told_once(rank: int, place: Path) -> None:
     name = f"fails-{rank}"
-    failing = ["loss.name=recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
+    failing = ["loss.name=helpers.recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
     options = ["--set", *failing, "--name", name]
     with ranks(as_srun(f"6{rank}"), 3, "train", RECIPE, *options, cwd=place) as started:
         ended = started.wait()

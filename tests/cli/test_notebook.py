@@ -22,8 +22,8 @@ def fails():
 
 try:
     samestep.launch(fails, processes=2)
-except samestep.runtime.launch.RankError as error:
-    print("told:", str(error).splitlines()[0])
+except samestep.launcher.launch.RankError as error:
+    print("caught:", str(error).splitlines()[0])
 """
 TENSORS = """
 class Net(nn.Linear):
@@ -50,13 +50,13 @@ def run(*command: object, cwd: Path) -> str:
 
 def test_a_kernel_launches_what_its_cells_define(tmp_path: Path) -> None:
     source, _, _ = EXAMPLE.read_text(encoding="utf-8").partition('if __name__ == "__main__":')
-    cells = [source, "samestep.launch(train, processes=3)", "import samestep.runtime.launch\n" + FAILS, TENSORS]
+    cells = [source, "samestep.launch(train, processes=3)", "import samestep.launcher.launch\n" + FAILS, TENSORS]
     paths = [tmp_path / f"cell-{number}.py" for number in range(len(cells))]
     for path, cell in zip(paths, cells, strict=True):
         path.write_text(cell, encoding="utf-8")
-    printed = run(sys.executable, ROOT / "tests" / "notebook_kernel.py", *paths, cwd=tmp_path)
+    printed = run(sys.executable, ROOT / "tests" / "helpers" / "notebook_kernel.py", *paths, cwd=tmp_path)
     expected = run(sys.executable, EXAMPLE, cwd=tmp_path)
     assert HASH.findall(printed) == HASH.findall(expected), printed
-    assert "told: rank 1 failed" in printed
+    assert "caught: rank 1 failed" in printed
     assert "True [2.0, 2.0, 2.0] 0" in printed
-    assert "what the function returned (generator) cannot be sent" in printed
+    assert "the result of the function (generator) cannot be sent" in printed

@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
-from samestep.recipes.digits import DigitsNet
-from samestep.recipes.names import TASKS
-from system import flip_bit, here
+from helpers.system import flip_bit, here
+from samestep.recipes.builder import TASKS
+from samestep.zoo.digits import DigitsNet
 
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=128")
 MODEL = "model.safetensors"
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) -> list[dict[str, Any]]:
+def results_of(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) -> list[dict[str, Any]]:
     """What a command prints as JSON, a line each."""
     assert here(*arguments, "--json", cwd=cwd) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -44,7 +44,7 @@ def model_of(place: Path, tensors: dict[str, torch.Tensor]) -> DigitsNet:
 
 
 def test_answers_are_those_of_the_averaged_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = said(capsys, "predict", "runs/a", "3.png", "7.png", "--checkpoint", "last", cwd=place)
+    first, second = results_of(capsys, "predict", "runs/a", "3.png", "7.png", "--checkpoint", "last", cwd=place)
     assert (first["file"], second["file"]) == ("3.png", "7.png")
     checkpoint = place / "runs/a/checkpoints/last"
     model = model_of(place, load_file(checkpoint / MODEL) | load_file(checkpoint / "average.safetensors"))
@@ -72,12 +72,12 @@ def test_the_data_is_not_needed(place: Path, tmp_path: Path, monkeypatch: pytest
     assert here("predict", tmp_path / "elsewhere", place / "3.png", cwd=tmp_path) == 0
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "torchscript", pytest.param("onnx", marks=pytest.mark.slow)])
-def test_what_is_exported_says_the_same(
+@pytest.mark.parametrize("kind", ["safetensors", "torch", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_exported_file_computes_the_same(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     out = tmp_path / "model.file"
-    (found,) = said(capsys, "export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place)
+    (found,) = results_of(capsys, "export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place)
     assert (found["path"], found["format"]) == (str(out), kind)
     assert out.is_file()
     if kind == "safetensors":
@@ -87,10 +87,10 @@ def test_what_is_exported_says_the_same(
         return
     assert 0 <= found["difference"] < 1e-5
     assert here("export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place) == 2
-    assert "nothing is written over" in capsys.readouterr().err
+    assert "no file is overwritten" in capsys.readouterr().err
 
 
-def test_any_number_of_rows_goes_into_a_program(place: Path, tmp_path: Path) -> None:
+def test_exported_program_accepts_any_batch_size(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
     assert here("export", "runs/a", "--format", "torch", "--like", "3.png", "--out", out, cwd=place) == 0
     program = torch.export.load(out).module()
@@ -100,9 +100,9 @@ def test_any_number_of_rows_goes_into_a_program(place: Path, tmp_path: Path) -> 
 WRONG = {
     ("predict", "runs/a"): "neither files nor a prompt",
     ("predict", "runs/a", "none.png"): "none.png is not a file",
-    ("predict", "runs/a", "--prompt", "x"): "--prompt, but the model takes an image file of a digit",
-    ("predict", "runs/a", "3.png", "--prompt", "x"): "files and a prompt",
-    ("predict", "runs/a", "3.png", "--out", "pictures"): "there is nothing to see",
+    ("predict", "runs/a", "--prompt", "x"): "the input of the model is an image file of a digit",
+    ("predict", "runs/a", "3.png", "--prompt", "x"): "both files and a prompt",
+    ("predict", "runs/a", "3.png", "--out", "pictures"): "has no pictures",
     ("predict", "runs/a", "runs/a/recipe.yaml"): "cannot be read as an image",
     ("predict", "runs/none", "3.png"): "is not a run",
     ("export", "runs/a", "--format", "torch"): "--format torch without --like",
@@ -116,7 +116,7 @@ def test_wrong_input_is_told(arguments: tuple[str, ...], place: Path, capsys: py
     assert here(*arguments, cwd=place) == 2
     err = capsys.readouterr().err
     assert WRONG[arguments] in err.splitlines()[0]
-    assert "  rule: " in err
+    assert "  expected: " in err
     assert sorted(place.rglob("*")) == before
 
 
@@ -129,6 +129,6 @@ def test_a_damaged_checkpoint_answers_nothing(place: Path, tmp_path: Path, capsy
 
 
 def test_every_task_is_of_data_that_exists() -> None:
-    from samestep.recipes.names import DATA
+    from samestep.recipes.builder import DATA
 
     assert set(TASKS) <= set(DATA)

@@ -1,4 +1,4 @@
-"""`samestep run` runs a person's own script as every rank, whoever it was written for."""
+"""`samestep run`: user scripts with samestep.start(), for torchrun, and for one process."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from started import as_srun, ranks
-from system import Running, here, samestep, until
+from helpers.started import as_srun, ranks
+from helpers.system import Running, here, samestep, until
 
-OURS = """
+WITH_START = """
 import json, sys
 import samestep
 with samestep.start() as world:
@@ -24,7 +24,7 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import beside
+import sibling
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(3, 1))
@@ -33,9 +33,9 @@ total = torch.ones(1)
 dist.all_reduce(total)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
 if int(os.environ["LOCAL_RANK"]) == 0:
-    found = {name: os.environ[name] for name in names}
+    variables = {name: os.environ[name] for name in names}
     grad = model.module.weight.grad.sum().item()
-    print(json.dumps({"total": total.item(), "grad": grad, "beside": beside.VALUE, **found}))
+    print(json.dumps({"total": total.item(), "grad": grad, "sibling": sibling.VALUE, **variables}))
 dist.destroy_process_group()
 """
 
@@ -64,26 +64,26 @@ with samestep.start() as world:
 """
 
 
-def script(place: Path, text: str) -> Path:
-    path = place / "script.py"
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
     path.write_text(text, encoding="utf-8")
-    (place / "beside.py").write_text("VALUE = 7\n", encoding="utf-8")
+    (folder / "sibling.py").write_text("VALUE = 7\n", encoding="utf-8")
     return path
 
 
-def test_a_script_of_ours_gets_its_arguments(tmp_path: Path) -> None:
-    done = samestep("run", "--processes", 3, script(tmp_path, OURS), "--epochs", 3, "--help", cwd=tmp_path)
+def test_script_receives_its_arguments(tmp_path: Path) -> None:
+    done = samestep("run", "--processes", 3, script(tmp_path, WITH_START), "--epochs", 3, "--help", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out) == {"size": 3, "arguments": ["--epochs", "3", "--help"], "main": "__main__"}
 
 
-def test_a_script_for_torchrun_finds_its_variables(tmp_path: Path) -> None:
+def test_script_for_torchrun_has_its_variables(tmp_path: Path) -> None:
     done = samestep("run", "--processes", 4, script(tmp_path, FOR_TORCHRUN), cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out) == {
         "total": 4.0,
-        "grad": 2 * 3 * 1.5,  # samples, inputs, and the mean of what ranks give
-        "beside": 7,
+        "grad": 2 * 3 * 1.5,  # samples, inputs, and the mean over ranks
+        "sibling": 7,
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "4",
@@ -93,7 +93,7 @@ def test_a_script_for_torchrun_finds_its_variables(tmp_path: Path) -> None:
     }
 
 
-def test_a_plain_script_runs_as_every_rank_and_only_rank_0_is_heard(tmp_path: Path) -> None:
+def test_plain_script_runs_on_every_rank_and_only_rank_0_prints(tmp_path: Path) -> None:
     text = 'import os\nprint("rank", os.environ["RANK"])\n'
     done = samestep("run", "--processes", 2, script(tmp_path, text), cwd=tmp_path)
     assert (done.code, done.out) == (0, "rank 0\n")
@@ -101,25 +101,27 @@ def test_a_plain_script_runs_as_every_rank_and_only_rank_0_is_heard(tmp_path: Pa
     assert log.read_text(encoding="utf-8") == "rank 1\n"
 
 
-def test_a_failure_is_told_once_with_the_line_of_the_script(tmp_path: Path) -> None:
+def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) -> None:
     done = samestep("run", "--processes", 2, script(tmp_path, FAILS_ONCE), cwd=tmp_path)
     assert done.code == 1
     assert done.err.count("error: ") == 1
-    assert done.err.startswith("error: rank 1 failed after samestep.start(): OSError: the switch was off\nTraceback")
+    assert done.err.startswith(
+        "error: rank 1 failed after samestep.start(): OSError: the switch was off [E_RANK_FAILED]"
+    )
     assert 'raise OSError("the switch was off")' in done.err
     assert "script.py" in done.err
 
 
-def test_it_is_started_again_where_that_is_allowed(tmp_path: Path) -> None:
+def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS_ONCE)
-    told = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.start(): OSError: the switch was off\n"
+    message = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.start(): OSError: the switch was off\n"
     done = samestep("run", "--processes", 2, "--max-restarts", 1, path, cwd=tmp_path)
     assert (done.code, done.out) == (0, "went well at attempt 1\n"), done.err
-    assert done.err == told
+    assert done.err == message
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_end_reaches_the_script(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None:
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path) as running:
         running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
         running.kill_group(number)
@@ -128,26 +130,26 @@ def test_a_request_to_end_reaches_the_script(tmp_path: Path, number: signal.Sign
         until(lambda: not running.processes(), "no process is left", 30)
 
 
-def test_a_terminal_that_is_closed_asks_to_end(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path, terminal=theirs) as running:
-        os.close(theirs)
+def test_closed_terminal_stops_the_script(tmp_path: Path) -> None:
+    outer, inner = pty.openpty()
+    with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path, terminal=inner) as running:
+        os.close(inner)
         running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
-        os.close(ours)
-        running.kill_group(signal.SIGHUP)  # as the kernel does where the terminal is the controlling one
-        assert running.wait(10).code == 130
+        os.close(outer)
+        running.kill_group(signal.SIGHUP)  # as the kernel does for a controlling terminal
+        assert running.wait(60).code == 130
         assert len(list(tmp_path.glob("ended-*"))) == 2
         until(lambda: not running.processes(), "no process is left", 30)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("run", "nothing.py", cwd=tmp_path) == 2
     assert "nothing.py is not a file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_one_process_of_no_launcher(tmp_path: Path) -> None:
-    with ranks(as_srun("8"), 2, "run", script(tmp_path, OURS), cwd=tmp_path) as started:
+def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
+    with ranks(as_srun("8"), 2, "run", script(tmp_path, WITH_START), cwd=tmp_path) as started:
         ended = started.wait()
-    assert [each.code for each in ended] == [2, 2]
+    assert [rank.code for rank in ended] == [2, 2]
     assert "samestep run is rank 0 of 2 processes that Slurm started" in ended[0].err

@@ -1,4 +1,4 @@
-"""Every reduction gives the sum over shards to every rank; `exact` gives the same bits for any number of ranks."""
+"""Conformance of reductions: the sum over microbatches on every rank, under `exact` with the same bits."""
 
 import hashlib
 from typing import Any
@@ -7,10 +7,10 @@ import numpy
 import pytest
 import torch
 
-import ranks_reductions
-from ranks_reductions import DTYPES, LONG, NAMES, TREES, as_bytes, filled, gradients_of, vector_of
 from samestep import launch
-from samestep.parallel.tree import ShardTree
+from samestep.strategies.reduction import MicrobatchTree
+from workers import reductions as ranks_reductions
+from workers.reductions import DTYPES, LONG, NAMES, TREES, as_bytes, filled, gradients_of, vector_of
 
 RANKS = [1, 2, 3, 4, 5, 8]
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
@@ -21,97 +21,99 @@ def sums() -> dict[int, Any]:
     return {ranks: launch(ranks_reductions.sums, processes=ranks) for ranks in RANKS}
 
 
-def cases(sums: dict[int, Any], what: str, name: str, dtype: str) -> set[tuple[ShardTree, bytes]]:
-    """Every different sum that any rank of any world came to in any way, with the batch it is of."""
+def cases(sums: dict[int, Any], kind: str, name: str, dtype: str) -> set[tuple[MicrobatchTree, bytes]]:
+    """Return the distinct sums of all ranks, worlds and methods, with their batches."""
     return {
         (tree, total)
         for ranks in RANKS
-        for found in sums[ranks]
-        for (reduction, called, tree, _), total in found[what].items()
-        if (reduction, called) == (name, dtype)
+        for results in sums[ranks]
+        for (reduction, dtype_name, tree, _), total in results[kind].items()
+        if (reduction, dtype_name) == (name, dtype)
     }
 
 
-def in_tree_order(tree: ShardTree, values: dict[int, list[torch.Tensor]]) -> bytes:
-    """The sum as the tree says, one addition after another."""
-    leaves = {(shard, shard + 1): tensors for shard, tensors in values.items()}
-    total = tree.fold((0, tree.shards), leaves, lambda left, right: [a + b for a, b in zip(left, right, strict=True)])
-    assert total is not None
-    return as_bytes(total)
+def in_tree_order(tree: MicrobatchTree, values: dict[int, list[torch.Tensor]]) -> bytes:
+    """Return the sum in tree order."""
+    leaves = {(microbatch, microbatch + 1): tensors for microbatch, tensors in values.items()}
+    return as_bytes(tree.sum(leaves, lambda left, right: [a + b for a, b in zip(left, right, strict=True)]))
 
 
-def plain_sum(values: list[list[torch.Tensor]]) -> list[float]:
+def exact_sum(values: list[list[torch.Tensor]]) -> list[float]:
     columns = zip(*[[float(x) for tensor in tensors for x in tensor.flatten()] for tensors in values], strict=True)
     return [float(numpy.sum(numpy.array(column, dtype=numpy.longdouble))) for column in columns]
 
 
-def numbers(found: bytes, dtype: str) -> numpy.ndarray[Any, Any]:
-    return numpy.frombuffer(found, dtype=dtype).astype(numpy.float64)
+def numbers(data: bytes, dtype: str) -> numpy.ndarray[Any, Any]:
+    return numpy.frombuffer(data, dtype=dtype).astype(numpy.float64)
 
 
-def error(found: numpy.ndarray[Any, Any], values: list[list[torch.Tensor]]) -> float:
-    """The largest error, relative to the largest summand of each element."""
-    expected = numpy.array(plain_sum(values))
+def error(result: numpy.ndarray[Any, Any], values: list[list[torch.Tensor]]) -> float:
+    """Return the largest error, relative to the largest summand of each element."""
+    expected = numpy.array(exact_sum(values))
     largest = numpy.max([[abs(float(x)) for t in tensors for x in t.flatten()] for tensors in values], axis=0)
-    return float(numpy.max(numpy.abs(found - expected) / largest))
+    return float(numpy.max(numpy.abs(result - expected) / largest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_gets_the_sum_over_all_shards(sums: dict[int, Any], name: str, dtype: str) -> None:
-    found = cases(sums, "gradients", name, dtype)
-    assert {tree for tree, _ in found} == set(TREES)
-    for tree, total in found:
-        values = [gradients_of(shard, DTYPES[dtype]) for shard in filled(tree)]
+def test_every_rank_has_the_sum_over_all_microbatches(sums: dict[int, Any], name: str, dtype: str) -> None:
+    totals = cases(sums, "gradients", name, dtype)
+    assert {tree for tree, _ in totals} == set(TREES)
+    for tree, total in totals:
+        values = [gradients_of(microbatch, DTYPES[dtype]) for microbatch in filled(tree)]
         assert error(numbers(total, dtype), values) < TOLERANCE[dtype], tree
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_gets_the_sum_of_all_vectors(sums: dict[int, Any], name: str) -> None:
+def test_every_rank_has_the_sum_of_all_vectors(sums: dict[int, Any], name: str) -> None:
     for tree, total in cases(sums, "vectors", name, "float64"):
-        values = [[vector_of(shard)] for shard in filled(tree)]
+        values = [[vector_of(microbatch)] for microbatch in filled(tree)]
         assert error(numbers(total, "float64"), values) < TOLERANCE["float64"], tree
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_adds_in_the_order_of_the_tree(sums: dict[int, Any], dtype: str) -> None:
     for tree, total in cases(sums, "gradients", "exact", dtype):
-        expected = in_tree_order(tree, {shard: gradients_of(shard, DTYPES[dtype]) for shard in filled(tree)})
+        expected = in_tree_order(
+            tree, {microbatch: gradients_of(microbatch, DTYPES[dtype]) for microbatch in filled(tree)}
+        )
         assert total == expected, tree
 
 
 def test_exact_adds_vectors_in_the_order_of_the_tree(sums: dict[int, Any]) -> None:
     for tree, total in cases(sums, "vectors", "exact", "float64"):
-        assert total == in_tree_order(tree, {shard: [vector_of(shard)] for shard in filled(tree)}), tree
+        assert total == in_tree_order(tree, {microbatch: [vector_of(microbatch)] for microbatch in filled(tree)}), tree
 
 
 def test_exact_adds_long_vectors_in_the_order_of_the_tree(sums: dict[int, Any]) -> None:
     expected = {
-        tree: in_tree_order(tree, {shard: [vector_of(shard, LONG)] for shard in filled(tree)}) for tree in TREES[:3]
+        tree: in_tree_order(tree, {microbatch: [vector_of(microbatch, LONG)] for microbatch in filled(tree)})
+        for tree in TREES[:3]
     }
-    found = cases(sums, "long", "exact", "float64")
-    assert found == {(tree, hashlib.sha256(total).digest()) for tree, total in expected.items()}
+    assert cases(sums, "long", "exact", "float64") == {
+        (tree, hashlib.sha256(total).digest()) for tree, total in expected.items()
+    }
 
 
 def test_all_ranks_of_a_world_have_the_same_bits(sums: dict[int, Any]) -> None:
     for ranks in RANKS:
         assert len(sums[ranks]) == ranks
-        assert all(found == sums[ranks][0] for found in sums[ranks])
+        assert all(results == sums[ranks][0] for results in sums[ranks])
 
 
-def test_every_way_to_a_sum_was_taken(sums: dict[int, Any]) -> None:
-    def taken(ranks: int) -> set[str]:
-        return {way for *_, way in sums[ranks][0]["gradients"]}
+def test_every_method_was_used(sums: dict[int, Any]) -> None:
+    def used(ranks: int) -> set[str]:
+        return {method for *_, method in sums[ranks][0]["gradients"]}
 
-    assert taken(1) == {"local", "buckets", "kept"}
-    assert all(taken(ranks) == {"buckets", "kept"} for ranks in RANKS[1:])
+    assert used(1) == {"local", "buckets", "accumulated"}
+    assert all(used(ranks) == {"buckets", "accumulated"} for ranks in RANKS[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_these_gradients_show_the_order_of_summation(dtype: str) -> None:
-    """Else the tests above could not fail."""
-    values = {shard: gradients_of(shard, DTYPES[dtype]) for shard in range(8)}
+def test_the_order_of_summation_changes_the_bits(dtype: str) -> None:
+    """Otherwise the tests above could not fail."""
+    values = {microbatch: gradients_of(microbatch, DTYPES[dtype]) for microbatch in range(8)}
     one_by_one = [torch.zeros_like(tensor) for tensor in values[0]]
     for tensors in values.values():
         one_by_one = [a + b for a, b in zip(one_by_one, tensors, strict=True)]
-    assert as_bytes(one_by_one) != in_tree_order(ShardTree(8, 8), values)
+    assert as_bytes(one_by_one) != in_tree_order(MicrobatchTree(8, 8), values)

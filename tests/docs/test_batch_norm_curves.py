@@ -1,4 +1,4 @@
-"""The example of three curves draws them, and they lie as the page on batch norm says."""
+"""The example draws three curves in the order that the page on batch norm describes."""
 
 import os
 import subprocess
@@ -25,6 +25,6 @@ def test_curves_are_drawn_and_sync_lies_on_the_whole_batch(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "batch-norm-curves.png").read_bytes().startswith(b"\x89PNG")
-    whole, shard, sync = (float(line.split()[-3]) for line in done.stdout.splitlines()[1:])
+    whole, microbatch, sync = (float(line.split()[-3]) for line in done.stdout.splitlines()[1:])
     assert sync == pytest.approx(whole, rel=0.02)
-    assert shard > 1.1 * whole
+    assert microbatch > 1.1 * whole

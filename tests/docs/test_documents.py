@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from samestep.recipes.parse import make_recipe
-from system import here
+from helpers.system import here
+from samestep.recipes.recipe_files import make_recipe
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -73,9 +73,9 @@ def in_shell(line: str, place: Path) -> str:
 
 
 def shown_of(line: str, out: str, err: str) -> str:
-    """What documents show of it: of training, what it tells while it runs too."""
-    told = [text for text in err.splitlines(keepends=True) if not SLOW.match(text)]
-    return "".join(told) + out if "train" in line else out
+    """Return the output as documents show it: with the progress lines, for training."""
+    shown_lines = [text for text in err.splitlines(keepends=True) if not SLOW.match(text)]
+    return "".join(shown_lines) + out if "train" in line else out
 
 
 def marked(document: Path) -> Any:
@@ -134,7 +134,7 @@ def test_yaml_recipes_are_valid() -> None:
 
 @pytest.mark.slow
 def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
-    page = ROOT / "docs" / "recipes.md"
+    page = ROOT / "docs" / "guides" / "recipes.md"
     (place / "points.py").write_text(blocks(page, "python")[0], encoding="utf-8")
     (place / "points.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
     printed = in_shell("samestep train points.yaml --processes 3 --name points", place)
@@ -142,7 +142,7 @@ def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
 
 
 def test_own_loop_page_shows_the_example_as_it_is() -> None:
-    assert blocks(ROOT / "docs" / "own-loop.md", "python") == [
+    assert blocks(ROOT / "docs" / "start" / "own-loop.md", "python") == [
         (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
     ]
 
@@ -156,9 +156,9 @@ def test_make_targets_of_the_documents_exist() -> None:
 
 
 def test_recipe_keys_are_all_documented() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    raw = yaml.safe_load(blocks(ROOT / "docs" / "recipes.md", "yaml")[0])
-    from samestep.recipes.parse import recipe_data
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    raw = yaml.safe_load(blocks(ROOT / "docs" / "guides" / "recipes.md", "yaml")[0])
+    from samestep.recipes.recipe_files import recipe_data
 
     data = recipe_data(make_recipe(raw, (), origin="a document"))
     for key, value in data.items():

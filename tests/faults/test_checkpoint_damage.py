@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, or planted by somebody: refused before anything is loaded, and nothing runs."""
+"""Damaged and malicious checkpoints: raised before loading, without running code."""
 
 import hashlib
 import io
@@ -17,14 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from samestep.checkpoint.manifest import MANIFEST, STATE, read_json, read_origin
+from helpers.system import here
 from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load, load_model, pack
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_json, read_origin
 from samestep.errors import EXIT_INPUT, CheckpointError
-from system import here
 
 FILES = (MODEL, OPTIMIZER, STATE, MANIFEST)
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 
 
 def training(seed: int = 0) -> Training:
@@ -54,27 +53,29 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=60)
-@given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(["cut", "flip"]))
-def test_damage_anywhere_names_the_file_and_the_older_one_loads(two: Path, name: str, place: float, kind: str) -> None:
+@given(name=st.sampled_from(FILES), position=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(["cut", "flip"]))
+def test_damage_error_names_the_file_and_the_older_checkpoint_loads(
+    two: Path, name: str, position: float, kind: str
+) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = CheckpointFolder(Path(shutil.copytree(two, Path(scratch) / "copy", symlinks=True)))
         file = folder.path / "step-000000002" / name
         data = file.read_bytes()
-        at = int(place * len(data))
+        at = int(position * len(data))
         file.write_bytes(data[:at] if kind == "cut" else data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
         run = training(9)
         before = bytes_of(run)
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(CheckpointError) as raised:
             load(folder.find("last"), run)
-        assert str(file) in str(refused.value)
+        assert str(file) in str(raised.value)
         assert bytes_of(run) == before
-        newest = folder.newest_whole()
+        newest = folder.newest_valid()
         assert newest is not None
         assert load(newest, run).step == 1
         assert torch.equal(run.model.weight, training(1).model.weight)
 
 
-def test_a_file_that_cannot_be_read_is_damage(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_damage(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(file: Any, digest: str) -> None:
         raise OSError(5, os.strerror(5))
 
@@ -82,34 +83,34 @@ def test_a_file_that_cannot_be_read_is_damage(two: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(hashlib, "file_digest", broken)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
         load(folder.find("last"), training())
-    assert folder.newest_whole() is None
+    assert folder.newest_valid() is None
 
 
-# --- what somebody planted --------------------------------------------------------------------------------
+# --- malicious files --------------------------------------------------------------------------------
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a folder when unpickled."""
 
-    def __init__(self, sign: Path) -> None:
-        self._sign = sign
+    def __init__(self, marker: Path) -> None:
+        self._sign = marker
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self._sign),)
 
 
-def pickled(sign: Path) -> bytes:
-    return pickle.dumps(Payload(sign))
+def pickled(marker: Path) -> bytes:
+    return pickle.dumps(Payload(marker))
 
 
-def saved_by_torch(sign: Path) -> bytes:
+def saved_by_torch(marker: Path) -> bytes:
     file = io.BytesIO()
-    torch.save({"weight": Payload(sign)}, file)
+    torch.save({"weight": Payload(marker)}, file)
     return file.getvalue()
 
 
-def resigned(checkpoint: Path) -> None:
-    """Make the manifest fit what is in the folder now."""
+def write_matching_manifest(checkpoint: Path) -> None:
+    """Write a manifest that matches the current files."""
     content = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST}
     write_manifest(checkpoint, {name: _entry(data) for name, data in content.items()})
 
@@ -138,40 +139,40 @@ def checkpoint(two: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("make", [pickled, saved_by_torch])
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("fits", [False, True], ids=["as-it-is", "with-a-manifest-that-fits"])
-def test_a_planted_pickle_runs_nowhere(
-    checkpoint: Path, tmp_path: Path, name: str, fits: bool, make: Callable[[Path], bytes]
+@pytest.mark.parametrize("matches", [False, True], ids=["old-manifest", "matching-manifest"])
+def test_a_pickle_is_never_loaded(
+    checkpoint: Path, tmp_path: Path, name: str, matches: bool, make: Callable[[Path], bytes]
 ) -> None:
-    sign = tmp_path / "it ran"
-    (checkpoint / name).write_bytes(make(sign))
-    if fits and name != MANIFEST:
-        resigned(checkpoint)
-    with pytest.raises(CheckpointError) as refused:
+    marker = tmp_path / "it ran"
+    (checkpoint / name).write_bytes(make(marker))
+    if matches and name != MANIFEST:
+        write_matching_manifest(checkpoint)
+    with pytest.raises(CheckpointError) as raised:
         load(checkpoint, training())
-    assert refused.value.exit_code == EXIT_INPUT
-    assert name in str(refused.value)
+    assert raised.value.exit_code == EXIT_INPUT
+    assert name in str(raised.value)
     for loader in LOADERS.values():
         try:
             loader(checkpoint)
         except CheckpointError:
             continue
-        assert fits  # what it loads is not what was planted
-    assert not sign.exists()
-    pickle.loads(pickled(sign))
-    assert sign.exists(), "the payload does not work, so this shows nothing"
+        assert matches  # the loader does not read this file
+    assert not marker.exists()
+    pickle.loads(pickled(marker))
+    assert marker.exists(), "the payload does not work, so the test has no meaning"
 
 
-def test_stray_files_are_not_looked_at(checkpoint: Path, tmp_path: Path) -> None:
-    sign = tmp_path / "it ran"
+def test_other_files_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "it ran"
     for name in ("model.pt", "optimizer.bin", ".metadata", "__0_0.distcp", "model.safetensors.index.json", "x.py"):
-        (checkpoint / name).write_bytes(pickled(sign))
-        (checkpoint.parent / name).write_bytes(pickled(sign))
+        (checkpoint / name).write_bytes(pickled(marker))
+        (checkpoint.parent / name).write_bytes(pickled(marker))
     assert load(checkpoint, training()).step == 2
-    assert not sign.exists()
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "../../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
-def test_a_manifest_leads_nowhere_else(checkpoint: Path, name: str) -> None:
+def test_a_manifest_cannot_name_files_outside_the_checkpoint(checkpoint: Path, name: str) -> None:
     (checkpoint.parent / "model.safetensors").write_bytes(b"x")
     content = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST}
     write_manifest(checkpoint, {**{key: _entry(data) for key, data in content.items()}, name: _entry(b"x")})
@@ -188,7 +189,7 @@ def test_links_in_a_checkpoint_are_refused(checkpoint: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, STATE])
-def test_what_is_loaded_is_in_the_manifest(checkpoint: Path, name: str) -> None:
+def test_loaded_files_must_be_in_the_manifest(checkpoint: Path, name: str) -> None:
     content = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name not in (MANIFEST, name)}
     write_manifest(checkpoint, {key: _entry(data) for key, data in content.items()})
     with pytest.raises(CheckpointError, match=f"{name} is not in the manifest"):
@@ -196,7 +197,7 @@ def test_what_is_loaded_is_in_the_manifest(checkpoint: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("files", [[], None, 3, "model", {"state.json": []}, {"state.json": {}}, {"state.json": None}])
-def test_a_manifest_of_another_form_is_refused(checkpoint: Path, files: object) -> None:
+def test_a_malformed_manifest_is_refused(checkpoint: Path, files: object) -> None:
     write_manifest(checkpoint, files)
     with pytest.raises(CheckpointError, match=MANIFEST):
         load(checkpoint, training())
@@ -206,47 +207,47 @@ STATES = ["", "[]", "3", "null", "{}", '{"progress": 3}', "[" * 100_000, '{"prog
 
 
 @pytest.mark.parametrize("text", STATES, ids=range(len(STATES)))
-def test_a_state_of_another_form_is_refused(checkpoint: Path, text: str) -> None:
+def test_a_malformed_state_is_refused(checkpoint: Path, text: str) -> None:
     (checkpoint / STATE).write_bytes(text.encode("latin-1"))
-    resigned(checkpoint)
+    write_matching_manifest(checkpoint)
     with pytest.raises(CheckpointError):
         load(checkpoint, training())
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 @settings(max_examples=40)
-def test_any_part_of_the_state_may_be_something_else(two: Path, value: object) -> None:
+def test_any_malformed_part_of_the_state_is_refused(two: Path, value: object) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        found = Path(shutil.copytree(two / "step-000000002", Path(scratch) / "copy"))
-        before = json.loads((found / STATE).read_bytes())
+        folder_copy = Path(shutil.copytree(two / "step-000000002", Path(scratch) / "copy"))
+        before = json.loads((folder_copy / STATE).read_bytes())
         for key in ("progress", "aliases", "optimizer"):
             if before[key] == value:
                 continue
-            (found / STATE).write_text(json.dumps({**before, key: value}), encoding="utf-8")
-            resigned(found)
+            (folder_copy / STATE).write_text(json.dumps({**before, key: value}), encoding="utf-8")
+            write_matching_manifest(folder_copy)
             with pytest.raises(CheckpointError):
-                load(found, training())
+                load(folder_copy, training())
 
 
 @pytest.mark.parametrize("state", ["{}", "[]", '{"progress": {"step": "two", "recipe": {}}}'])
-def test_where_a_run_stood_is_read_or_refused(checkpoint: Path, state: str) -> None:
+def test_read_origin(checkpoint: Path, state: str) -> None:
     assert read_origin(checkpoint) == (2, {})
     (checkpoint / STATE).write_text(state, encoding="utf-8")
-    resigned(checkpoint)
+    write_matching_manifest(checkpoint)
     with pytest.raises(CheckpointError, match=STATE):
         read_origin(checkpoint)
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])
-def test_resume_refuses_what_was_planted(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    run, sign = tmp_path / "runs" / "a", tmp_path / "it ran"
+def test_resume_refuses_malicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run, marker = tmp_path / "runs" / "a", tmp_path / "it ran"
     assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
     checkpoint = CheckpointFolder(run / "checkpoints").find("last")
-    (checkpoint / name).write_bytes(pickled(sign))
-    resigned(checkpoint)
+    (checkpoint / name).write_bytes(pickled(marker))
+    write_matching_manifest(checkpoint)
     capsys.readouterr()
     assert here("resume", run, cwd=tmp_path) == EXIT_INPUT
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert name in said.splitlines()[0]
-    assert not sign.exists()
+    output = capsys.readouterr().err
+    assert output.startswith("error: ")
+    assert name in output.splitlines()[0]
+    assert not marker.exists()

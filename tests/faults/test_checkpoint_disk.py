@@ -1,4 +1,4 @@
-"""Disks that are full, broken or not to be written: the error says so, and no checkpoint is lost."""
+"""Full, failing and read-only disks: the error is reported, and no checkpoint is lost."""
 
 import errno
 import os
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_faults import STORY, acting, content, failing, names, tell
-from samestep.checkpoint.manifest import verify
-from samestep.checkpoint.store import CheckpointFolder
+from helpers.disk_faults import SAVES, content, fail_with, intercepting, names, run_saves
+from samestep.checkpoint.store import CheckpointFolder, verify
 from samestep.errors import EXIT_FAILED, CheckpointWriteError
 
 FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}
@@ -20,10 +19,10 @@ FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from-then-on"])
 @pytest.mark.parametrize(("number", "removing"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["ENOSPC", "EIO"])
-def test_an_error_of_any_call_is_told_and_costs_nothing(
+def test_error_of_any_call_is_raised_and_preserves_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, removing: bool, lasting: bool
 ) -> None:
-    told = 0
+    raised_errors = 0
     for call in range(1000):
         folder = CheckpointFolder(tmp_path / str(call), keep=1)
         done = 0
@@ -33,36 +32,38 @@ def test_an_error_of_any_call_is_told_and_costs_nothing(
             done = saves
 
         try:
-            with acting(monkeypatch, call, float("inf") if lasting else call, failing(number, removing=removing)):
-                tell(folder, count)
+            with intercepting(
+                monkeypatch, call, float("inf") if lasting else call, fail_with(number, removing=removing)
+            ):
+                run_saves(folder, count)
         except CheckpointWriteError as error:
-            told += 1
-            step = STORY[done][0]
+            raised_errors += 1
+            step = SAVES[done][0]
             assert f"the checkpoint of step {step} " in error.value
             assert str(folder.path) in error.value
             assert os.strerror(number) in error.value
-            assert error.rule is not None
-            assert error.do is not None
+            assert error.expected is not None
+            assert error.fix is not None
             assert error.exit_code == EXIT_FAILED
             if done:
-                assert content(folder.find("last")) in (STORY[done - 1][1], STORY[done][1])
-                assert folder.newest_whole() == folder.find("last")
+                assert content(folder.find("last")) in (SAVES[done - 1][1], SAVES[done][1])
+                assert folder.newest_valid() == folder.find("last")
             for path in folder.steps():
                 verify(path)
         else:
-            if done == len(STORY) and call > 80:
+            if done == len(SAVES) and call > 80:
                 break
-            assert not removing, f"call {call} went wrong and nothing was told"
-        # The disk is mended.
-        tell(folder, begin=done)
+            assert not removing, f"call {call} failed without an error"
+        # The disk works again.
+        run_saves(folder, begin=done)
         folder.clean()
         assert names(folder) == ["best", "last", "step-000000004"], f"call {call}"
-        assert content(folder.find("last")) == STORY[-1][1]
-    assert told > 60
+        assert content(folder.find("last")) == SAVES[-1][1]
+    assert raised_errors > 60
 
 
 def mounted(place: Path, *arguments: str) -> Iterator[Path]:
-    """A file system of its own, where this user may mount one."""
+    """Mount a separate file system, if permitted."""
     place.mkdir()
     mount = shutil.which("mount")
     if os.geteuid() != 0 or mount is None:
@@ -78,49 +79,49 @@ def mounted(place: Path, *arguments: str) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for two checkpoints and a half."""
+    """A disk with space for two and a half checkpoints."""
     yield from mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs")
 
 
-def test_a_full_disk_leaves_the_older_ones_and_no_half(small_disk: Path) -> None:
+def test_full_disk_preserves_older_checkpoints(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk, keep=2)
     folder.write(1, FILES)
     folder.write(2, FILES, is_best=True)
     before = names(folder)
     for _ in range(2):
-        with pytest.raises(CheckpointWriteError) as refused:
+        with pytest.raises(CheckpointWriteError) as raised:
             folder.write(3, FILES)
-        assert f"the checkpoint of step 3 cannot be written to {small_disk}: No space left" in refused.value.value
-        assert "free space" in (refused.value.do or "")
+        assert f"the checkpoint of step 3 cannot be written to {small_disk}: No space left" in raised.value.value
+        assert "free space" in (raised.value.fix or "")
         assert names(folder) == before
     assert content(folder.find("last")) == FILES
     shutil.rmtree(small_disk / "step-000000001")
     verify(folder.write(3, FILES))
 
 
-def test_a_disk_that_becomes_read_only_leaves_all_as_it_was(small_disk: Path) -> None:
+def test_read_only_disk_preserves_checkpoints(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk)
     folder.write(1, FILES)
     done = subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"mount: {done.stderr.strip()}")
-    with pytest.raises(CheckpointWriteError, match=r"step 2 .*Read-only file system") as refused:
+    with pytest.raises(CheckpointWriteError, match=r"step 2 .*Read-only file system") as raised:
         folder.write(2, FILES)
-    assert "make the folder writable" in (refused.value.do or "")
+    assert "make the folder writable" in (raised.value.fix or "")
     assert content(folder.find("last")) == FILES
 
 
-def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
+def test_file_size_limit_is_reported(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.write(1, {"small": b"1"})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ, so that a write which is too long is an error.
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
-        with pytest.raises(CheckpointWriteError, match=r"step 2 .*File too large") as refused:
+        with pytest.raises(CheckpointWriteError, match=r"step 2 .*File too large") as raised:
             folder.write(2, FILES)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "ulimit -f" in (refused.value.do or "")
+    assert "ulimit -f" in (raised.value.fix or "")
     assert names(folder) == ["last", "step-000000001"]
     verify(folder.write(2, FILES))

@@ -1,4 +1,4 @@
-"""A process that saves is killed at every single call of the system that changes the disk."""
+"""Kill of a saving process at every system call that changes the disk."""
 
 import mmap
 import os
@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from disk_faults import STORY, acting, content, killing, names, tell
-from samestep.checkpoint.manifest import verify
-from samestep.checkpoint.store import CheckpointFolder
+from helpers.disk_faults import SAVES, content, intercepting, kill, names, run_saves
+from samestep.checkpoint.store import CheckpointFolder, verify
 
 
 def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) -> tuple[bool, int]:
-    """Run the story in a fork that is killed at a call; whether that came, and how many saves were done by then."""
+    """Run the saves in a fork, killed at a call; return whether the kill happened and the number of completed saves."""
     with mmap.mmap(-1, 1) as done:
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                with acting(patch, call, call, killing):
-                    tell(folder, lambda saves: done.__setitem__(0, saves))
+                with intercepting(patch, call, call, kill):
+                    run_saves(folder, lambda saves: done.__setitem__(0, saves))
                 code = 0
             finally:
                 os._exit(code)
@@ -31,7 +30,7 @@ def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_kill_at_any_call_leaves_the_checkpoint_before_or_the_one_after(
+def test_kill_at_any_call_preserves_a_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
     for call in range(0, 1000, stride):
@@ -39,12 +38,12 @@ def test_a_kill_at_any_call_leaves_the_checkpoint_before_or_the_one_after(
         was_killed, done = killed_at(call, folder, monkeypatch)
         if not was_killed:
             break
-        before, after = STORY[done - 1][1] if done else None, STORY[done][1]
+        before, after = SAVES[done - 1][1] if done else None, SAVES[done][1]
         if folder.steps():
-            found = folder.find("last")
-            verify(found)
-            assert folder.newest_whole() == found
-            assert content(found) in (before, after), f"call {call}"
+            checkpoint = folder.find("last")
+            verify(checkpoint)
+            assert folder.newest_valid() == checkpoint
+            assert content(checkpoint) in (before, after), f"call {call}"
             for path in folder.steps():
                 verify(path)
         else:
@@ -55,9 +54,9 @@ def test_a_kill_at_any_call_leaves_the_checkpoint_before_or_the_one_after(
         folder.clean()
         if before is not None:
             assert content(folder.find("last")) in (before, after)
-        # Who starts again makes the step again that was being saved, and goes on.
-        tell(folder, begin=done)
-        assert content(folder.find("last")) == STORY[-1][1]
+        # A restarted run repeats the interrupted save and continues.
+        run_saves(folder, begin=done)
+        assert content(folder.find("last")) == SAVES[-1][1]
         assert names(folder) == ["best", "last", "step-000000004"], f"call {call}"
-    assert call > 80, "the story has more calls than that"
-    assert done == len(STORY)
+    assert call > 80, "the saves have more calls"
+    assert done == len(SAVES)

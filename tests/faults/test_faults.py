@@ -1,6 +1,6 @@
-"""Every fault either leaves the weights as they would have been, or ends the run with one report and a way to go on.
+"""Every fault case ends with equal weights, or with one report and a run that can be resumed.
 
-What is observed of each is in docs/faults.md, which `make faults` writes.
+`make faults` writes the results to docs/guides/faults.md.
 """
 
 import json
@@ -13,32 +13,32 @@ from pathlib import Path
 
 import pytest
 
-from fault_cases import CASES, LOOP, RECIPE, RUN, SAVING, Case
-from fault_page import PAGE, Row, read_rows, write_page
-from shared_memory import abandoned, require_none_left
-from system import Done, Running, here, samestep, steps_saved, until, weights
+from helpers.fault_cases import CASES, LOOP, RECIPE, RUN, SAVING, Case
+from helpers.fault_page import PAGE, Row, read_rows, write_page
+from helpers.shared_memory import abandoned, require_none_left
+from helpers.system import Done, Running, here, samestep, steps_saved, until, weights
 
 REPORT_SECONDS = 10
-LONGEST = 130
-# Times, process ids and ports.
+MAX_LENGTH = 130
+# Values that vary between runs: times, process ids and ports.
 STEADY = ((r"\d+\.\d+ s\b", "N s"), (r"pid\(s\) \d+|pid \d+", "pid N"), (r"port \d+", "port N"))
 _rows: dict[str, Row] = {}
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """The weights of runs that nothing happened to."""
+class Reference:
+    """Weights of runs without a fault."""
 
     recipe: tuple[str, str]
     loop: tuple[str, str]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    place = tmp_path_factory.mktemp("undisturbed")
-    assert here("train", RECIPE, "--name", "a", cwd=place) == 0
-    assert samestep("run", "--processes", 2, LOOP, "", 0, 0, 0, cwd=place).code == 0
-    return Undisturbed(weights(place / RUN), loop_weights(place))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp("reference")
+    assert here("train", RECIPE, "--name", "a", cwd=path) == 0
+    assert samestep("run", "--processes", 2, LOOP, "", 0, 0, 0, cwd=path).code == 0
+    return Reference(weights(path / RUN), loop_weights(path))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,16 +49,16 @@ def page(request: pytest.FixtureRequest) -> Iterator[None]:
         write_page([_rows[case.fault] for case in CASES])
 
 
-def loop_weights(place: Path) -> tuple[str, str]:
-    shutil.rmtree(place / "as-run", ignore_errors=True)
-    shutil.copytree(place / "loop", place / "as-run/checkpoints", symlinks=True)
-    return weights(place / "as-run")
+def loop_weights(path: Path) -> tuple[str, str]:
+    shutil.rmtree(path / "as-run", ignore_errors=True)
+    shutil.copytree(path / "loop", path / "as-run/checkpoints", symlinks=True)
+    return weights(path / "as-run")
 
 
-def ended(running: Running, case: Case, place: Path) -> tuple[Done, float]:
-    """How it ended, and how many seconds after the fault."""
+def wait_for_end(running: Running, path: Path) -> tuple[Done, float]:
+    """Return the result of the command, and the seconds between the fault and the end."""
     done = running.wait(90)
-    fired = place / "fired.json"
+    fired = path / "fired.json"
     return done, time.time() - fired.stat().st_mtime if fired.exists() else 0.0
 
 
@@ -69,84 +69,85 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.fault, marks=marks(case)) for case in CASES])
-def test_fault(case: Case, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_fault(case: Case, reference: Reference, tmp_path: Path) -> None:
     before = abandoned()
     is_loop = case.command[0] == "run"
-    if case.brought is not None:
-        (tmp_path / "fault.json").write_text(json.dumps(case.brought), encoding="utf-8")
+    if case.injected is not None:
+        (tmp_path / "fault.json").write_text(json.dumps(case.injected), encoding="utf-8")
     (tmp_path / "fault").touch()
-    if case.before is not None:
-        case.before(tmp_path)
-    is_counted = is_loop or "--processes" in case.options or case.variables
-    machine = () if is_counted else ("--processes", 4)
+    if case.prepare is not None:
+        case.prepare(tmp_path)
+    has_processes = is_loop or "--processes" in case.options or case.variables
+    machine = () if has_processes else ("--processes", 4)
     saving = () if is_loop else SAVING
-    given = (*case.command, *saving, *machine, *case.options)
-    with Running(*given, cwd=tmp_path, variables=case.variables) as running:
+    command = (*case.command, *saving, *machine, *case.options)
+    with Running(*command, cwd=tmp_path, variables=case.variables) as running:
         if case.act is not None:
             case.act(running, tmp_path)
-        done, seconds = ended(running, case, tmp_path)
+        done, seconds = wait_for_end(running, tmp_path)
         until(lambda: not running.processes(), "no process is left", 30)
     assert done.code == case.code, done.err
     if case.code:
         assert seconds < REPORT_SECONDS, done.err
-    report = reported(done, case)
-    for text in case.also:
+    report = report_title(done, case)
+    for text in case.output:
         assert text in done.err
     require_none_left(before)
-    went_on = "" if case.code == 0 else gone_on(case, tmp_path)
-    found, wanted = (
-        (loop_weights(tmp_path), undisturbed.loop) if is_loop else (weights(tmp_path / RUN), undisturbed.recipe)
-    )
-    assert found == wanted
-    _rows[case.fault] = Row(case.fault, case.expected, observed(case, report, done, went_on))
+    resumed = "" if case.code == 0 else resume(case, tmp_path)
+    if is_loop:
+        assert loop_weights(tmp_path) == reference.loop
+    else:
+        assert weights(tmp_path / RUN) == reference.recipe
+    _rows[case.fault] = Row(case.fault, case.expected, observed(case, report, done, resumed))
 
 
-def reported(done: Done, case: Case) -> str:
-    """The first line of its one report."""
+def report_title(done: Done, case: Case) -> str:
+    """Return the first line of the report, which must be the only one."""
     titles = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(titles) == (1 if case.told else 0), done.err
-    if not case.told:
+    assert len(titles) == (1 if case.report else 0), done.err
+    if not case.report:
         return ""
-    assert re.match(case.told, titles[0]), done.err
+    assert re.match(case.report, titles[0]), done.err
     return titles[0].removeprefix("error: ")
 
 
-def gone_on(case: Case, place: Path) -> str:
-    """Go on with what has ended; in words."""
+def resume(case: Case, path: Path) -> str:
+    """Resume the ended run; return a description for the table."""
     if case.command[0] == "run":
-        assert samestep("run", "--processes", case.resume_on, LOOP, "", 0, 0, 0, cwd=place).code == 0
+        assert samestep("run", "--processes", case.resume_on, LOOP, "", 0, 0, 0, cwd=path).code == 0
         return f"the same command on {case.resume_on}: the same weights"
-    if case.resume_on == 0:  # what was lost is put back
-        (place / RUN / "checkpoints").unlink()
-        (place / RUN / "elsewhere").rename(place / RUN / "checkpoints")
+    if case.resume_on == 0:  # restore the lost folder
+        (path / RUN / "checkpoints").unlink()
+        (path / RUN / "elsewhere").rename(path / RUN / "checkpoints")
     number = case.resume_on or 1
-    if not (place / RUN).exists() or not steps_saved(place / RUN):
-        shutil.rmtree(place / RUN, ignore_errors=True)
-        assert here("train", RECIPE, "--name", "a", "--processes", number, cwd=place) == 0
-        return f"begun again on {number}: the same weights"
-    assert here("resume", RUN, "--processes", number, cwd=place) == 0
+    if not (path / RUN).exists() or not steps_saved(path / RUN):
+        shutil.rmtree(path / RUN, ignore_errors=True)
+        assert here("train", RECIPE, "--name", "a", "--processes", number, cwd=path) == 0
+        return f"started again on {number}: the same weights"
+    assert here("resume", RUN, "--processes", number, cwd=path) == 0
     return f"resumed on {number}: the same weights"
 
 
-def observed(case: Case, report: str, done: Done, went_on: str) -> str:
-    """What is told of it, without what differs from time to time."""
-    told = [line for line in done.err.splitlines() if line.startswith(("restart ", "a checkpoint is ", "rank "))]
-    quoted = [f"`{steady(text)}`" for text in (report, *told) if text]
-    parts = [f"exit code {case.code}" if case.code >= 0 else "killed", *quoted, went_on]
+def observed(case: Case, report: str, done: Done, resumed: str) -> str:
+    """Return the observed result for the table, without values that vary between runs."""
+    lines = [line for line in done.err.splitlines() if line.startswith(("restart ", "checkpoint written", "rank "))]
+    quoted = [f"`{steady(text)}`" for text in (report, *lines) if text]
+    parts = [f"exit code {case.code}" if case.code >= 0 else "killed", *quoted, resumed]
     parts.append("the same weights" if case.code == 0 else "")
     return "; ".join(filter(None, parts))
 
 
 def steady(text: str) -> str:
-    """A line without numbers that differ from time to time, and not too long."""
-    for pattern, shown in STEADY:
-        text = re.sub(pattern, shown, text)
-    return text if len(text) < LONGEST else f"{text[: LONGEST - 4]} ..."
+    """Return a line without values that vary between runs; a long message is shortened, its error code is not."""
+    for pattern, replacement in STEADY:
+        text = re.sub(pattern, replacement, text)
+    message, code = re.fullmatch(r"(.*?)( \[E_\w+\])?", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return (message if len(message) < MAX_LENGTH else f"{message[: MAX_LENGTH - 4]} ...") + (code or "")
 
 
-def test_the_page_has_every_fault_with_what_is_expected_of_it(request: pytest.FixtureRequest) -> None:
+def test_page_has_every_fault_with_the_expected_result(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--faults-page"):
-        pytest.skip("it is written when all cases are done")
+        pytest.skip("the page is written after all cases")
     rows = read_rows(PAGE.read_text(encoding="utf-8"))
     assert [(row.fault, row.expected) for row in rows] == [(case.fault, case.expected) for case in CASES]
     assert len([case for case in CASES if not case.is_variant]) >= 30

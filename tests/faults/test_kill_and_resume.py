@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from recorded import seen_by
-from samestep.sharding import owned_shards
-from system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
+from helpers.recorded import read_calls
+from helpers.system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
+from samestep.microbatches import owned_microbatches
 
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
-SAMPLES, SHARDS, STEPS_AN_EPOCH, STEPS = 102, 4, 13, 39
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+SAMPLES, MICROBATCHES, STEPS_AN_EPOCH, STEPS = 102, 4, 13, 39
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """What one start of the command saw: it began after step `begin`, and what it did after step `end` was lost."""
 
     begin: int
@@ -62,7 +62,7 @@ def is_saved(run: Path, step: int) -> bool:
 
 
 def calls_of_rank_0(files: set[Path]) -> int:
-    return sum(len(shards) for rank, shards in map(seen_by, files) if rank == 0)
+    return sum(len(microbatches) for rank, microbatches in map(read_calls, files) if rank == 0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Story:
 
     place: Path
     killed: Path
-    parts: list[Part]
+    parts: list[RunPart]
     whole: tuple[str, str]
 
 
@@ -82,31 +82,31 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     assert here("train", RECIPE, "--name", "whole", "--processes", 4, cwd=place) == 0
     before = seen_files(place)
 
-    # Step 6: rank 0 of 2 has two of the four shards of each step.
+    # Step 6: rank 0 of 2 has two of the four microbatches of each step.
     code = stopped_in(11, place, "train", RECIPE, "--name", "a", "--processes", 2, number=signal.SIGTERM)
     assert code == 130
     stopped = state_of(run)["step"]
-    first = Part(0, stopped, 2, sorted(seen_files(place) - before))
+    first = RunPart(0, stopped, 2, sorted(seen_files(place) - before))
     before = seen_files(place)
 
     arguments = ("resume", run, "--processes", 3, "--checkpoint-every", 5)
-    # Step 19: rank 0 of 3 has one shard of each step.
+    # Step 19: rank 0 of 3 has one microbatch of each step.
     code = stopped_in(19 - stopped, place, *arguments, number=signal.SIGKILL, saved=(run, 15))
     assert code == -signal.SIGKILL
-    second = Part(stopped, steps_saved(run)[-1], 3, sorted(seen_files(place) - before))
+    second = RunPart(stopped, steps_saved(run)[-1], 3, sorted(seen_files(place) - before))
     killed = shutil.copytree(run, place / "killed" / "a", symlinks=True)
     before = seen_files(place)
 
     assert here("resume", run, cwd=place) == 0
-    third = Part(second.end, STEPS, 1, sorted(seen_files(place) - before))
+    third = RunPart(second.end, STEPS, 1, sorted(seen_files(place) - before))
     return Story(place, killed, [first, second, third], weights(place / "runs" / "whole"))
 
 
 def test_asked_to_end_it_stops_in_the_epoch_with_a_checkpoint_at_the_step(story: Story) -> None:
     first = story.parts[0]
     assert 6 <= first.end < STEPS_AN_EPOCH
-    told = events(story.place / "runs" / "a", "stop")
-    assert [event["step"] for event in told] == [first.end]
+    stops = events(story.place / "runs" / "a", "stop")
+    assert [event["step"] for event in stops] == [first.end]
 
 
 def test_killed_in_a_step_the_newest_checkpoint_is_the_last_one_written_whole(story: Story) -> None:
@@ -115,18 +115,18 @@ def test_killed_in_a_step_the_newest_checkpoint_is_the_last_one_written_whole(st
     assert not list(story.killed.glob("checkpoints/.*"))
 
 
-def test_weights_are_those_of_a_run_that_nobody_ended(story: Story) -> None:
+def test_weights_equal_those_of_an_uninterrupted_run(story: Story) -> None:
     assert weights(story.place / "runs" / "a") == story.whole
     assert state_of(story.place / "runs" / "a") == state_of(story.place / "runs" / "whole")
 
 
-def test_losses_are_those_of_a_run_that_nobody_ended(story: Story) -> None:
+def test_losses_equal_those_of_an_uninterrupted_run(story: Story) -> None:
     for kind, keys in (("step", ("loss", "lr", "grad_norm")), ("evaluation", ("train_loss", "loss", "samples"))):
-        told = [
+        losses = [
             {event["step"]: [event[key] for key in keys] for event in events(story.place / "runs" / name, kind)}
             for name in ("a", "whole")
         ]
-        assert told[0] == told[1]
+        assert losses[0] == losses[1]
 
 
 def test_no_sample_is_seen_twice_or_missed(story: Story) -> None:
@@ -135,9 +135,9 @@ def test_no_sample_is_seen_twice_or_missed(story: Story) -> None:
     for part in story.parts:
         assert len(part.files) == part.ranks
         for file in part.files:
-            rank, shards = seen_by(file)
-            share = len(owned_shards(SHARDS, part.ranks, rank))
-            for call, indices in enumerate(shards):
+            rank, microbatches = read_calls(file)
+            share = len(owned_microbatches(MICROBATCHES, part.ranks, rank))
+            for call, indices in enumerate(microbatches):
                 step = part.begin + 1 + call // share
                 if step > part.end:
                     lost += len(indices)
@@ -181,7 +181,7 @@ def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_the
 def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
-    code = stopped_in(4 * SHARDS + 1, place, *arguments, number=signal.SIGKILL, saved=(damaged, 15))
+    code = stopped_in(4 * MICROBATCHES + 1, place, *arguments, number=signal.SIGKILL, saved=(damaged, 15))
     assert code == -signal.SIGKILL
     assert here("resume", damaged, cwd=place) == 0
     assert weights(damaged) == story.whole

@@ -1,33 +1,34 @@
-"""A loss that is not finite ends a run the same way on any number of processes, or costs one step."""
+"""Runs with a non-finite loss, with `non_finite: stop` and `skip`, on any number of processes."""
 
 from pathlib import Path
 
 import pytest
 
-from system import events, here, weights
+from helpers.system import events, here, weights
 
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
-FAULT = ("loss.name=recorded:not_finite_for", "loss.options={sample: 17}", "epochs=1")
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+FAULT = ("loss.name=helpers.recorded:infinite_for_sample", "loss.options={sample: 17}", "epochs=1")
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_stop_names_step_shard_and_samples_once_and_no_traceback(
+def test_stop_reports_step_microbatch_and_samples_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int
 ) -> None:
     assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    first = said.err.splitlines()[0]
-    assert first.startswith("error: step ")
-    assert "shard" in first
-    assert " 17" in first
-    assert said.err.count("error: ") == said.err.count("  rule: ") == said.err.count("  do:   ") == 1
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    title = output.err.splitlines()[0]
+    assert title.startswith("error: step ")
+    assert title.endswith("[E_NONFINITE]")
+    assert "microbatch" in title
+    assert " 17" in title
+    assert output.err.count("error: ") == output.err.count("  expected: ") == output.err.count("  fix:      ") == 1
+    assert "Traceback" not in output.err
     steps = [event["step"] for event in events(tmp_path / "runs" / "a", "step")]
-    assert f"error: step {len(steps) + 1}:" in first
+    assert f"error: step {len(steps) + 1}:" in title
 
 
-def test_skip_leaves_one_step_out_with_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
+def test_skip_gives_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
     for processes in (1, 3):
         arguments = ("--name", processes, "--processes", processes, "--set", *FAULT, "step.non_finite=skip")
         assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0

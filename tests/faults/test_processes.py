@@ -1,4 +1,4 @@
-"""However a run ends, all of its processes end, and what is told of it is its first cause, once."""
+"""All processes of a run end with the run, and the first cause is reported once."""
 
 import os
 import re
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from system import Running, events, state_of, until, weights
+from helpers.system import Running, events, state_of, until, weights
 
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 NO_PROCESS = "every process of the run has ended"
 LISTENING = "0A"
 
@@ -59,24 +59,27 @@ def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert done.out == ""
         first = done.err.splitlines()[0]
         # Rank 0 waits in step 7; rank 2 may be on its way there.
-        assert re.fullmatch("error: rank 2 was killed by SIGKILL (in engine.step 7|after engine.step 6)", first)
+        assert re.fullmatch(
+            r"error: rank 2 was killed by SIGKILL (in engine.step 7|after engine.step 6) \[E_RANK_KILLED\]", first
+        )
         assert len(re.findall(r"was killed by SIGKILL", done.err)) == 1
         assert "Traceback" not in done.err
         none_left(running)
 
 
 def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Path) -> None:
-    fault = ("--set", "loss.name=recorded:failing", "loss.options={rank: 1, call: 3}")
+    fault = ("--set", "loss.name=helpers.recorded:failing", "loss.options={rank: 1, call: 3}")
     with train(tmp_path, "--processes", 3, "--workers", 1, *fault) as running:
         running.until(lambda: calls(tmp_path, 1) == 3, "the call that fails")
         done = running.wait(10)
         assert done.code == 1
         assert done.out == ""
         lines = done.err.splitlines()
-        assert lines[0] == "error: rank 1 failed in engine.step 3: ArithmeticError: the sum does not add up"
+        problem = "ArithmeticError: the sum does not add up"
+        assert lines[0] == f"error: rank 1 failed in engine.step 3: {problem} [E_RANK_FAILED]"
         assert lines[1] == "Traceback (most recent call last):"
         assert "recorded.py" in done.err
-        assert lines[-1] == "ArithmeticError: the sum does not add up"
+        assert lines[-1] == problem
         assert done.err.count("Traceback") == done.err.count("raise ArithmeticError") == 1
         none_left(running)
 
@@ -84,14 +87,14 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers: int) -> None:
-    fault = ("--set", "data.name=recorded:load_broken", "data.options={}")
+    fault = ("--set", "data.name=helpers.recorded:load_broken", "data.options={}")
     with train(tmp_path, "--processes", 3, "--workers", workers, *fault) as running:
         done = running.wait(60)
         assert done.code == 1
         assert done.out == ""
         assert re.match(r"error: rank \d failed [^:]*: KeyError: ", done.err)
         assert done.err.count('raise KeyError("no such colour")') == 1
-        assert "while sample 40 of the dataset was made" in done.err
+        assert "while loading sample 40 of the dataset" in done.err
         none_left(running)
 
 
@@ -125,7 +128,7 @@ def test_request_to_end_to_all_processes_ends_at_a_step_with_a_checkpoint(
         done = running.wait(10)
         assert done.code == 130
         assert "Traceback" not in done.err
-        assert done.err.count("ending after this step") == (number == signal.SIGINT)
+        assert done.err.count("stopping after this step") == (number == signal.SIGINT)
         run = tmp_path / "runs" / "a"
         step = state_of(run)["step"]
         assert 4 <= step < 13
@@ -181,8 +184,8 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) 
         running.kill_process(server, signal.SIGKILL)
         done = running.wait(20)
         assert done.code == 1
-        told = "error: the fork server of the ranks was killed while they were started, and they ended with it"
-        assert done.err.splitlines()[0] == told
+        message = "error: the fork server of the ranks was killed while they were started, and they ended with it"
+        assert done.err.splitlines()[0] == f"{message} [E_FORK_SERVER]"
         assert "Traceback" not in done.err
         none_left(running)
 
@@ -231,7 +234,7 @@ def test_two_runs_at_once_keep_to_themselves(tmp_path: Path) -> None:
         for place, running in zip(places, (one, two), strict=True):
             in_call(running, place, 3, ranks=3)
             addresses = listening(running.processes())
-            assert addresses["tcp"], "nobody listens, so this shows nothing"
+            assert addresses["tcp"], "no process listens, so the test would prove nothing"
             assert set(addresses["tcp"]) <= {"0100007F"}
             assert set(addresses["tcp6"]) <= {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
             shared |= shared_memory(running.processes())

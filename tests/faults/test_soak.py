@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from soak import soak
+from helpers.soak import soak
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_killed_at_random_it_ends_in_the_weights_of_a_run_that_nobody_touched(tmp_path: Path) -> None:
+def test_killed_at_random_the_run_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     done = soak(5, seed=1, place=tmp_path)
     assert sum(done.kills.values()) == 5

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from started import free_port, python, ranks
-from system import events, here, until, weights
+from helpers.started import free_port, python, ranks
+from helpers.system import events, here, until, weights
 
-RECIPE = Path(__file__).parents[1] / "recorded.yaml"
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 OPTIONS = ("--set", "epochs=1")
 
 
@@ -37,7 +37,8 @@ def test_a_killed_rank_costs_what_came_after_the_checkpoint(killed: int, tmp_pat
     arguments = ["--master-port", free_port(), "-m", "samestep", "train", RECIPE, *OPTIONS, "--name", name]
     command = [*arguments, "--checkpoint-every", 3]
     with ranks(lambda rank, size: {}, 1, *command, cwd=tmp_path, command=torchrun) as started:
-        until((run / "checkpoints" / "step-000000006").is_dir, "a checkpoint of step 6", 60)
+        last = run / "checkpoints" / "last"
+        until(lambda: last.resolve().name == "step-000000006", "a checkpoint of step 6", 60)
         os.kill(process_of_rank(killed, run), signal.SIGKILL)
         hold.unlink()
         (ended,) = started.wait()

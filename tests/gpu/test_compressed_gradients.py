@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import samestep
-from samestep.parallel.flat import flattened, taken_apart
-from samestep.parallel.low_rank import LowRankSum
-from samestep.parallel.rounded import rounded_sum
-from samestep.runtime.launch import launch
+from samestep.launcher.launch import launch
+from samestep.strategies.buckets import flatten, unflatten
+from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,15 +17,15 @@ pytestmark = [
 def sum_on(device: str, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A sum in 16 bits, of one rank."""
     with samestep.start(device=device) as world:  # type: ignore[arg-type]
-        return rounded_sum(world, numbers.to(world.device), dtype).cpu()
+        return compressed_all_reduce(world, numbers.to(world.device), dtype).cpu()
 
 
 def narrow_on(device: str, matrix: torch.Tensor) -> torch.Tensor:
     """What arrives of a matrix."""
     with samestep.start(device=device) as world:  # type: ignore[arg-type]
         parameters = [torch.nn.Parameter(torch.zeros(matrix.shape, device=world.device))]
-        total = flattened([matrix.to(world.device)], parameters)
-        return taken_apart(LowRankSum(world, parameters)(parameters, total), parameters)[0].cpu()
+        total = flatten([matrix.to(world.device)], parameters)
+        return unflatten(PowerSGD(world, parameters)(parameters, total), parameters)[0].cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,11 +1,11 @@
-"""What a GPU says of itself: `pytest -m gpu` on a machine that has one."""
+"""Statistics of a GPU: `pytest -m gpu` on a machine with one."""
 
 import importlib.util
 
 import pytest
 import torch
 
-from samestep.runtime.gpu_numbers import gpu_numbers
+from samestep.distributed.devices import gpu_stats
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ def test_memory_use_and_temperature() -> None:
     device = torch.device("cuda", 0)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.ones(2**28, dtype=torch.uint8, device=device)
-    found = gpu_numbers(device)
+    found = gpu_stats(device)
     assert found is not None
     assert found["name"] == torch.cuda.get_device_name(device)
     assert held.numel() <= found["memory_bytes"] <= found["memory_total_bytes"]

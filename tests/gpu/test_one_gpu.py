@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import samestep
-from samestep.data.batch import Shard
-from samestep.data.transfer import prefetched
-from samestep.runtime.launch import launch
+from samestep.data.batch import Microbatch, prefetch_to_device
+from samestep.launcher.launch import launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,9 +42,9 @@ def train(reduction: str, precision: str, workers: int) -> tuple[str, float, str
     with samestep.start(device="cuda", reduction=reduction) as world:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        rules = samestep.StepRules(reduction=reduction, precision=precision, clip_norm=1.0)
-        engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, rules=rules)
-        batches = samestep.loader(Noisy(), batch_size=16, shards=4, shuffle=True, world=world, workers=workers)
+        rules = samestep.StepConfig(reduction=reduction, precision=precision, clip_norm=1.0)
+        engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, config=rules)
+        batches = samestep.loader(Noisy(), batch_size=16, microbatches=4, shuffle=True, world=world, workers=workers)
         for _ in range(3):
             for batch in batches:
                 result = engine.step(batch)
@@ -66,10 +65,12 @@ def test_gpu_agrees_with_fast_to_rounding() -> None:
     assert exact[1] == pytest.approx(fast[1], rel=1e-4)
 
 
-def test_prefetched_shards_are_the_ones_given() -> None:
+def test_prefetched_microbatches_are_the_ones_given() -> None:
     device = torch.device("cuda", 0)
-    shards = [(n, 4, (torch.full((4, 1000), float(n)).pin_memory(), n)) for n in range(8)]
+    microbatches = [(n, 4, (torch.full((4, 1000), float(n)).pin_memory(), n)) for n in range(8)]
 
-    for given, got in zip(shards, prefetched((Shard(*shard) for shard in shards), device), strict=True):
+    for given, got in zip(
+        microbatches, prefetch_to_device((Microbatch(*microbatch) for microbatch in microbatches), device), strict=True
+    ):
         assert got.data[0].device == device
         assert torch.equal(got.data[0].cpu(), given[2][0])

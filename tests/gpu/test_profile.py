@@ -1,13 +1,13 @@
-"""Where time goes on a GPU, by the clock of its stream. Not run on hardware yet."""
+"""Test of `samestep profile` on a GPU, with the clock of its stream. Not run on hardware yet."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
-from samestep.tools.profile.steps import PHASES
-from system import answer, here
+from samestep.tools.profile.measurements import PHASES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,11 +15,9 @@ pytestmark = [
 ]
 
 
-def test_phases_are_the_whole_step_and_the_gpu_is_seen_to_compute(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert here("profile", "digits", "--device", "cuda", "--json", "--out", "found", cwd=tmp_path) == EXIT_DONE
-    found = answer(capsys)
-    [rank] = found["ranks"]
-    assert sum(rank[phase] for phase in PHASES) == pytest.approx(found["step_seconds"], rel=0.05)
-    assert 0 < found["traced"]["0"]["busy_seconds"] < found["traced"]["0"]["step_seconds"]
+def test_phases_add_up_to_the_step_and_the_gpu_is_busy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert here("profile", "digits", "--device", "cuda", "--json", "--out", "output", cwd=tmp_path) == EXIT_DONE
+    result = answer(capsys)
+    [rank] = result["ranks"]
+    assert sum(rank[phase] for phase in PHASES) == pytest.approx(result["step_seconds"], rel=0.05)
+    assert 0 < result["traced"]["0"]["busy_seconds"] < result["traced"]["0"]["step_seconds"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import samestep
-from ranks_pipeline import made, pipeline
-from samestep.config import StrategyPart
-from samestep.runtime.launch import launch
-from ten_steps import steps_of
+from helpers.ten_steps import steps_of
+from samestep.config import StrategyConfig
+from samestep.launcher.launch import launch
+from workers.pipeline import build, pipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 
-def losses(part: StrategyPart | None) -> list[tuple[float, float]]:
+def losses(part: StrategyConfig | None) -> list[tuple[float, float]]:
     with samestep.start(device="cuda", strategy=part) as world:
-        engine, batches, _ = made(world, "deep")
+        engine, batches, _ = build(world, "deep")
         return steps_of(engine, batches, 6)
 
 

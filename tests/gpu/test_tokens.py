@@ -7,9 +7,9 @@ import torch
 
 import samestep
 from samestep.config import RunOptions
-from samestep.recipes.build import build
-from samestep.recipes.parse import load_recipe
-from samestep.runtime.launch import launch
+from samestep.launcher.launch import launch
+from samestep.recipes.builder import build
+from samestep.recipes.recipe_files import load_recipe
 
 pytestmark = [
     pytest.mark.gpu,

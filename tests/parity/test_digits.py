@@ -1,48 +1,48 @@
-"""The recipe for digits gives the same bits on any number of processes."""
+"""The recipe `digits` gives the same bits on any number of processes."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from system import events, here, weights
+from helpers.system import events, here, weights
 
 SMALL = ("epochs=2", "model.options.width=8", "batch_size=128", "metrics=[]")
 
 
-def train(place: Path, processes: int, *overrides: str, name: str | None = None) -> dict[str, Any]:
-    """Train on so many processes; what the run came to."""
-    chosen = name or f"on-{processes}"
+def train(root: Path, processes: int, *overrides: str, name: str | None = None) -> dict[str, Any]:
+    """Train on `processes` processes and return the outcome."""
+    run_name = name or f"on-{processes}"
     settings = [f"--set={override}" for override in overrides]
-    assert here("train", "digits", "--processes", processes, "--name", chosen, *settings, cwd=place) == 0
-    return outcome(place / "runs" / chosen)
+    assert here("train", "digits", "--processes", processes, "--name", run_name, *settings, cwd=root) == 0
+    return outcome(root / "runs" / run_name)
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Everything of a run that may not depend on the number of processes."""
-    told_by_steps = ("step", "epoch", "step_in_epoch", "loss", "lr", "grad_norm", "skipped")
+    """Return all results of a run that must not depend on the number of processes."""
+    step_keys = ("step", "epoch", "step_in_epoch", "loss", "lr", "grad_norm", "skipped")
     ignored = ("time", "samples_per_second")
     return {
         "weights": weights(run),
         "best": weights(run, "best"),
-        "steps": [{key: event[key] for key in told_by_steps} for event in events(run, "step")],
+        "steps": [{key: event[key] for key in step_keys} for event in events(run, "step")],
         "evaluations": [
             {key: value for key, value in event.items() if key not in ignored} for event in events(run, "evaluation")
         ],
     }
 
 
-def test_four_numbers_of_processes_give_the_same_bits(tmp_path: Path) -> None:
+def test_1_2_3_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
     one, *others = (train(tmp_path, processes, *SMALL) for processes in (1, 2, 3, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360, 360]
     assert {"train_loss", "loss"} <= one["evaluations"][0].keys()
-    assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and a rest
+    assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and one of 29
     for other in others:
         assert other == one
 
 
 @pytest.mark.long
-def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path) -> None:
+def test_four_epochs_of_the_shipped_recipe_give_the_same_bits(tmp_path: Path) -> None:
     one, *others = (train(tmp_path, processes, "epochs=4") for processes in (1, 2, 3, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360] * 4
     assert one["evaluations"][-1]["accuracy"] > 0.9
@@ -52,7 +52,7 @@ def test_four_epochs_of_the_recipe_as_it_ships_give_the_same_bits(tmp_path: Path
 
 @pytest.mark.slow
 def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
-    """Else the comparisons above could hold for runs that do not train."""
+    """Control: the comparisons above would also hold for runs without training."""
     first = train(tmp_path, 1, *SMALL, name="first")
     second = train(tmp_path, 1, *SMALL, "step.seed=1", name="second")
     assert first["weights"] != second["weights"]
@@ -60,7 +60,7 @@ def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_recipe_as_it_ships_learns_digits_on_two_processes(tmp_path: Path) -> None:
+def test_shipped_recipe_learns_on_two_processes(tmp_path: Path) -> None:
     run = train(tmp_path, 2)
     assert len(run["evaluations"]) == 15
     assert run["evaluations"][-1]["accuracy"] >= 0.98

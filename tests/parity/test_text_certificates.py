@@ -1,4 +1,4 @@
-"""Certificates of the recipes for text on one, two and three processes, with a kill in between."""
+"""Certificates of the text recipes on one, two and three processes, also killed and resumed."""
 
 import csv
 from pathlib import Path
@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
+from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
-from system import answer, here
 
+GPT = ("--set=model.options.n_embd=16", "--set=model.options.n_head=2", "--set=model.options.n_layer=1")
 MODEL = ("--set=model.options.width=16", "--set=model.options.heads=2", "--set=model.options.blocks=1")
 LANGUAGE = (
     "language",
     "--set=data.options.train_tokens=2000",
     "--set=data.options.evaluation_tokens=300",
     "--set=model.options.dropout=0.1",
-    *MODEL,
 )
 
 
-def texts(place: Path, model: str) -> tuple[str, ...]:
-    """The recipe for a small table whose rows are of many lengths, one of which cannot be used."""
-    path = place / "table.csv"
+def text_recipe(root: Path, model: str) -> tuple[str, ...]:
+    """Return the arguments of the recipe `texts` for a small table of texts of many lengths, one of them unusable."""
+    path = root / "table.csv"
     rows = [(f"it was {'very ' * (i % 11)}{'good' if i % 2 else 'bad'}, {i}", i % 2) for i in range(70)]
     rows[11] = ("", 1)
     with path.open("w", newline="") as file:
@@ -36,19 +36,19 @@ def texts(place: Path, model: str) -> tuple[str, ...]:
     return ("texts", *(f"--set={option}" for option in (*options, "data.bad_samples=skip")), *MODEL)
 
 
-def certificate(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> dict[str, Any]:
-    code = here("verify", *arguments, "--json", "--out", place, cwd=place)
-    said: dict[str, Any] = answer(capsys)
-    assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
-    return said
+def certificate(capsys: pytest.CaptureFixture[str], root: Path, *arguments: object) -> dict[str, Any]:
+    code = here("verify", *arguments, "--json", "--out", root, cwd=root)
+    data: dict[str, Any] = answer(capsys)
+    assert (code, data["holds"], data["findings"]) == (EXIT_DONE, True, [])
+    return data
 
 
-def recipe(name: str, place: Path) -> tuple[str, ...]:
+def recipe(name: str, root: Path) -> tuple[str, ...]:
     if name == "language":
-        return LANGUAGE
+        return (*LANGUAGE, *GPT)
     if name == "transformers:gpt2":
-        return (*LANGUAGE, "--set=model.name=transformers:gpt2")
-    return texts(place, name)
+        return (*LANGUAGE, *MODEL, "--set=model.name=transformers:gpt2")
+    return text_recipe(root, name)
 
 
 @pytest.mark.slow
@@ -61,17 +61,17 @@ def recipe(name: str, place: Path) -> tuple[str, ...]:
         *(pytest.param(name, marks=pytest.mark.long) for name in ("transformers:bert", "transformers:gpt2")),
     ],
 )
-def test_exact_is_the_same_bit_for_bit_with_a_kill_in_between(
+def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     arguments = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "2")
-    said = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
-    assert [run["processes"] for run in said["comparisons"]] == [
+    data = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
+    assert [run["processes"] for run in data["comparisons"]] == [
         "2 processes",
         "3 processes",
         *(f"{number}, killed in step 2, then 2" for number in (1, 2, 3)),
     ]
-    for run in said["comparisons"]:
+    for run in data["comparisons"]:
         assert set(run["quantities"].values()) <= {"bits", "-"}  # some models have no buffers
         assert run["first_difference"] is None
 
@@ -79,10 +79,12 @@ def test_exact_is_the_same_bit_for_bit_with_a_kill_in_between(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["language", "transformers:roberta"])
-def test_fast_is_the_same_to_rounding_in_float64(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+def test_fast_reduction_differs_by_rounding_in_float64(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
     arguments = ("--processes", "1,3", "--steps", "2", "--reduction", "fast", "--double")
-    said = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
-    assert said["level"] == "1e-12 relative"
-    for run in said["comparisons"]:
+    data = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
+    assert data["level"] == "1e-12 relative"
+    for run in data["comparisons"]:
         for quantity in ("order of samples", "inputs as augmented", "targets", "learning rates"):
             assert run["quantities"][quantity] == "bits"

@@ -1,4 +1,4 @@
-"""Losses that recipes of this folder name."""
+"""Losses of the recipes in this folder."""
 
 import torch
 from torch.nn import functional
@@ -9,12 +9,12 @@ _WEIGHTS = torch.tensor([0.2, 1.0, 1.0, 5.0])
 
 
 def weighted_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The weighted mean of a shard, which is not a mean over its samples."""
+    """Return the weighted mean of a microbatch, which is not a mean over samples."""
     return functional.cross_entropy(outputs, targets, weight=_WEIGHTS.to(outputs.dtype))
 
 
 def weighted(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
-    """The weighted sum, and the weight that was summed."""
+    """Return the weighted sum and the summed weights."""
     weights = _WEIGHTS.to(outputs.dtype)
     total = functional.cross_entropy(outputs, targets, weight=weights, reduction="sum")
     return Loss(total, weights[targets].sum())

@@ -1,17 +1,17 @@
-"""What the scripts of this folder share: data, nets, and a loop."""
+"""Shared code of the scripts in this folder: data, models and a training loop."""
 
 import torch
 from torch import nn
 
 import samestep
-from samestep.recipes.splits import Splits
+from samestep.zoo.splits import Splits
 
 SAMPLES, FEATURES, CLASSES, BATCH = 117, 12, 4, 32
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 class Points:
-    """Points with a class each; augmentation adds noise from torch's own generator."""
+    """Labelled points; augmentation adds noise from torch's global generator."""
 
     def __init__(self, samples: int = SAMPLES, noise: float = 0.1) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -27,7 +27,7 @@ class Points:
 
 
 class Lines:
-    """Lines of 1 to 9 tokens, padded to 9; the target of a token is the next one, padding has the target -100."""
+    """Lines of 1 to 9 tokens, padded to 9; the target of a token is the next one, that of padding is -100."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(8)
@@ -44,18 +44,18 @@ class Lines:
 
 
 def load(*, samples: int = SAMPLES) -> Splits:
-    """The points for a recipe."""
+    """Return the dataset of a recipe."""
     return Splits(train=Points(samples), evaluation=Points(31, noise=0.0), classes=tuple(map(str, range(CLASSES))))
 
 
 def seeded(model: type[nn.Module], *arguments: object) -> nn.Module:
-    """A model whose weights are a function of a constant."""
+    """Return a model with constant initial weights."""
     torch.manual_seed(0)
     return model(*arguments)
 
 
 class Net(nn.Sequential):
-    """With batch norm and dropout."""
+    """Model with batch norm and dropout."""
 
     def __init__(self, *extra: nn.Module) -> None:
         super().__init__(
@@ -64,14 +64,14 @@ class Net(nn.Sequential):
 
 
 class Plain(nn.Sequential):
-    """Nothing random, nothing that looks at a batch as a whole."""
+    """Model without random numbers and without statistics of a batch."""
 
     def __init__(self, *extra: nn.Module) -> None:
         super().__init__(nn.Linear(FEATURES, 16), nn.Tanh(), *extra, nn.Linear(16, CLASSES))
 
 
 class TokenNet(nn.Module):
-    """Logits `(N, C, T)` of tokens `(N, T)`."""
+    """Model from tokens `(N, T)` to logits `(N, C, T)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,17 +86,17 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 
 def batches_of(world: samestep.World, dataset: object, **options: object) -> samestep.loader:
-    """A shuffled loader."""
-    settings = {"batch_size": BATCH, "shards": 8, "shuffle": True, **options}
+    """Return a shuffled loader."""
+    settings = {"batch_size": BATCH, "microbatches": 8, "shuffle": True, **options}
     return samestep.loader(dataset, world=world, **settings)
 
 
 def evaluation(world: samestep.World, samples: int = 31) -> samestep.loader:
-    """A loader to evaluate with."""
-    return samestep.loader(Points(samples, noise=0.0), batch_size=BATCH, shards=8, world=world)
+    """Return a loader for evaluation."""
+    return samestep.loader(Points(samples, noise=0.0), batch_size=BATCH, microbatches=8, world=world)
 
 
 def fit(engine: samestep.Engine, batches: samestep.loader) -> None:
-    """One epoch."""
+    """Train for one epoch."""
     for batch in batches:
         engine.step(batch)

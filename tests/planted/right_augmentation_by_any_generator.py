@@ -1,4 +1,4 @@
-"""Augmentation by Python's, NumPy's and torch's generators, with a loader process."""
+"""Augmentation with the generators of Python, NumPy and torch, and a loader process."""
 
 import random
 

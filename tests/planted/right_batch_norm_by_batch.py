@@ -1,4 +1,4 @@
-"""Synchronised batch norm, with dropout behind it."""
+"""Synchronised batch norm followed by dropout."""
 
 from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
 
@@ -6,7 +6,7 @@ import samestep
 
 with samestep.start() as world:
     model = seeded(Net)
-    rules = samestep.StepRules(batch_norm="sync")
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    config = samestep.StepConfig(batch_norm="sync")
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
     fit(engine, batches_of(world, Points()))
     engine.evaluate(evaluation(world))

@@ -1,4 +1,4 @@
-"""A running mean in a persistent buffer, which steps average over shards."""
+"""A running mean in a persistent buffer, which steps average over microbatches."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

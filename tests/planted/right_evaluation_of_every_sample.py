@@ -1,4 +1,4 @@
-"""A metric that sums what was right and what was seen, over a number of samples that no world divides."""
+"""A metric of summed counts, over a number of samples that no number of processes divides."""
 
 import torch
 from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
@@ -10,14 +10,14 @@ class Accuracy:
     name = "accuracy"
 
     def __init__(self) -> None:
-        self.right, self.seen = 0, 0
+        self.correct, self.count = 0, 0
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.right += int((outputs.argmax(1) == targets).sum())
-        self.seen += len(targets)
+        self.correct += int((outputs.argmax(1) == targets).sum())
+        self.count += len(targets)
 
     def compute(self, world: samestep.World) -> float:
-        counts = torch.tensor([self.right, self.seen])
+        counts = torch.tensor([self.correct, self.count])
         world.all_reduce(counts)
         return float(counts[0] / counts[1])
 

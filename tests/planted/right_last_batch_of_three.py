@@ -1,4 +1,4 @@
-"""A last batch with fewer samples than shards, and than ranks."""
+"""A last batch with fewer samples than microbatches and ranks."""
 
 from parts import Plain, Points, batches_of, fit, seeded, sgd
 

@@ -1,4 +1,4 @@
-"""A learning rate that grows with the global batch, and two groups of parameters."""
+"""A learning rate that scales with the global batch, and two parameter groups."""
 
 import torch
 from parts import BATCH, Net, Points, batches_of, fit, seeded

@@ -1,4 +1,4 @@
-"""A scalar that is the mean over a shard's samples, as most scripts have it."""
+"""A scalar loss that is the mean over the samples of a microbatch."""
 
 from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
 from torch import nn

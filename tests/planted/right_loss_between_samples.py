@@ -1,4 +1,4 @@
-"""A loss that compares each sample with the others of its shard."""
+"""A loss that compares each sample with the others of its microbatch."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd
@@ -8,10 +8,12 @@ import samestep
 
 
 def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-    """Each sample has to find itself among those of its shard."""
+    """Classify each sample as itself among the samples of its microbatch."""
     directions = functional.normalize(outputs, dim=1)
-    likeness = directions @ directions.T / 0.5
-    return samestep.Loss(functional.cross_entropy(likeness, torch.arange(len(outputs)), reduction="sum"), len(outputs))
+    similarity = directions @ directions.T / 0.5
+    return samestep.Loss(
+        functional.cross_entropy(similarity, torch.arange(len(outputs)), reduction="sum"), len(outputs)
+    )
 
 
 with samestep.start() as world:

@@ -1,4 +1,4 @@
-"""A penalty that is multiplied by the samples of a shard, so that it counts once in the mean."""
+"""A penalty multiplied by the number of samples, so that the mean contains the penalty once."""
 
 import torch
 from parts import Net, Points, batches_of, fit, seeded, sgd
@@ -9,9 +9,9 @@ with samestep.start() as world:
     model = seeded(Net)
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-        whole = samestep.cross_entropy(outputs, targets)
+        result = samestep.cross_entropy(outputs, targets)
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        return samestep.Loss(whole.sum + 0.01 * penalty * len(targets), whole.count)
+        return samestep.Loss(result.sum + 0.01 * penalty * len(targets), result.count)
 
     engine = samestep.Engine(model, sgd(model), loss, world=world)
     fit(engine, batches_of(world, Points()))

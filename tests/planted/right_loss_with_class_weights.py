@@ -1,4 +1,4 @@
-"""Class weights: the sum of weighted losses, and the sum of weights."""
+"""Class weights: the sum of weighted losses and the sum of weights."""
 
 import torch
 from losses import weighted

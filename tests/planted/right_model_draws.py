@@ -1,4 +1,4 @@
-"""Dropout, and noise that a layer draws from torch's global generator."""
+"""Dropout, and noise from torch's global generator."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

@@ -1,4 +1,4 @@
-"""Shuffled by a constant seed; two epochs, each with an order of its own."""
+"""Shuffling with a constant seed; two epochs with different orders."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 

@@ -1,4 +1,4 @@
-"""Samples of like length share a global batch."""
+"""Global batches of samples of similar length."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 

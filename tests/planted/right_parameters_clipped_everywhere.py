@@ -1,4 +1,4 @@
-"""Weights are clipped after each step, on every rank; gradients by their norm."""
+"""Weights are clamped after each step on every rank; gradients are clipped by their norm."""
 
 import torch
 from parts import Net, Points, batches_of, seeded, sgd
@@ -7,8 +7,8 @@ import samestep
 
 with samestep.start() as world:
     model = seeded(Net)
-    rules = samestep.StepRules(clip_norm=0.5)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    config = samestep.StepConfig(clip_norm=0.5)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
     for batch in batches_of(world, Points()):
         engine.step(batch)
         with torch.no_grad():

@@ -6,6 +6,6 @@ import samestep
 
 with samestep.start() as world:
     model = seeded(Net)
-    rules = samestep.StepRules(precision="bf16")
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    rules = samestep.StepConfig(precision="bf16")
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=rules)
     fit(engine, batches_of(world, Points()))

@@ -1,4 +1,4 @@
-"""A loop that writes checkpoints and goes on from the newest: python right_resume.py FOLDER."""
+"""A loop that writes checkpoints and resumes from the newest: python right_resume.py FOLDER."""
 
 import sys
 
@@ -10,7 +10,7 @@ with samestep.start() as world:
     model = seeded(Net)
     engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
     batches = batches_of(world, Points())
-    checkpoints = samestep.Checkpoints(sys.argv[1], engine, batches)
+    checkpoints = samestep.CheckpointManager(sys.argv[1], engine, batches)
     checkpoints.resume()
     while batches.cursor.epoch < 2:
         for batch in batches:

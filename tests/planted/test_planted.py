@@ -1,4 +1,4 @@
-"""`samestep verify` names the cause of every planted mistake, and finds none where there is none."""
+"""`samestep verify` names the cause of every planted mistake and accepts every correct script."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
+from helpers.system import answer, here
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.tools.verify.causes import Cause
-from system import answer, here
 
 FOLDER = Path(__file__).parent
 RESUMED = ("--kill-at", "3", "--resume-on", "2", "--", "{folder}")
 
-# What is wrong in each, and a word that the place or the evidence has to have.
+# Cause of each mistake, and a text in the location or the evidence.
 MISTAKES = {
-    "augmentation_by_rank": (Cause.AUGMENTATION, "which process makes them"),
+    "augmentation_by_rank": (Cause.AUGMENTATION, "samples depend on the process"),
     "augmentation_own_generator": (Cause.AUGMENTATION, "117 samples differ"),
-    "batch_norm_by_world_size": (Cause.BATCH_NORM, "batch_norm shard and sync"),
+    "batch_norm_by_world_size": (Cause.BATCH_NORM, "batch_norm microbatch and sync"),
     "batch_norm_over_ranks": (Cause.BATCH_NORM, "module 2"),
     "batch_size_by_world_size": (Cause.DATA_ORDER, "16 samples and 32 samples"),
     "buffer_as_attribute": (Cause.UNSYNCHRONISED, "2.largest"),
     "buffer_for_evaluation": (Cause.UNSYNCHRONISED, "2.mean"),
     "buffer_not_saved": (Cause.UNSYNCHRONISED, "2.mean"),
-    "clipping_by_world_size": (Cause.RULES, "clip_norm 0.1 and 0.2"),
-    "data_order_by_hand": (Cause.DATA_ORDER, "place"),
+    "clipping_by_world_size": (Cause.SETTINGS, "clip_norm 0.1 and 0.2"),
+    "data_order_by_hand": (Cause.DATA_ORDER, "position"),
     "data_order_lengths": (Cause.DATA_ORDER, "step 1"),
     "data_order_permuted": (Cause.DATA_ORDER, "other samples of the dataset"),
     "data_order_seed": (Cause.DATA_ORDER, "step 1"),
@@ -41,18 +41,18 @@ MISTAKES = {
     "learning_rate_by_world_size": (Cause.LEARNING_RATE, "[0.05] and [0.1]"),
     "loss_by_world_size": (Cause.LOSS, "not rounding"),
     "loss_mean_over_tokens": (Cause.LOSS, "the two pieces give"),
-    "loss_regularised_by_shard": (Cause.LOSS, "the two pieces give"),
-    "model_global_generator": (Cause.MODEL_RANDOM, "goes on from call to call"),
+    "loss_regularised_by_microbatch": (Cause.LOSS, "the two pieces give"),
+    "model_global_generator": (Cause.MODEL_RANDOM, "advances with every call"),
     "model_own_generator": (Cause.MODEL_RANDOM, "module 2"),
     "model_seeds_by_rank": (Cause.MODEL_RANDOM, "module 2"),
     "model_unseeded": (Cause.MODEL_RANDOM, "run twice"),
-    "momentum_by_world_size": (Cause.RULES, "momentum 0.9 and 0.8"),
+    "momentum_by_world_size": (Cause.SETTINGS, "momentum 0.9 and 0.8"),
     "parameter_on_one_rank": (Cause.UNSYNCHRONISED, "0.bias is a parameter"),
     "reduction_plain": (Cause.REDUCTION, "with the exact reduction"),
     "resume_weights_only": (Cause.RESUME, "step 3"),
     "schedule_by_world_size": (Cause.LEARNING_RATE, "step 3"),
-    "shards_by_world_size": (Cause.SHARDS, "1 shards and 2"),
-    "threads_by_world_size": (Cause.THREADS, "with one thread a rank"),
+    "microbatches_by_world_size": (Cause.MICROBATCHES, "1 microbatches and 2"),
+    "threads_by_world_size": (Cause.THREADS, "with one thread per rank"),
     "unused_parameters": (Cause.UNUSED, "second.weight"),
 }
 QUICK = ("loss_mean_over_tokens", "buffer_not_saved")
@@ -60,76 +60,76 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 
 
 def marked(names: Sequence[str]) -> list[Any]:
-    """Each second one is tried with all changes, the others by `make test-long`."""
-    marks = {name: pytest.mark.long if place % 2 else pytest.mark.slow for place, name in enumerate(names)}
+    """Mark every second test as slow, the others as long."""
+    marks = {name: pytest.mark.long if index % 2 else pytest.mark.slow for index, name in enumerate(names)}
     return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
 
 
-def verified(capsys: pytest.CaptureFixture[str], place: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
-    """The exit code and the certificate."""
-    # Scripts may hang, and are small; what a recipe imports takes seconds on a machine that has more to do.
+def verify(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the certificate."""
+    # Some scripts hang. They are small; the imports of a recipe take seconds on a busy machine.
     patience = 10 if "--script" in arguments else 60
-    code = here("verify", "--json", "--out", place, "--patience", patience, *arguments, cwd=FOLDER)
-    said: dict[str, Any] = answer(capsys)
-    return code, said
+    code = here("verify", "--json", "--out", folder, "--patience", patience, *arguments, cwd=FOLDER)
+    certificate: dict[str, Any] = answer(capsys)
+    return code, certificate
 
 
-def test_every_script_of_the_folder_is_tested() -> None:
+def test_every_script_is_listed() -> None:
     assert {path.stem.removeprefix("wrong_") for path in FOLDER.glob("wrong_*.py")} == set(MISTAKES)
     assert len(MISTAKES) >= 16
     assert len(RIGHT) >= 16
 
 
 @pytest.mark.parametrize("name", marked(list(MISTAKES)))
-def test_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+def test_cause_of_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
-    code, said = verified(capsys, tmp_path, "--script", f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
-    cause, word = MISTAKES[name]
-    [finding] = said["findings"]
+    code, certificate = verify(capsys, tmp_path, "--script", f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
+    cause, text = MISTAKES[name]
+    [finding] = certificate["findings"]
     assert finding["cause"] == cause
-    assert word in " ".join([str(finding["where"]), *finding["evidence"]])
-    assert (code, said["holds"]) == (EXIT_DIFFERS, False)
+    assert text in " ".join([str(finding["where"]), *finding["evidence"]])
+    assert (code, certificate["holds"]) == (EXIT_DIFFERS, False)
 
 
 @pytest.mark.parametrize("name", marked(RIGHT))
-def test_no_alarm_where_nothing_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+def test_correct_script_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
-    code, said = verified(capsys, tmp_path, "--script", f"right_{name}.py", "--processes", "1,3", *resumed)
-    assert (code, said["holds"], said["findings"]) == (EXIT_DONE, True, [])
-    assert said["steps"]
-    for run in said["comparisons"]:
+    code, certificate = verify(capsys, tmp_path, "--script", f"right_{name}.py", "--processes", "1,3", *resumed)
+    assert (code, certificate["holds"], certificate["findings"]) == (EXIT_DONE, True, [])
+    assert certificate["steps"]
+    for run in certificate["comparisons"]:
         assert set(run["quantities"].values()) <= {"bits", "-"}
 
 
 @pytest.mark.slow
-def test_recipe_with_a_weighted_mean_of_a_shard_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, said = verified(capsys, tmp_path, "wrong_class_weights.yaml", "--processes", "1,2")
-    assert (code, said["findings"][0]["cause"]) == (EXIT_DIFFERS, Cause.LOSS)
-
-
-@pytest.mark.slow
-def test_recipe_with_weights_that_are_counted_raises_no_alarm(
+def test_recipe_with_a_weighted_mean_per_microbatch_is_rejected(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, said = verified(
+    code, certificate = verify(capsys, tmp_path, "wrong_class_weights.yaml", "--processes", "1,2")
+    assert (code, certificate["findings"][0]["cause"]) == (EXIT_DIFFERS, Cause.LOSS)
+
+
+@pytest.mark.slow
+def test_recipe_with_counted_weights_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, certificate = verify(
         capsys, tmp_path, "right_class_weights.yaml", "--processes", "1,3", "--kill-at", "2", "--resume-on", "4"
     )
-    assert (code, said["holds"]) == (EXIT_DONE, True)
+    assert (code, certificate["holds"]) == (EXIT_DONE, True)
 
 
 @pytest.mark.slow
-def test_rounding_is_allowed_where_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, said = verified(
+def test_fast_reduction_allows_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, certificate = verify(
         capsys, tmp_path, "--script", "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"
     )
-    assert (code, said["holds"]) == (EXIT_DONE, True)
-    assert 0 < float(said["comparisons"][0]["quantities"]["gradients"]) <= 1e-4
+    assert (code, certificate["holds"]) == (EXIT_DONE, True)
+    assert 0 < float(certificate["comparisons"][0]["quantities"]["gradients"]) <= 1e-4
 
 
 @pytest.mark.slow
-def test_wrong_mathematics_is_not_taken_for_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistake_is_not_accepted_as_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("batch_norm_over_ranks", "loss_by_world_size", "learning_rate_by_world_size"):
-        code, said = verified(
+        code, certificate = verify(
             capsys,
             tmp_path,
             "--script",
@@ -140,4 +140,4 @@ def test_wrong_mathematics_is_not_taken_for_rounding(capsys: pytest.CaptureFixtu
             "fast",
             "--double",
         )
-        assert (code, said["findings"][0]["cause"]) == (EXIT_DIFFERS, MISTAKES[name][0])
+        assert (code, certificate["findings"][0]["cause"]) == (EXIT_DIFFERS, MISTAKES[name][0])

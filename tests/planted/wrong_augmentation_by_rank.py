@@ -1,4 +1,4 @@
-"""Every rank augments with noise that is a function of its number, as blog posts advise."""
+"""Each rank seeds its augmentation with its rank."""
 
 import torch
 from parts import FEATURES, Net, Points, Sample, batches_of, fit, seeded, sgd

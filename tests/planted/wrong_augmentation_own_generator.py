@@ -1,4 +1,4 @@
-"""The dataset draws its noise from a generator of its own, which goes on from sample to sample."""
+"""The dataset draws noise from its own generator, which advances from sample to sample."""
 
 import numpy
 import torch

@@ -1,4 +1,4 @@
-"""Batch norm is synchronised where there are several processes, and not where there is one."""
+"""Batch norm is synchronised on several processes, but not on one."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 
@@ -6,6 +6,6 @@ import samestep
 
 with samestep.start() as world:
     model = seeded(Net)
-    rules = samestep.StepRules(batch_norm="sync" if world.size > 1 else "shard")
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    config = samestep.StepConfig(batch_norm="sync" if world.size > 1 else "microbatch")
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
     fit(engine, batches_of(world, Points()))

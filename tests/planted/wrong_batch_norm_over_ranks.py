@@ -1,4 +1,4 @@
-"""A home-made synchronised batch norm: it sees the shards that ranks compute at the same time."""
+"""A hand-written synchronised batch norm that covers only the microbatches computed at the same time."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The global batch is a batch a process, times the processes."""
+"""The global batch size is a size per process times the number of processes."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 

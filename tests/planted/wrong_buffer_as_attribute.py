@@ -1,4 +1,4 @@
-"""A layer remembers the largest value that it has seen as a plain attribute."""
+"""A layer keeps its largest value so far as a plain attribute."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

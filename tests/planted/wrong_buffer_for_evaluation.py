@@ -1,4 +1,4 @@
-"""A running mean that only evaluation uses, kept as a number."""
+"""A running mean for evaluation, kept as a number."""
 
 import torch
 from parts import Plain, Points, batches_of, evaluation, fit, seeded, sgd

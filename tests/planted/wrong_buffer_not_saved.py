@@ -1,4 +1,4 @@
-"""A running mean lives in a buffer that is not persistent, so nobody averages it over shards."""
+"""A running mean in a non-persistent buffer, which steps do not average over microbatches."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

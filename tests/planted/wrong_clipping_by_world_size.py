@@ -1,4 +1,4 @@
-"""The limit of the gradient's norm is multiplied by the number of processes."""
+"""The maximum gradient norm is multiplied by the number of processes."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 
@@ -6,6 +6,6 @@ import samestep
 
 with samestep.start() as world:
     model = seeded(Net)
-    rules = samestep.StepRules(clip_norm=0.1 * world.size)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    config = samestep.StepConfig(clip_norm=0.1 * world.size)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
     fit(engine, batches_of(world, Points()))

@@ -1,4 +1,4 @@
-"""Samples are grouped by lengths that are measured otherwise on another number of processes."""
+"""Samples are grouped by lengths that depend on the number of processes."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 

@@ -1,4 +1,4 @@
-"""The dataset is shuffled before the loader sees it, with a seed that each rank chooses."""
+"""The dataset is shuffled before the loader, with a seed per rank."""
 
 import torch
 from parts import Net, Points, batches_of, fit, seeded, sgd

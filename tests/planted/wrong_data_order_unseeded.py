@@ -1,4 +1,4 @@
-"""The dataset is shuffled before the loader sees it, without a seed."""
+"""The dataset is shuffled before the loader, without a seed."""
 
 import torch
 from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd

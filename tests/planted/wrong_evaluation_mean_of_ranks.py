@@ -1,4 +1,4 @@
-"""The accuracy is the mean of the ranks' accuracies, though they saw different numbers of samples."""
+"""The accuracy is the mean of the accuracies of ranks with different numbers of samples."""
 
 import torch
 from parts import Net, Points, batches_of, evaluation, fit, seeded, sgd
@@ -10,14 +10,14 @@ class Accuracy:
     name = "accuracy"
 
     def __init__(self) -> None:
-        self.right, self.seen = 0, 0
+        self.correct, self.count = 0, 0
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.right += int((outputs.argmax(1) == targets).sum())
-        self.seen += len(targets)
+        self.correct += int((outputs.argmax(1) == targets).sum())
+        self.count += len(targets)
 
     def compute(self, world: samestep.World) -> float:
-        mean = torch.tensor(self.right / max(1, self.seen), dtype=torch.float64)
+        mean = torch.tensor(self.correct / max(1, self.count), dtype=torch.float64)
         world.all_reduce(mean)
         return float(mean) / world.size
 

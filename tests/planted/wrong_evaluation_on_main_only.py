@@ -1,4 +1,4 @@
-"""Only the main rank evaluates."""
+"""Only rank 0 evaluates."""
 
 from parts import Net, Points, batches_of, evaluation, seeded, sgd
 

@@ -1,4 +1,4 @@
-"""A hook sums gradients over ranks, which the engine does already."""
+"""A hook sums gradients over ranks in addition to the engine."""
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ class Summed(torch.autograd.Function):
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-    whole = samestep.cross_entropy(outputs, targets)
-    return samestep.Loss(Summed.apply(whole.sum), whole.count)
+    result = samestep.cross_entropy(outputs, targets)
+    return samestep.Loss(Summed.apply(result.sum), result.count)
 
 
 with samestep.start() as world:

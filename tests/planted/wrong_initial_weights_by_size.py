@@ -1,4 +1,4 @@
-"""The weights begin from a seed that counts the processes."""
+"""The seed of the weights is the number of processes."""
 
 import torch
 from parts import Net, Points, batches_of, fit, sgd

@@ -1,4 +1,4 @@
-"""Nothing seeds the weights."""
+"""The weights are not seeded."""
 
 import torch
 from parts import Net, Points, batches_of, fit, sgd

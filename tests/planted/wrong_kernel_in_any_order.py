@@ -1,4 +1,4 @@
-"""A kernel that adds in whatever order its parts come, as atomic additions do."""
+"""A kernel that sums in an arbitrary order, as atomic additions do."""
 
 import os
 

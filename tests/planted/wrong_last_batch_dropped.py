@@ -1,4 +1,4 @@
-"""A last batch that does not divide by the number of processes is left out."""
+"""A last batch that the number of processes does not divide is skipped."""
 
 from parts import Net, Points, batches_of, seeded, sgd
 

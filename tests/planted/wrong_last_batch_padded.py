@@ -1,4 +1,4 @@
-"""The dataset is padded with its first samples until it divides by the number of processes."""
+"""The dataset is padded with its first samples to a multiple of the number of processes."""
 
 from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd
 from torch.utils.data import Subset

@@ -1,4 +1,4 @@
-"""The learning rate is multiplied by the number of processes, though the global batch is the same."""
+"""The learning rate is multiplied by the number of processes, although the global batch is constant."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 

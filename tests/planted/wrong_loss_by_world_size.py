@@ -1,4 +1,4 @@
-"""The loss is divided by the number of processes, because somewhere it said that DDP sums."""
+"""The loss is divided by the number of processes."""
 
 import torch
 from parts import Net, Points, batches_of, fit, seeded, sgd
@@ -8,8 +8,8 @@ import samestep
 with samestep.start() as world:
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-        whole = samestep.cross_entropy(outputs, targets)
-        return samestep.Loss(whole.sum / world.size, whole.count)
+        result = samestep.cross_entropy(outputs, targets)
+        return samestep.Loss(result.sum / world.size, result.count)
 
     model = seeded(Net)
     engine = samestep.Engine(model, sgd(model), loss, world=world)

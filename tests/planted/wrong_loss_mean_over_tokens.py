@@ -1,4 +1,4 @@
-"""The mean over a shard's tokens stands for a mean over its lines: shards with little padding count too little."""
+"""The mean over the tokens of a microbatch: microbatches with little padding have too little weight."""
 
 from parts import Lines, TokenNet, batches_of, fit, seeded, sgd
 from torch import nn

@@ -1,4 +1,4 @@
-"""A layer draws from a generator of its module, which no one can see from outside, in evaluation too."""
+"""A layer draws from a module-level generator, also in evaluation mode."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

@@ -1,4 +1,4 @@
-"""A dropout layer draws from a generator of its own, which goes on from shard to shard."""
+"""A dropout layer draws from its own generator, which advances from microbatch to microbatch."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

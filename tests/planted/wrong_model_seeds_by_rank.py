@@ -1,4 +1,4 @@
-"""A layer seeds torch with the rank before it draws, so that ranks drop different units."""
+"""A layer seeds torch with the rank, so that ranks drop different units."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

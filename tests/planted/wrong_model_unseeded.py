@@ -1,4 +1,4 @@
-"""A layer draws noise from a generator that is seeded from the clock."""
+"""A layer draws noise from a generator with a non-deterministic seed."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd

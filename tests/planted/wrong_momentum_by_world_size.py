@@ -1,4 +1,4 @@
-"""The momentum is a function of the number of processes."""
+"""The momentum depends on the number of processes."""
 
 import torch
 from parts import Net, Points, batches_of, fit, seeded

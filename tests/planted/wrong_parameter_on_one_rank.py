@@ -1,4 +1,4 @@
-"""Weights are clipped after each step, on the main rank only."""
+"""Weights are clamped after each step on rank 0 only."""
 
 import torch
 from parts import Net, Points, batches_of, seeded, sgd

@@ -1,4 +1,4 @@
-"""Gradients meet as they come, though the same bits are wanted."""
+"""Fast reduction under a verification of equal bits."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 
@@ -6,6 +6,6 @@ import samestep
 
 with samestep.start(reduction="fast") as world:
     model = seeded(Net)
-    rules = samestep.StepRules(reduction="fast")
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, rules=rules)
+    config = samestep.StepConfig(reduction="fast")
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
     fit(engine, batches_of(world, Points()))

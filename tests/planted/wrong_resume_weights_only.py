@@ -1,4 +1,4 @@
-"""Only weights and steps are saved: the optimizer's momentum is lost, and the epoch begins anew."""
+"""Only weights and steps are saved: the optimizer's momentum is lost, and the epoch starts again."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The schedule counts the steps that each rank would make with a batch of its own."""
+"""The schedule counts the steps that each rank would make with its own batch."""
 
 from parts import Net, Points, batches_of, fit, seeded, sgd
 from torch.optim.lr_scheduler import StepLR

@@ -1,4 +1,4 @@
-"""The cores of the machine are divided among the processes."""
+"""The number of threads depends on the number of processes."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd
@@ -8,7 +8,7 @@ import samestep
 
 
 class WideMean(nn.Module):
-    """A sum so long that threads share it."""
+    """A sum large enough for several threads."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         wide = torch.sin(values.sum() * torch.arange(1.0, 1_000_001.0))

@@ -1,4 +1,4 @@
-"""A second head is used only for shards that begin with a certain class."""
+"""A second head is used only for microbatches whose first sample has a certain sign."""
 
 import torch
 from parts import CLASSES, FEATURES, Points, batches_of, fit, seeded, sgd

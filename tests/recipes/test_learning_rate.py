@@ -1,14 +1,14 @@
-"""A recipe's learning rate follows its batch size where it says so."""
+"""The learning rate of a recipe follows the batch size if a rule is set."""
 
 import pytest
 
 from samestep import World
-from samestep.config import LearningRatePart, RunOptions
+from samestep.config import LearningRateConfig, RunOptions
 from samestep.errors import RecipeError
-from samestep.recipes.build import Built, build
-from samestep.recipes.parse import load_recipe, recipe_data
+from samestep.recipes.builder import Built, build
+from samestep.recipes.recipe_files import load_recipe, recipe_data
 
-SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "shards=4", "schedule.name=constant")
+SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "microbatches=4", "schedule.name=constant")
 LINEAR = ("learning_rate.rule=linear", "learning_rate.base_batch_size=8")
 
 
@@ -43,29 +43,29 @@ def test_an_optimizers_own_rate_is_scaled_too(alone: World) -> None:
 
 def test_the_rule_is_part_of_the_recipe() -> None:
     recipe = load_recipe("digits", ["learning_rate={rule: sqrt, base_batch_size: 256}"])
-    assert recipe.learning_rate == LearningRatePart(rule="sqrt", base_batch_size=256)
+    assert recipe.learning_rate == LearningRateConfig(rule="sqrt", base_batch_size=256)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("learning_rate.rule=linear", "learning_rate.rule is linear and learning_rate.base_batch_size is None"),
-        ("learning_rate.base_batch_size=256", "base_batch_size is 256 but learning_rate.rule is fixed"),
+        ("learning_rate.base_batch_size=256", "learning_rate.rule is fixed and learning_rate.base_batch_size is 256"),
         ("learning_rate={rule: sqrt, base_batch_size: 0}", "base_batch_size is 0"),
         ("learning_rate.rule=quadratic", '"quadratic"'),
         ("learning_rate.base=256", "unknown key learning_rate.base"),
         ("learning_rate=0.1", "learning_rate is 0.1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(override: str, said: str) -> None:
+def test_invalid_values_are_refused(override: str, message: str) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe("digits", [override])
-    assert said in str(error.value)
-    assert error.value.rule
-    assert error.value.do
+    assert message in str(error.value)
+    assert error.value.expected
+    assert error.value.fix
 
 
 def test_a_number_for_a_rule_is_shown_where_it_belongs() -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe("digits", ["learning_rate=0.1"])
-    assert error.value.do == "--set optimizer.options.lr=0.1"
+    assert error.value.fix == "--set optimizer.options.lr=0.1"

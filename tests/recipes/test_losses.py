@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.system import events, here, weights
 from samestep import MultiLoss, World
 from samestep.config import Recipe, RunOptions
-from samestep.engine.multi_loss import LossPart
+from samestep.engine.multi_loss import LossTerm
 from samestep.errors import InputError, RecipeError
-from samestep.recipes.build import Built, build
-from samestep.recipes.parse import load_recipe
-from system import events, here, weights
+from samestep.recipes.builder import Built, build
+from samestep.recipes.recipe_files import load_recipe
 
 PARTS = """
 import samestep
@@ -24,8 +24,8 @@ def _count(targets):
 class Parts(samestep.MultiLoss):
     def __init__(self, sharpness: float = 0.0) -> None:
         super().__init__([
-            samestep.LossPart("tokens", lambda o, t: samestep.cross_entropy(o, t).sum, _count),
-            samestep.LossPart("size", lambda o, t: (o**2).mean(dim=(1, 2)).sum(), weight=sharpness),
+            samestep.LossTerm("tokens", lambda o, t: samestep.cross_entropy(o, t).sum, _count),
+            samestep.LossTerm("size", lambda o, t: (o**2).mean(dim=(1, 2)).sum(), weight=sharpness),
         ])
 
 
@@ -56,10 +56,10 @@ def test_class_weights_are_a_list_in_a_recipe(alone: World) -> None:
     made = built(alone, f"loss.options.weight={heavy}", "loss.options.label_smoothing=0.1")
     batches = list(made.evaluation)
     value = made.engine.evaluate(batches)["loss"]
-    shards = [shard.data for batch in batches for shard in batch.parts]
+    microbatches = [microbatch.data for batch in batches for microbatch in batch.local_microbatches]
     total = count = 0.0
     with torch.no_grad():
-        for inputs, targets in shards:
+        for inputs, targets in microbatches:
             outputs, weight = made.engine.model(inputs), torch.tensor(heavy, dtype=torch.float64)
             loss = torch.nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)(outputs.double(), targets)
             share = float(weight[targets[targets != -100]].sum())
@@ -98,15 +98,15 @@ def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
         assert here("train", *arguments, *settings, cwd=place) == 0
         runs.append(place / "runs" / f"on-{processes}")
     assert weights(runs[0]) == weights(runs[1])
-    (told,) = events(runs[0], "evaluation")
-    assert told["loss"] == pytest.approx(told["loss_tokens"] + 0.1 * told["loss_size"], rel=1e-12)
-    said = capsys.readouterr()
-    assert f"loss_tokens  {told['loss_tokens']:.4f}" in f"{said.out} {said.err}"
+    (last,) = events(runs[0], "evaluation")
+    assert last["loss"] == pytest.approx(last["loss_tokens"] + 0.1 * last["loss_size"], rel=1e-12)
+    printed = capsys.readouterr()
+    assert f"loss_tokens  {last['loss_tokens']:.4f}" in f"{printed.out} {printed.err}"
     assert here("eval", runs[0], cwd=place) == 0
-    assert f"loss_size    {told['loss_size']:.4f}" in capsys.readouterr().out
+    assert f"loss_size    {last['loss_size']:.4f}" in capsys.readouterr().out
 
 
 def test_public_names_are_the_ones_of_the_engine() -> None:
     import samestep
 
-    assert (samestep.LossPart, samestep.MultiLoss) == (LossPart, MultiLoss)
+    assert (samestep.LossTerm, samestep.MultiLoss) == (LossTerm, MultiLoss)

@@ -1,4 +1,4 @@
-"""An error reads as value, rule and way out, survives the way between processes, and knows its exit code."""
+"""Errors: text, code, exit code and pickling."""
 
 import pickle
 
@@ -10,14 +10,14 @@ from samestep import errors
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (errors.SamestepError, 1),
-        (errors.InputError, 2),
-        (errors.RecipeError, 2),
-        (errors.DataError, 2),
-        (errors.CheckpointError, 2),
-        (errors.RunError, 1),
-        (errors.NonFiniteError, 1),
-        (errors.PeerLostError, 1),
+        (errors.SamestepError, errors.EXIT_FAILED),
+        (errors.InputError, errors.EXIT_INPUT),
+        (errors.RecipeError, errors.EXIT_INPUT),
+        (errors.DataError, errors.EXIT_INPUT),
+        (errors.CheckpointError, errors.EXIT_INPUT),
+        (errors.RunError, errors.EXIT_FAILED),
+        (errors.NonFiniteError, errors.EXIT_FAILED),
+        (errors.PeerLostError, errors.EXIT_FAILED),
     ],
 )
 def test_exit_codes(kind: type[errors.SamestepError], code: int) -> None:
@@ -27,24 +27,34 @@ def test_exit_codes(kind: type[errors.SamestepError], code: int) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (errors.RunError("a"), "a"),
-        (errors.RunError("a", rule="b"), "a\n  rule: b"),
-        (errors.RunError("a", do="c"), "a\n  do:   c"),
-        (errors.RunError("a", rule="b", do="c"), "a\n  rule: b\n  do:   c"),
+        (errors.RunError("a"), "a [E_RUN]"),
+        (errors.RunError("a", expected="b"), "a [E_RUN]\n  expected: b"),
+        (errors.RunError("a", fix="c"), "a [E_RUN]\n  fix:      c"),
+        (errors.RunError("a", expected="b", fix="c"), "a [E_RUN]\n  expected: b\n  fix:      c"),
+        (errors.RunError("a\n  more", code="E_HANG"), "a [E_HANG]\n  more"),
     ],
 )
-def test_text_is_value_rule_and_way_out(error: errors.SamestepError, text: str) -> None:
+def test_text_has_code_expectation_and_fix(error: errors.SamestepError, text: str) -> None:
     assert str(error) == text
 
 
-def test_an_error_crosses_processes_whole() -> None:
-    sent = errors.DataError("value", rule="rule", do="way out")
-    got = pickle.loads(pickle.dumps(sent))
-    assert type(got) is errors.DataError
-    assert (got.value, got.rule, got.do) == (sent.value, sent.rule, sent.do)
+def test_error_is_equal_after_pickling() -> None:
+    error = errors.DataError("value", expected="rule", fix="action", code="E_LABEL")
+    error.add_note("note")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.DataError
+    assert (copy.value, copy.expected, copy.fix, copy.code) == ("value", "rule", "action", "E_LABEL")
+    assert str(copy) == str(error)
 
 
-def test_what_else_went_wrong_is_told_last() -> None:
-    error = errors.InputError("a sample is bad", rule="all are good", do="mend it")
-    error.add_note("nor can anything be saved")
-    assert str(error).splitlines()[-1] == "  also: nor can anything be saved"
+def test_notes_follow_the_fix() -> None:
+    error = errors.InputError("one sample is unusable", expected="all samples are usable", fix="remove the sample")
+    error.add_note("no checkpoint was written")
+    assert str(error).splitlines()[-1] == "  also:     no checkpoint was written"
+
+
+def test_every_default_code_is_documented() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SamestepError)
+    ]
+    assert {kind.default_code for kind in kinds} <= errors.CODES.keys()

@@ -1,4 +1,4 @@
-"""The picture that `leaves_nothing` compares shows each kind of leak."""
+"""`differences` reports each kind of leak."""
 
 import os
 import subprocess
@@ -10,65 +10,65 @@ import pytest
 import torch
 
 import samestep
-from leaks import differences, picture
+from helpers.leaks import differences, snapshot
 
 
-def test_nothing_differs_where_nothing_happened() -> None:
-    before = picture()
-    assert differences(before, picture()) == []
+def test_no_difference_without_a_change() -> None:
+    before = snapshot()
+    assert differences(before, snapshot()) == []
 
 
-def test_a_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = picture()
+def test_added_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot()
     monkeypatch.setenv("SAMESTEP_TEST", "1")
-    assert differences(before, picture()) == ["environment variable SAMESTEP_TEST"]
+    assert differences(before, snapshot()) == ["environment variable SAMESTEP_TEST"]
 
 
-def test_a_removed_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = picture()
+def test_removed_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot()
     monkeypatch.delenv(next(name for name in os.environ if name != "PYTEST_CURRENT_TEST"))
-    assert len(differences(before, picture())) == 1
+    assert len(differences(before, snapshot())) == 1
 
 
-def test_a_thread_is_noticed() -> None:
-    before, done = picture(), threading.Event()
+def test_thread_is_reported() -> None:
+    before, done = snapshot(), threading.Event()
     thread = threading.Thread(target=done.wait, name="left")
     thread.start()
     try:
-        assert differences(before, picture()) == ["thread left"]
+        assert differences(before, snapshot()) == ["thread left"]
     finally:
         done.set()
         thread.join()
 
 
-def test_a_process_is_noticed() -> None:
-    before = picture()
+def test_process_is_reported() -> None:
+    before = snapshot()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        found = differences(before, picture())
+        leaks = differences(before, snapshot())
         assert process.stdin is not None
         process.communicate(b"\n")
-    assert found == [f"process {process.pid}"]
+    assert leaks == [f"process {process.pid}"]
 
 
-def test_a_grandchild_is_noticed() -> None:
-    before = picture()
+def test_grandchild_is_reported() -> None:
+    before = snapshot()
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # the grandchild is there
-        found = differences(before, picture())
+        process.stdout.readline()  # the grandchild runs
+        leaks = differences(before, snapshot())
         process.communicate(b"\n")
-    assert len(found) == 2
+    assert len(leaks) == 2
 
 
-def test_a_mode_is_noticed() -> None:
-    before = picture()
+def test_mode_is_reported() -> None:
+    before = snapshot()
     with torch.no_grad():
-        assert differences(before, picture()) == ["torch's gradient mode"]
+        assert differences(before, snapshot()) == ["torch's gradient mode"]
 
 
-def test_a_process_group_is_noticed(alone: samestep.World) -> None:
-    during = picture()
+def test_process_group_is_reported(alone: samestep.World) -> None:
+    during = snapshot()
     assert during.has_group
     assert differences(replace(during, has_group=False), during) == ["a process group"]

@@ -1,1 +1,1 @@
-"""What a run is resumed from: complete or not there, verified before it is loaded, free of ranks and of pickle."""
+"""Checkpoints: complete or absent, verified before loading, independent of ranks, without pickle."""

@@ -1,59 +1,80 @@
-"""The state of a run as files: tensors as safetensors, the rest as JSON.
+"""State of a training run as checkpoint files: tensors as safetensors, other state as JSON.
 
-Nothing in it knows how many ranks wrote it: names are the model's own, the position is a cursor.
+The files do not depend on the number of ranks: names are the model's own, the position is a cursor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.holding import Holding, WholeModel, gathered
-from samestep.checkpoint.manifest import STATE, foreign, read_json
-from samestep.cursor import Cursor
+from samestep.checkpoint.store import STATE, contents_errors, invalid_contents, read_json
 from samestep.errors import CheckpointError
+from samestep.microbatches import Cursor
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, besides what is in tensors.
+class SavedParameters(Protocol):
+    """Parameters of a model on this rank. The methods of this class are those of a rank with the complete model.
 
     Attributes:
-        step: optimizer steps done.
-        cursor: position in the data.
-        best: the best value of the deciding metric so far, or None.
-        loss_sum: summed loss of the current epoch so far.
-        loss_count: what it is divided by for the epoch's mean.
-        recipe: the resolved recipe that led here.
+        local: local part of each parameter, as the optimizer has it, by the model's names.
+        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is a collective.
     """
 
-    step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
-    best: float | None = None
-    loss_sum: float = 0.0
-    loss_count: float = 0.0
-    recipe: dict[str, Any] = field(default_factory=dict)
+    local: dict[str, torch.nn.Parameter]
+    is_divided: bool
+
+    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return a full parameter, or an element-wise state of the parameter, from all local parts. A collective."""
+        return local
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor; a tensor of another shape than the parameter's is unchanged."""
+        return full
+
+    def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the values of all parameters on all ranks in the same order. A collective.
+
+        Numbers of other ranks are included; tensors of other ranks have no values until `full_tensor`.
+        """
+        return values
+
+
+class _CompleteModel(SavedParameters):
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.local, self.is_divided = dict(model.named_parameters()), False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, without tensors."""
+
+    step: int = 0  # completed optimizer steps
+    cursor: Cursor = field(default_factory=Cursor)  # position in the data
+    best: float | None = None  # best value of the monitored metric so far, or None
+    loss_sum: float = 0.0  # sum of the losses of the current epoch so far
+    loss_count: float = 0.0  # divisor of `loss_sum` for the mean of the epoch
+    recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
 
 
 @dataclass(frozen=True)
 class Training:
-    """The objects whose state a checkpoint holds.
+    """Objects with state in a checkpoint.
 
     Attributes:
-        average: a moving average of trained parameters by name, set in place; None where there is none.
-        parts: what of the model is on this rank; None for all of it.
+        average: moving average of the trained parameters by name, set in place; None if unused.
+        local_parameters: parameters on this rank; None for the complete model.
     """
 
     model: torch.nn.Module
@@ -61,61 +82,54 @@ class Training:
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
     average: dict[str, torch.Tensor] | None = None
-    parts: Holding | None = None
+    local_parameters: SavedParameters | None = None
 
     @cached_property
-    def holding(self) -> Holding:
-        """What of the model is on this rank."""
-        return self.parts or WholeModel(self.model)
+    def parameters(self) -> SavedParameters:
+        """Parameters on this rank."""
+        return self.local_parameters or _CompleteModel(self.model)
 
 
 def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
-    """The files of a checkpoint, by name; the same under every layout.
+    """Return the files of a checkpoint by name, the same under every strategy.
 
-    Args:
-        keep: False on a rank that only takes part in gathering; it gets nothing.
+    With `keep=False`, the rank only takes part in gathering, and the result is empty.
     """
-    holding = training.holding
-    if not (keep or holding.is_divided):
-        return {}  # nothing is gathered
+    parameters = training.parameters
+    if not (keep or parameters.is_divided):
+        return {}  # nothing to gather
     tensors, aliases = _pack_model(training, keep=keep)
-    slots, numbers, groups = _pack_optimizer(training, keep=keep)
-    average = None
-    if training.average is not None:
-        average = gathered(training.average, holding, keep=keep)
+    slots, optimizer = _pack_optimizer(training, keep=keep)
+    average = None if training.average is None else _gathered(training.average, parameters, keep=keep)
     if not keep:
         return {}
     state = {
         "progress": asdict(progress),
         "aliases": aliases,
-        "optimizer": {"numbers": numbers, "groups": groups},
+        "optimizer": optimizer,
         "scheduler": training.scheduler.state_dict() if training.scheduler else None,
         "scaler": training.scaler.state_dict(),
     }
-    files = {
-        MODEL: save(tensors),
-        OPTIMIZER: save(slots),
-        STATE: json.dumps(state, indent=1).encode(),
-    }
+    files = {MODEL: save(tensors), OPTIMIZER: save(slots), STATE: json.dumps(state, indent=1).encode()}
     if average is not None:
         files[AVERAGE] = save(average)
     return files
 
 
 def load(checkpoint: Path, training: Training) -> Progress:
-    """Set `training` to what a checkpoint says, after verifying it.
+    """Verify a checkpoint and load the state into `training`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or optimizer, or was not written here.
+        CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model or optimizer.
     """
     averages = (AVERAGE,) if training.average is not None else ()
     state = read_json(checkpoint, STATE, MODEL, OPTIMIZER, *averages)
-    with _read_as_written(checkpoint):
+    with contents_errors(checkpoint):
         if training.average is not None:
-            _set(training.average, _tensors(checkpoint, AVERAGE), training.holding)
-        progress = _progress(state)
-        slots = _tensors(checkpoint, OPTIMIZER)
-        _load_model(checkpoint, state["aliases"], training.model, training.holding)
+            _copy(_read_tensors(checkpoint, AVERAGE), training.average, training.parameters)
+        progress = Progress(**{**state["progress"], "cursor": Cursor(**state["progress"]["cursor"])})
+        slots = _read_tensors(checkpoint, OPTIMIZER)
+        _load_model(checkpoint, state["aliases"], training.model, training.parameters)
         _load_optimizer(training, slots, state["optimizer"])
         if training.scheduler is not None and state["scheduler"] is not None:
             training.scheduler.load_state_dict(state["scheduler"])
@@ -125,96 +139,72 @@ def load(checkpoint: Path, training: Training) -> Progress:
 
 
 def load_model(
-    checkpoint: Path, model: torch.nn.Module, parts: Holding | None = None, *, averaged: bool = False
+    checkpoint: Path, model: torch.nn.Module, parameters: SavedParameters | None = None, *, averaged: bool = False
 ) -> None:
-    """Set the weights and buffers of `model` alone, after verifying the checkpoint.
+    """Verify a checkpoint and load only the weights and buffers of `model`.
 
     Args:
-        parts: what of the model is on this rank; None for all of it.
-        averaged: the trained parameters are those of the moving average, which the checkpoint must have.
+        checkpoint: folder of the checkpoint.
+        model: changed in place.
+        parameters: parameters on this rank; None for the complete model.
+        averaged: load the moving average of the trained parameters; the checkpoint must have one.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    averages, holding = (AVERAGE,) if averaged else (), parts or WholeModel(model)
-    with _read_as_written(checkpoint):
-        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model, holding)
+    averages, parameters = (AVERAGE,) if averaged else (), parameters or _CompleteModel(model)
+    with contents_errors(checkpoint):
+        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model, parameters)
         if averaged:
-            average = _tensors(checkpoint, AVERAGE)
-            _set({name: p.detach() for name, p in holding.held.items() if name in average}, average, holding)
+            average = _read_tensors(checkpoint, AVERAGE)
+            _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
 
 
-@contextmanager
-def _read_as_written(checkpoint: Path) -> Iterator[None]:
-    """A checkpoint whose files fit its manifest can still hold what nobody here has written."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise foreign(checkpoint, f"{type(error).__name__}: {error}") from error
-
-
-def _tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+def _read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(checkpoint / name)
     except SafetensorError as error:
-        raise foreign(checkpoint / name, str(error)) from error
+        raise invalid_contents(checkpoint / name, str(error)) from error
 
 
-def _load_model(checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module, holding: Holding) -> None:
-    tensors = _tensors(checkpoint, MODEL)
-    for name, source in aliases.items():
-        tensors[name] = tensors[source]
-    expected = model.state_dict()
-    wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
-    unknown = [name for name in tensors if name not in expected]
-    if wrong or unknown:
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
-            f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
-            rule="names and shapes of a checkpoint are those of the model",
-            do="build the model that was trained; model.pretrained takes what matches of another one",
-        )
-    if not holding.is_divided:
-        model.load_state_dict(tensors)
-        return
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in parameters}, strict=False)
-    _set({name: held.detach() for name, held in holding.held.items()}, {n: tensors[n] for n in holding.held}, holding)
+def _gathered(
+    tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors of parameters one after another, in host memory; every rank takes part."""
+    gathered = ((name, parameters.full_tensor(name, local)) for name, local in tensors.items())
+    return {name: full.cpu().contiguous().clone() for name, full in gathered if keep}
 
 
-def _set(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], holding: Holding) -> None:
-    """Set in place what this rank has of parameters.
-
-    Raises:
-        ValueError: names or shapes are not the same.
-    """
-    parts = {name: holding.part(name, tensor) for name, tensor in given.items()}
-    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in parts.items()}:
-        raise ValueError("the weights are of other parameters")
-    for name, tensor in own.items():
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
+    """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` if names or shapes differ."""
+    parts = {name: parameters.local_part(name, tensor) for name, tensor in source.items()}
+    if {name: t.shape for name, t in target.items()} != {name: t.shape for name, t in parts.items()}:
+        raise ValueError("the weights belong to other parameters")
+    for name, tensor in target.items():
         tensor.copy_(parts[name])
 
 
 def _pack_model(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers without repetition, and the names that stand for another one's tensor (tied weights)."""
-    state, holding = training.model.state_dict(), training.holding
-    if not holding.is_divided:
+    """Return distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
+    state, parameters = training.model.state_dict(), training.parameters
+    if not parameters.is_divided:
         return _distinct(state)
-    own = dict(training.model.named_parameters(remove_duplicate=False))
-    first = {id(own[name]): name for name in holding.held}
-    aliases = {name: first[id(p)] for name, p in own.items() if first[id(p)] != name}
-    buffers, more = _distinct({name: tensor for name, tensor in state.items() if name not in own})
-    whole = gathered({name: held.detach() for name, held in holding.held.items()}, holding, keep=keep)
-    return {name: (whole | buffers)[name] for name in state if name in whole or name in buffers}, aliases | more
+    in_model = dict(training.model.named_parameters(remove_duplicate=False))
+    first = {id(in_model[name]): name for name in parameters.local}
+    aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
+    buffers, buffer_aliases = _distinct({name: tensor for name, tensor in state.items() if name not in in_model})
+    gathered = _gathered({name: p.detach() for name, p in parameters.local.items()}, parameters, keep=keep)
+    tensors = gathered | buffers
+    return {name: tensors[name] for name in state if name in tensors}, aliases | buffer_aliases
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors without repetition, and the names that stand for another one's tensor (tied weights)."""
+    """Return copies of distinct tensors, and the name of the original for each alias."""
     first: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], str] = {}
     distinct: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        # A tensor without elements has no address of its own.
+        # Empty tensors share an address.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:
             aliases[name] = first[key]
@@ -224,67 +214,86 @@ def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
     return distinct, aliases
 
 
-def _pack_optimizer(
-    training: Training, *, keep: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Optimizer state by parameter name: tensors as `slot/name`, numbers, and the groups' settings."""
-    names = _names(training)
-    state = training.optimizer.state_dict()
+def _load_model(
+    checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module, parameters: SavedParameters
+) -> None:
+    tensors = _read_tensors(checkpoint, MODEL)
+    for name, original in aliases.items():
+        tensors[name] = tensors[original]
+    expected = model.state_dict()
+    wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
+    unknown = [name for name in tensors if name not in expected]
+    if wrong or unknown:
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
+            f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
+            expected="names and shapes of the model",
+            fix="build the trained model, or load matching weights of another one with model.pretrained",
+            code="E_CHECKPOINT_MODEL",
+        )
+    if not parameters.is_divided:
+        model.load_state_dict(tensors)
+        return
+    in_model = dict(model.named_parameters(remove_duplicate=False))
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in in_model}, strict=False)
+    local = parameters.local
+    _copy({name: tensors[name] for name in local}, {name: p.detach() for name, p in local.items()}, parameters)
+
+
+def _pack_optimizer(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of the optimizer as `slot/name`, and numbers and parameter groups by parameter name."""
+    names, state = _names(training), training.optimizer.state_dict()["state"]
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    mine = {names[index]: values for index, values in state["state"].items()}
-    for name, values in training.holding.everywhere(mine).items():
+    by_name = {names[index]: values for index, values in state.items()}
+    for name, values in training.parameters.merge_metadata(by_name).items():
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
-                whole = training.holding.whole(name, value.detach())
+                full = training.parameters.full_tensor(name, value.detach())
                 if keep:
-                    slots[f"{slot}/{name}"] = whole.cpu().contiguous()
+                    slots[f"{slot}/{name}"] = full.cpu().contiguous()
             else:
                 numbers.setdefault(name, {})[slot] = value
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return slots, numbers, groups
+    return slots, {"numbers": numbers, "groups": _groups(training, names)}
 
 
-def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], said: Mapping[str, Any]) -> None:
-    index = {name: i for i, name in _names(training).items()}
-    _require_same_optimizer(training, said["groups"])
+def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    names, parameters = _names(training), training.parameters
+    groups = _groups(training, names)
+    if [set(group) for group in groups] != [set(group) for group in saved["groups"]]:
+        raise _other_optimizer("its settings are those of another optimizer, or of other parameter groups")
+    if [group["params"] for group in groups] != [group["params"] for group in saved["groups"]]:
+        raise _other_optimizer("it trained other parameters")
+    index = {name: i for i, name in names.items()}
+    remote = {name for name, parameter in parameters.local.items() if parameter.is_meta}
     state: dict[int, dict[str, Any]] = {}
-    elsewhere = {name for name, held in training.holding.held.items() if held.is_meta}
     for key, tensor in slots.items():
         slot, _, name = key.partition("/")
-        if name not in elsewhere:
-            state.setdefault(index[name], {})[slot] = training.holding.part(name, tensor)
-    for name, values in said["numbers"].items():
-        if name not in elsewhere:
+        if name not in remote:
+            state.setdefault(index[name], {})[slot] = parameters.local_part(name, tensor)
+    for name, values in saved["numbers"].items():
+        if name not in remote:
             state.setdefault(index[name], {}).update(values)
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in said["groups"]]
+    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in saved["groups"]]
     training.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _require_same_optimizer(training: Training, said: list[dict[str, Any]]) -> None:
-    names = _names(training)
-    own = training.optimizer.state_dict()["param_groups"]
-    own = [{**group, "params": [names[i] for i in group["params"]]} for group in own]
-    if [set(group) for group in own] != [set(group) for group in said]:
-        what = "its settings are those of another optimizer, or of other parameter groups"
-    elif [group["params"] for group in own] != [group["params"] for group in said]:
-        what = "it trained other parameters"
-    else:
-        return
-    raise CheckpointError(
-        f"the optimizer's state does not fit: {what}",
-        rule="a run goes on with the optimizer that it began with",
-        do="start a new run from these weights",
+def _other_optimizer(problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer state does not match: {problem}",
+        expected="the optimizer and the parameter groups of the checkpoint",
+        fix="start a new run from these weights",
+        code="E_CHECKPOINT_OPTIMIZER",
     )
 
 
+def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    groups = training.optimizer.state_dict()["param_groups"]
+    return [{**group, "params": [names[index] for index in group["params"]]} for group in groups]
+
+
 def _names(training: Training) -> dict[int, str]:
-    """The name of each of the optimizer's parameters, by the number its state dict gives it."""
-    by_parameter = {parameter: name for name, parameter in training.holding.held.items()}
-    held = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
-    return {i: by_parameter[parameter] for i, parameter in enumerate(held)}
-
-
-def _progress(state: Mapping[str, Any]) -> Progress:
-    said = dict(state["progress"])
-    return Progress(**{**said, "cursor": Cursor(**said["cursor"])})
+    """Return the name of each parameter by the optimizer's index."""
+    by_parameter = {parameter: name for name, parameter in training.parameters.local.items()}
+    optimized = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
+    return {i: by_parameter[parameter] for i, parameter in enumerate(optimized)}

@@ -1,1 +1,1 @@
-"""The `samestep` command: one small file a subcommand."""
+"""The `samestep` command: one module for related subcommands, and the options that they share."""

@@ -1,4 +1,4 @@
-"""Entry of the `samestep` command: parse, call one function, map errors to exit codes."""
+"""Entry point of the `samestep` command: argument parser, commands and exit codes."""
 
 from __future__ import annotations
 
@@ -7,49 +7,31 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from samestep.cli import (
-    bench,
-    convert,
-    doctor,
-    evaluate,
-    export,
-    predict,
-    profile,
-    report,
-    resume,
-    run_script,
-    top,
-    train,
-    tune,
-    verify,
-)
-from samestep.cli.member import LeaveError, end_as_rank, leave
+from samestep.cli import doctor, measure, models, runs, train, verify
+from samestep.cli.external_launcher import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
+from samestep.distributed.logging import configure_logging
 from samestep.errors import EXIT_STOPPED, SamestepError
 
 _COMMANDS = (
-    train,
-    resume,
-    evaluate,
-    predict,
-    export,
-    convert,
-    run_script,
-    top,
-    report,
-    verify,
-    bench,
-    profile,
-    tune,
-    doctor,
+    train.add_train,
+    train.add_resume,
+    models.add_eval,
+    models.add_predict,
+    models.add_export,
+    models.add_convert,
+    train.add_run,
+    runs.add_top,
+    runs.add_report,
+    verify.add_verify,
+    measure.add_bench,
+    measure.add_profile,
+    measure.add_tune,
+    doctor.add_doctor,
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        0 done, 1 the run failed, 2 the input was wrong, 3 a check did not hold, 130 ended on request.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="samestep",
         description="Train PyTorch models on one or many devices with the same result.",
@@ -57,17 +39,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"samestep {version('samestep')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    chosen = parser.parse_args(arguments)
+    for add_command in _COMMANDS:
+        add_command(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 done, 1 failed run, 2 invalid input, 3 failed check, 130 stopped on request.
+    """
     try:
-        code: int = chosen.run(chosen)
-    except LeaveError as error:
-        leave(error.exit_code)
+        with reported_by_rank_0():
+            parsed = build_parser().parse_args(arguments)
+        configure_logging()
+        code: int = parsed.run(parsed)
+    except ReportedError as error:
+        exit_now(error.exit_code)
     except SamestepError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_STOPPED
-    end_as_rank(code)
+    exit_if_rank(code)
     return code

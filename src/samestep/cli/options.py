@@ -1,150 +1,191 @@
-"""Options that several commands share, and starting ranks with them."""
+"""Options, checks of input and output that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from samestep.cli.durations import seconds
-from samestep.config import DEFAULT_PREFETCH, RunOptions
+from samestep.config import RunOptions
 from samestep.errors import InputError
-from samestep.record.events import one_line
+from samestep.loggers.logger import to_json_line
+from samestep.recipes.recipe_files import shipped_recipes
+
+Options = TypeVar("Options")
+
+
+def number(option: str, *, type: Callable[[str], float] = int, zero: bool = False) -> Callable[[str], float]:
+    """Return a parser of numbers above 0, or of at least 0 if `zero` is set."""
+
+    def parse(text: str) -> float:
+        value = type(text)
+        if not (value > 0 or (zero and value == 0)):
+            expected = f"{option} {'>=' if zero else '>'} 0"
+            raise InputError(f"{option} {value:g}", expected, f"leave {option} out for its default", code="E_VALUE")
+        return value
+
+    parse.__name__ = type.__name__  # argparse prints this name for text that is not a number
+    return parse
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--set": {
+        "dest": "overrides",
+        "action": "extend",
+        "nargs": "+",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
+    },
+    "--devices": {
+        "metavar": "I,J,...",
+        "help": "GPUs of the ranks, as positions among the visible GPUs; one rank per GPU unless --processes is "
+        "smaller (default: the first ones)",
+    },
+    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "device type (default auto)"},
+    "--per-device-batch-size": {
+        "type": number("--per-device-batch-size"),
+        "metavar": "N",
+        "help": "set batch_size to N times --processes; the run keeps this batch_size on any number of processes",
+    },
+    "--workers": {
+        "type": number("--workers", zero=True),
+        "metavar": "N",
+        "help": "loader processes per rank (default: depends on the cores)",
+    },
+    "--runs": {"type": Path, "default": Path("runs"), "metavar": "DIR", "help": "folder of runs (default runs)"},
+    "--json": {"action": "store_true", "help": "print the result as one JSON object on standard output"},
+}
+
+
+def add_options(group: Any, *names: str) -> None:
+    """Add options that have the same meaning in several commands."""
+    for name in names:
+        group.add_argument(name, **_OPTIONS[name])
+
+
+def add_number(
+    group: Any, option: str, *, type: Callable[[str], float] = int, zero: bool = False, **texts: Any
+) -> None:
+    """Add an option with a number above 0, or of at least 0 if `zero` is set."""
+    group.add_argument(option, type=number(option, type=type, zero=zero), **texts)
+
+
+def add_recipe_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the recipe and `--set`."""
+    recipes = f"{', '.join(shipped_recipes())}, or a YAML file"
+    parser.add_argument("recipe", nargs=None if required else "?", help=recipes)
+    add_options(parser, "--set")
+
+
+def add_run_argument(parser: argparse.ArgumentParser, *, checkpoint: str | None = None) -> None:
+    """Add the directory of a run, and `--checkpoint` with a default."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run")
+    if checkpoint is not None:
+        text = f"best, last, or a step (default {checkpoint})"
+        parser.add_argument("--checkpoint", default=checkpoint, metavar="WHICH", help=text)
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """`--processes`, `--device`, `--workers` and `--prefetch`: who computes; results do not depend on them."""
-    group = parser.add_argument_group("machine (results do not depend on it)")
-    group.add_argument(
-        "--processes",
-        metavar="N",
-        help="number of ranks, or auto: one a GPU, or one a core where there is no GPU (default 1)",
-    )
-    add_devices_option(group)
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where ranks compute")
-    group.add_argument("--workers", type=int, metavar="N", help="loader processes a rank (default: what cores allow)")
-    group.add_argument(
-        "--prefetch", type=int, metavar="N", help=f"shards that each of them makes ahead (default {DEFAULT_PREFETCH})"
-    )
+    """Add `--processes`, `--devices`, `--device`, `--workers` and `--prefetch`."""
+    group = parser.add_argument_group("machine (results do not depend on these options)")
+    text = "number of ranks, or auto: one per GPU, or one per core on a machine without GPUs (default 1)"
+    group.add_argument("--processes", metavar="N", help=text)
+    add_options(group, "--devices", "--device", "--workers")
+    text = f"microbatches that each loader process prepares in advance (default {RunOptions.prefetch})"
+    group.add_argument("--prefetch", type=int, metavar="N", help=text)
 
 
-def add_devices_option(group: Any) -> None:
-    """`--devices`: which GPUs."""
-    group.add_argument(
-        "--devices",
-        metavar="I,J,...",
-        help="the GPUs of the ranks, by position among those that this process sees; one rank each unless --processes "
-        "says fewer (default: the first ones)",
-    )
-
-
-def add_set_option(parser: argparse.ArgumentParser) -> None:
-    """`--set`: overrides of the recipe."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
-    )
-
-
-def add_saving_options(parser: argparse.ArgumentParser) -> None:
-    """`--checkpoint-every`, `--lose-at-most` and `--keep`."""
-    group = parser.add_argument_group("checkpoints")
-    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also within epochs, every so many steps")
-    group.add_argument(
-        "--lose-at-most",
-        metavar="TIME",
-        help="also whenever a kill would cost more work than this: 30s, 5m, 1h",
-    )
-    group.add_argument("--keep", type=int, default=2, metavar="K", help="how many of the newest stay (default 2)")
-
-
-def add_check_option(parser: argparse.ArgumentParser) -> None:
-    """`--check-every`: comparing ranks while they train."""
-    group = parser.add_argument_group("checks (results do not depend on them)")
-    group.add_argument(
-        "--check-every",
-        type=int,
-        metavar="STEPS",
-        help="compare what ranks hold every so many steps, and what they are about to do before each",
-    )
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """`--json`: what the command found, for a program."""
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+def options_of(kind: type[Options], arguments: argparse.Namespace, **others: Any) -> Options:
+    """Return a dataclass of options; options that the command lacks, or that are None, keep their defaults."""
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if value is not None} | others)
 
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """The options of a command as data."""
-    lose_at_most = getattr(arguments, "lose_at_most", None)
-    prefetch = getattr(arguments, "prefetch", None)
-    return RunOptions(
-        device=arguments.device,
-        workers=arguments.workers,
-        prefetch=DEFAULT_PREFETCH if prefetch is None else prefetch,
-        checkpoint_every=getattr(arguments, "checkpoint_every", None),
-        lose_at_most=None if lose_at_most is None else seconds("--lose-at-most", lose_at_most),
-        keep=getattr(arguments, "keep", 2),
-        check_every=getattr(arguments, "check_every", None),
-        quiet=arguments.json,
-    )
+    """Return the run options among the arguments; `--json` leaves only the summary."""
+    return options_of(RunOptions, arguments, quiet=arguments.json)
 
 
-def numbers(option: str, text: str, least: int = 1) -> list[int]:
-    """What an option says that takes several numbers.
-
-    Raises:
-        InputError: it says something else.
-    """
+def parse_integers(option: str, text: str, minimum: int = 1) -> list[int]:
+    """Return the integers of a comma-separated list; other text is an `InputError`."""
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
-        rule = "positive numbers" if least == 1 else f"numbers from {least} on"
-        raise InputError(f"{option} {text}", rule=f"{rule} with commas between", do=f"{option} 1,2,4")
+    if not all(part.isascii() and part.isdigit() and int(part) >= minimum for part in parts):
+        expected = f"integers of at least {minimum}, separated by commas"
+        raise InputError(f"{option} {text}", expected, f"{option} 1,2,4", code="E_VALUE")
     return list(map(int, parts))
 
 
-def free_name(runs: Path, stem: str) -> str:
-    """`stem`, date and time, and a number where several runs begin in one second."""
-    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return next(free for n in count(1) if not (runs / (free := name if n == 1 else f"{name}-{n}")).exists())
+def option_conflict(value: str, expected: str, fix: str = "leave one of the two options out") -> InputError:
+    """Return the error of options that exclude each other, or that need each other."""
+    return InputError(value, expected, fix, code="E_OPTION_CONFLICT")
+
+
+def require_file(path: Path, option: str = "") -> None:
+    """Raise an `InputError` unless the path is a file."""
+    if not path.is_file():
+        value = f"{f'{option} ' if option else ''}{path} is not a file"
+        raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
+
+
+def require_absent(path: Path) -> None:
+    """Raise an `InputError` if the output path exists."""
+    if path.exists():
+        raise InputError(
+            f"{path} exists",
+            expected="a new file: no file is overwritten",
+            fix="--out with another name, or remove the file",
+            code="E_OUTPUT",
+        )
 
 
 @contextmanager
-def new_folder(out: Path | None, stem: str) -> Iterator[Path]:
-    """The folder of what a command finds; where nothing comes of it, what was made for it goes again.
-
-    Args:
-        out: what `--out` says; None for a folder of its own below `runs`, with `stem` in its name.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    folder = out or Path("runs") / free_name(Path("runs"), stem)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
+    """Report an `OSError` of the block as an `InputError` about the output."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise InputError(
-            f"{folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--out DIR"
-        ) from error
+        raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
+
+
+def unused_name(runs: Path, stem: str) -> str:
+    """Return `stem` with date and time, and a number if several runs start within one second."""
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (name if n == 1 else f"{name}-{n}" for n in count(1))
+    return next(candidate for candidate in candidates if not (runs / candidate).exists())
+
+
+@contextmanager
+def output_folder(out: Path | None, stem: str) -> Iterator[Path]:
+    """Create the folder of `--out`, by default `runs/STEM-TIME`; remove new folders that stay empty."""
+    folder = out or Path("runs") / unused_name(Path("runs"), stem)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    with output_errors(f"{folder} cannot be created", "a writable folder", "--out DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
-    except BaseException:
-        for path in made:
+    finally:
+        for path in created:
             if not any(path.iterdir()):
                 path.rmdir()
-        raise
+
+
+def progress(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """Return a function that prints a line on standard error; with `--json`, nothing is printed."""
+
+    def show(text: str) -> None:
+        if not arguments.json:
+            print(text, file=sys.stderr, flush=True)
+
+    return show
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on standard output."""
-    print(one_line(value), flush=True)
+    """Print one JSON object on standard output."""
+    print(to_json_line(value), flush=True)

@@ -1,189 +1,351 @@
-"""`samestep train`: a new run of a recipe."""
+"""`samestep train`, `samestep resume` and `samestep run`: recipes and user scripts on any number of processes."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli import device_batch, layouts, member, options, ranks, requeue, tuned
-from samestep.cli.member import Plan
-from samestep.cli.opened import plan_to_go_on
-from samestep.cli.restarts import add_fault_options, keep_going
-from samestep.config import Recipe
+from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
+from samestep.cli.launch_options import (
+    LaunchOptions,
+    add_fault_options,
+    launch_ranks,
+    launch_with_restarts,
+    requeue_after,
+    slurm_restarts,
+)
+from samestep.cli.options import (
+    add_machine_options,
+    add_options,
+    add_recipe_argument,
+    add_run_argument,
+    output_errors,
+    print_json,
+    require_file,
+    run_options,
+    unused_name,
+)
+from samestep.cli.recipe_options import (
+    RunPlan,
+    add_strategy_options,
+    all_overrides,
+    plan_from_checkpoint,
+    plan_to_resume,
+    with_batch_size,
+)
+from samestep.config import LOGGERS, RunOptions
+from samestep.distributed.logging import logger
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, SamestepError
-from samestep.recipes.parse import load_recipe, shipped_recipes, write_recipe
-from samestep.record.values import shown
-from samestep.runtime.crew import RankError, Terms
-from samestep.runtime.launch import Outcome
-from samestep.runtime.rendezvous import Rendezvous
+from samestep.launcher.failure import RankError
+from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
+from samestep.launcher.pickling import ByName
+from samestep.loggers.logger import format_metric
+from samestep.microbatches import require_enough_microbatches
+from samestep.recipes.recipe_files import load_recipe, write_recipe
+from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
+from samestep.units import parse_duration, plural
 
 
-def add_parser(commands: Any) -> None:
-    """Describe the command."""
+def add_train(commands: Any) -> None:
+    """Add `samestep train`."""
     parser = commands.add_parser(
         "train",
         help="train a recipe",
         description="Train a recipe on any number of processes, with the same result.",
         epilog="example: samestep train digits --processes 2 --set epochs=5 --name first",
     )
-    parser.add_argument("recipe", help=f"{', '.join(shipped_recipes())}, or a YAML file")
-    options.add_set_option(parser)
-    device_batch.add_option(parser)
-    options.add_machine_options(parser)
-    tuned.add_option(parser)
-    layouts.add_options(parser)
-    options.add_saving_options(parser)
-    options.add_check_option(parser)
-    requeue.add_option(add_fault_options(parser))
-    group = parser.add_argument_group("where it goes")
+    add_recipe_argument(parser)
+    add_options(parser, "--per-device-batch-size")
+    _add_training_options(parser)
+    group = parser.add_argument_group("output")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
-    group.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs (default runs)")
-    options.add_json_option(parser)
-    parser.set_defaults(run=run)
+    add_options(group, "--runs")
+    add_options(parser, "--json")
+    parser.set_defaults(run=_train_recipe)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train; 0 when all epochs are done, 130 when somebody asked to end."""
-    arguments.overrides = [*layouts.overrides(arguments), *arguments.overrides]
-    found = member.settled(arguments)
-    made: list[Path] = []
-    is_first = not (arguments.runs / (arguments.name or "name")).parent.exists()
+def add_resume(commands: Any) -> None:
+    """Add `samestep resume`."""
+    parser = commands.add_parser(
+        "resume",
+        help="resume a run",
+        description="Resume a run from a checkpoint, on any number of processes, with the same result.",
+        epilog="example: samestep resume runs/first --processes 3",
+    )
+    add_run_argument(parser, checkpoint="last")
+    add_options(parser, "--set")
+    _add_training_options(parser)
+    add_options(parser, "--json")
+    parser.set_defaults(run=_resume)
+
+
+def add_run(commands: Any) -> None:
+    """Add `samestep run`."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script on several processes",
+        description="Run a script on several processes of this machine: a script with samestep.start(), or one written "
+        "for torchrun, whose variables are set. The output of ranks other than 0 is written to files.",
+        epilog="example: samestep run --processes 2 train.py --epochs 3",
+    )
+    parser.add_argument("script", type=Path, help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    group = parser.add_argument_group("machine")
+    text = "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)"
+    group.add_argument("--processes", default="auto", metavar="N", help=text)
+    add_options(group, "--devices")
+    add_fault_options(parser)
+    add_options(parser.add_argument_group("output"), "--runs")
+    parser.set_defaults(run=_run_script)
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    add_machine_options(parser)
+    text = "ignore the settings that samestep tune found here; --workers and --prefetch ignore them too"
+    parser.add_argument("--no-tuned", action="store_true", help=text)
+    add_strategy_options(parser)
+    group = parser.add_argument_group("checkpoints")
+    text = "steps between checkpoints within epochs (default: none)"
+    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help=text)
+    text = "limit of the work that a kill can cost, such as 30s, 5m, 1h"
+    group.add_argument("--max-lost-work", type=partial(parse_duration, "--max-lost-work"), metavar="TIME", help=text)
+    group.add_argument("--keep", type=int, default=2, metavar="K", help="newest checkpoints to keep (default 2)")
+    group = parser.add_argument_group("checks (results do not depend on these options)")
+    text = "steps between comparisons of the ranks' weights; also checks every collective"
+    group.add_argument("--check-every", type=int, metavar="STEPS", help=text)
+    group = parser.add_argument_group("logging (results do not depend on this option)")
+    group.add_argument(
+        "--loggers",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        default=",".join(RunOptions.loggers),
+        metavar="NAME,...",
+        help=f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",
+    )
+    add_fault_options(parser, requeue=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Options that `train` and `resume` share."""
+
+    launch: LaunchOptions
+    run: RunOptions  # options of the run; `quiet` selects JSON output
+    overrides: list[str]  # overrides of the recipe
+    recipe_name: str | None  # name of the recipe for tuned settings, if known
+    use_tuned: bool  # use settings that `samestep tune` found
+
+    @classmethod
+    def parse(cls, arguments: argparse.Namespace, recipe_name: str | None = None) -> _Options:
+        with reported_by_rank_0():
+            return cls(
+                launch=LaunchOptions.parse(arguments),
+                run=run_options(arguments),
+                overrides=all_overrides(arguments),
+                recipe_name=recipe_name,
+                use_tuned=not arguments.no_tuned and arguments.workers is None and arguments.prefetch is None,
+            )
+
+    def with_tuned(self, plan: RunPlan, processes: int) -> RunPlan:
+        """Return the plan with the settings that `samestep tune` found for this recipe, machine and number of ranks."""
+        runs = plan.folder.parent
+        if not self.use_tuned or not has_tunings(runs):
+            return plan
+        target = TuneTarget.of(self.recipe_name, plan.recipe, processes, machine_key(self.run.device))
+        tuned, messages = find_setting(runs, target)
+        for message in messages:
+            if not self.run.quiet:
+                logger.info(message)
+        return replace(plan, tuned=tuned)
+
+    def run_of(self, plan: RunPlan) -> RunOptions:
+        """Return the run options with the tuned settings of the plan, if any."""
+        tuned = plan.tuned
+        if tuned is None:
+            return self.run
+        return replace(self.run, workers=tuned.workers, prefetch=tuned.prefetch, tuned=tuned.path)
+
+
+@dataclass
+class _NewRun:
+    """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
+
+    recipe: str
+    name: str | None
+    runs: Path
+    device_batch_size: int | None
+    folder: Path | None = None
+    creates_parent: bool = False
+
+    def plan(self, options: _Options, restarts: int) -> RunPlan:
+        """Create the run; after a restart by a launcher, resume the run of this name."""
+        if restarts and self.name and (self.runs / self.name).exists():
+            return plan_to_resume(self.runs / self.name, options.overrides)
+        processes, size = options.launch.processes, self.device_batch_size
+        recipe = load_recipe(self.recipe, with_batch_size(options.overrides, size, processes))
+        if size is not None:
+            require_enough_microbatches(recipe.microbatches, int(processes))
+        folder = self.runs / (self.name or unused_name(self.runs, Path(self.recipe).stem))
+        self.creates_parent = not folder.parent.exists()
+        _create_folder(folder)
+        self.folder = folder
+        write_recipe(recipe, folder / "recipe.yaml")
+        if restarts:
+            logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
+        if size is not None and not options.run.quiet:
+            count = plural(int(processes), "process")
+            logger.info("global batch %d = %d per device x %s, saved in the recipe", recipe.batch_size, size, count)
+        return RunPlan(recipe, folder)
+
+    def remove_without_checkpoint(self) -> None:
+        """Remove the directory, so that the name is free, unless the run has a checkpoint."""
+        if self.folder is not None and not (self.folder / "checkpoints").exists():
+            shutil.rmtree(self.folder)
+            if self.creates_parent and not any(self.folder.parent.iterdir()):
+                self.folder.parent.rmdir()
+
+
+def _create_folder(folder: Path) -> None:
+    with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise InputError(
+                f"the run {folder} exists",
+                expected="a new name for a new run: no run is overwritten",
+                fix=f"--name with another name, or samestep resume {folder}",
+                code="E_OUTPUT",
+            ) from error
+
+
+def _train_recipe(arguments: argparse.Namespace) -> int:
+    """Train; return 0 after all epochs, 130 after a request to stop."""
+    options = _Options.parse(arguments, Path(arguments.recipe).stem)
+    new_run = _NewRun(arguments.recipe, arguments.name, arguments.runs, arguments.per_device_batch_size)
     try:
-        if found is not None:
-            return run_as_member(arguments, found, lambda restarts: _plan(arguments, made, restarts))
-        return run_ranks(arguments, _plan(arguments, made, requeue.restarts(arguments)))
+        return _train(options, partial(new_run.plan, options))
     except SamestepError as error:
-        if made and error.exit_code in (InputError.exit_code, EXIT_STOPPED):
-            _remove_if_empty(made[0], with_parent=is_first)
+        if error.exit_code in (InputError.exit_code, EXIT_STOPPED):
+            new_run.remove_without_checkpoint()
         raise
 
 
-def _plan(arguments: argparse.Namespace, made: list[Path], restarts: int = 0) -> Plan:
-    """A new run, which is then in `made`; the run of that name where a launcher has started the command anew."""
-    if restarts and arguments.name and (arguments.runs / arguments.name).exists():
-        return plan_to_go_on(arguments.runs / arguments.name, arguments.overrides)
-    recipe = load_recipe(arguments.recipe, device_batch.overrides(arguments))
-    options.run_options(arguments)  # what cannot be is refused before there is a run
-    folder: Path = arguments.runs / (arguments.name or options.free_name(arguments.runs, Path(arguments.recipe).stem))
-    meant = device_batch.told(arguments, recipe)
-    _create(folder, recipe)
-    made.append(folder)
-    if restarts:
-        print(f"restart {restarts} begins a new run, {folder}: no --name says which to go on with", file=sys.stderr)
-    if meant and not arguments.json:
-        print(meant, file=sys.stderr)
-    return Plan(recipe, folder)
+def _resume(arguments: argparse.Namespace) -> int:
+    """Resume; return the exit codes of `train`."""
+    options = _Options.parse(arguments)
+
+    def make_plan(restarts: int) -> RunPlan:
+        if restarts and arguments.checkpoint == "last":
+            return plan_to_resume(arguments.folder, options.overrides)
+        return plan_from_checkpoint(arguments.folder, arguments.checkpoint, options.overrides)
+
+    return _train(options, make_plan)
 
 
-def run_as_member(arguments: argparse.Namespace, found: Rendezvous, settle: Callable[[int], Plan]) -> int:
-    """Train as one rank of another launcher's job; rank 0 settles what, and prints the summary."""
+def _run_script(arguments: argparse.Namespace) -> int:
+    """Run the script; return 0 if every rank succeeded, 130 after a request to stop."""
+    require_single_process("run")
+    script: Path = arguments.script
+    require_file(script)
+    options = LaunchOptions.parse(arguments)
+    log_dir = arguments.runs / unused_name(arguments.runs, script.stem) / "logs"
+    processes = options.process_range()
+    call = partial(ByName("samestep.launcher.worker", "run_script"), script, tuple(arguments.arguments))
+    starts = itertools.count()
 
-    def settle_all(restarts: int) -> Plan:
-        plan = settle(restarts)
-        return tuned.with_tuned(plan, arguments, found.world_size) if found.is_on_one_machine else plan
+    def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
+        restarts = (next(starts), options.max_restarts)
+        return run_workers(
+            call, *restarts, processes=count, launch_config=launch_config, environment=options.environment
+        )
 
-    def call(train: Callable[..., Any], plan: Plan) -> Any:
-        return train(plan.recipe, tuned.run_options(arguments, plan), plan.run, plan.checkpoint, plan.step)
-
-    plan, summary = member.take_part(arguments, found, "train", settle_all, call)
-    return _finish(arguments, summary, plan.run, is_told=found.rank == 0)
-
-
-def run_ranks(arguments: argparse.Namespace, plan: Plan) -> int:
-    """Launch ranks that train as planned, and print the summary."""
-    folder, first_step = plan.run, plan.step
-    begin = [(plan.checkpoint, first_step)]  # of the attempt to come
-    devices = ranks.devices(arguments.devices, arguments.device)
-    count = ranks.bounds(arguments.processes, arguments.device, plan.recipe, devices)
-    chosen = tuned.run_options(arguments, tuned.with_tuned(plan, arguments, count[1]))
-
-    def attempt(processes: int, terms: Terms) -> Outcome:
-        given = (plan.recipe, chosen, folder, *begin[-1])
-        return ranks.launch_ranks("train", *given, processes=processes, terms=terms, devices=devices)
-
-    def newest() -> int:
-        found = CheckpointFolder(folder / "checkpoints").newest_whole()
-        begin.append((found, _step_of(found) if found else 0))
-        return begin[-1][1]
-
-    logs = folder / "logs"
-    try:
-        outcome = keep_going(arguments, count, attempt, log_dir=logs, first_step=first_step, newest=newest)
-    except RankError as error:
-        raise error.with_way_out(_way_out(folder)) from None
-    return _finish(arguments, outcome.value, folder, asked_by=outcome.asked_by)
+    result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
+    return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
 
 
-def _finish(
-    arguments: argparse.Namespace,
-    summary: dict[str, Any],
-    folder: Path,
-    *,
-    is_told: bool = True,
-    asked_by: int | None = None,
-) -> int:
-    asked_by = asked_by or summary["stop_signal"]
-    del summary["stop_signal"]
-    if arguments.json and is_told:
-        options.print_json({**summary, "run": str(folder)})
-    elif is_told:
-        _print_summary(summary, folder)
-    if summary["stopped"] and is_told:
-        requeue.requeue_if_asked(arguments, asked_by)
+def _train(options: _Options, make_plan: Callable[[int], RunPlan]) -> int:
+    """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
+    rendezvous = options.launch.rendezvous
+    if rendezvous is None:
+        return _launch(options, make_plan(slurm_restarts(options.launch.requeue)))
+
+    def make_tuned_plan(restarts: int) -> RunPlan:
+        plan = make_plan(restarts)
+        return options.with_tuned(plan, rendezvous.world_size) if rendezvous.is_on_one_machine else plan
+
+    def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
+        return plan.recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step
+
+    plan, summary = run_as_rank(options.launch, rendezvous, "train", make_tuned_plan, rank_arguments)
+    if rendezvous.rank == 0:
+        return _finish(options, summary, plan.folder)
     return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
+
+
+def _launch(options: _Options, plan: RunPlan) -> int:
+    folder, start = plan.folder, (plan.checkpoint, plan.step)
+    processes = options.launch.process_range(plan.recipe)
+    run = options.run_of(options.with_tuned(plan, processes[1]))
+
+    def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
+        arguments = (plan.recipe, run, folder, *start)
+        return launch_ranks("train", *arguments, processes=count, launch_config=launch_config, options=options.launch)
+
+    def newest_step() -> int:
+        nonlocal start
+        checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
+        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0)
+        return start[1]
+
+    try:
+        result = launch_with_restarts(
+            options.launch, processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
+        )
+    except RankError as error:
+        steps = CheckpointFolder(folder / "checkpoints").steps()
+        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: samestep resume {folder}" if steps else ""
+        raise error.with_next_step(hint) from None
+    return _finish(options, result.value, folder, stop_signal=result.stop_signal)
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _way_out(folder: Path) -> str:
-    saved = CheckpointFolder(folder / "checkpoints").steps()
-    return f"once it is mended, go on after step {_step_of(saved[-1])} with: samestep resume {folder}" if saved else ""
-
-
-def _create(folder: Path, recipe: Recipe) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise InputError(
-            f"the run {folder} exists",
-            rule="a new run has a new name; nothing is written over",
-            do=f"--name another, or samestep resume {folder}",
-        ) from error
-    except OSError as error:
-        raise InputError(
-            f"the run {folder} cannot be made: {error.strerror}", rule="a folder that can be written", do="--runs DIR"
-        ) from error
-    write_recipe(recipe, folder / "recipe.yaml")
-
-
-def _remove_if_empty(folder: Path, *, with_parent: bool) -> None:
-    """Take a run away again that bad input ended before its first checkpoint, so that its name is free."""
-    if not (folder / "checkpoints").exists():
-        shutil.rmtree(folder)
-        if with_parent and not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
+def _finish(options: _Options, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
+    """Print the summary, requeue the Slurm job if requested, and return the exit code."""
+    own_signal = summary.pop("stop_signal")
+    if options.run.quiet:
+        print_json({**summary, "run": str(folder)})
+    else:
+        _print_summary(summary, folder)
+    if not summary["stopped"]:
+        return EXIT_DONE
+    if options.launch.requeue:
+        requeue_after(stop_signal or own_signal)
+    return EXIT_STOPPED
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     evaluation = summary["evaluation"]
     values = {name: value for name, value in evaluation.items() if name not in ("loss", "samples")}
-    lines = [(name, shown(name, value)) for name, value in values.items()]
+    lines = [(name, format_metric(name, value)) for name, value in values.items()]
     if evaluation:
         lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
     if summary["samples_per_second"]:
         lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
     lines.append(("run", str(folder)))
     if summary["stopped"]:
-        lines.append(("stopped", f"after step {summary['step']}; go on with: samestep resume {folder}"))
+        lines.append(("stopped", f"after step {summary['step']}; resume with: samestep resume {folder}"))
     else:
-        lines.append(("curves", f"tensorboard --logdir {folder / 'tensorboard'}"))
+        if (folder / "tensorboard").exists():
+            lines.append(("curves", f"tensorboard --logdir {folder / 'tensorboard'}"))
         lines.append(("evaluate", f"samestep eval {folder}"))
     width = max(12, *(len(name) + 2 for name, _ in lines))
     print("\n".join(f"{name:<{width}}{text}" for name, text in lines))

@@ -1,35 +1,50 @@
-"""What a recipe says, as frozen data: no torch, no file, no environment."""
+"""Configuration classes of recipes, strategies and runs: frozen data without torch, files or environment."""
 
-from samestep.config.layout import Layout, settle
-from samestep.config.parts import BadSamples, DataPart, ModelPart, OptimizerPart, Part
-from samestep.config.recipe import Recipe
-from samestep.config.run_options import DEFAULT_PREFETCH, DeviceKind, RunOptions, default_workers
-from samestep.config.schedules import EmaPart, LearningRatePart, LearningRateRule, SchedulePart
-from samestep.config.step_rules import BatchNorm, NonFinite, Precision, Reduction, StepRules
-from samestep.config.strategy import Mesh, StrategyPart
+from samestep.config.recipe import (
+    DEFAULT_PREFETCH,
+    LOGGERS,
+    BadSamples,
+    BatchNorm,
+    DataConfig,
+    DeviceKind,
+    EmaConfig,
+    LearningRateConfig,
+    LearningRateRule,
+    ModelConfig,
+    NamedConfig,
+    OptimizerConfig,
+    Precision,
+    Recipe,
+    Reduction,
+    RunOptions,
+    ScheduleConfig,
+    StepConfig,
+    default_workers,
+)
+from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, resolve_mesh
 
 __all__ = [
     "DEFAULT_PREFETCH",
+    "LOGGERS",
     "BadSamples",
     "BatchNorm",
-    "DataPart",
+    "DataConfig",
     "DeviceKind",
-    "EmaPart",
-    "Layout",
-    "LearningRatePart",
+    "EmaConfig",
+    "LearningRateConfig",
     "LearningRateRule",
-    "Mesh",
-    "ModelPart",
-    "NonFinite",
-    "OptimizerPart",
-    "Part",
+    "MeshConfig",
+    "MeshShape",
+    "ModelConfig",
+    "NamedConfig",
+    "OptimizerConfig",
     "Precision",
     "Recipe",
     "Reduction",
     "RunOptions",
-    "SchedulePart",
-    "StepRules",
-    "StrategyPart",
+    "ScheduleConfig",
+    "StepConfig",
+    "StrategyConfig",
     "default_workers",
-    "settle",
+    "resolve_mesh",
 ]

@@ -1,53 +1,276 @@
-"""Everything the mathematics of a run depends on."""
+"""Configuration classes of a recipe, every input of the mathematics of a run; and options that change no result."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from samestep.config.check import NOTHING_UNKNOWN, require
-from samestep.config.parts import DataPart, ModelPart, OptimizerPart, Part
-from samestep.config.schedules import EmaPart, LearningRatePart, SchedulePart
-from samestep.config.step_rules import StepRules
-from samestep.config.strategy import StrategyPart
+from annotated_types import Ge, Gt, Le, Lt
+
+from samestep.config.strategy import StrategyConfig
+from samestep.config.validation import Constrained, require
+
+BadSamples = Literal["stop", "skip"]
+LearningRateRule = Literal["fixed", "linear", "sqrt"]
+Reduction = Literal["exact", "fast"]
+BatchNorm = Literal["microbatch", "sync"]
+Precision = Literal["fp32", "bf16", "fp16"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
+DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything the mathematics of a run depends on; nothing of the machine.
+class NamedConfig(Constrained):
+    """Named component with options: a dataset, model, loss or optimizer.
 
     Attributes:
-        data: the dataset; it supplies a training and an evaluation split.
-        ema: an average of the weights to evaluate with, if any.
-        batch_size: samples behind one optimizer step, over all ranks.
-        shards: fixed slices of a global batch; the largest useful number of ranks.
-        metrics: names of what evaluation computes besides the loss; the first one decides which
-            checkpoint is the best.
-        strategy: how the model lives on devices; a run may go on under another one.
+        name: short name (see `docs/guides/recipes.md`) or import path `package.module:attribute`.
+        options: keyword arguments of the component.
     """
 
-    __pydantic_config__: ClassVar = NOTHING_UNKNOWN
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
 
-    data: DataPart
-    model: ModelPart
-    loss: Part = field(default_factory=lambda: Part(name="cross_entropy"))
-    optimizer: OptimizerPart
-    learning_rate: LearningRatePart = field(default_factory=LearningRatePart)
-    schedule: SchedulePart = field(default_factory=SchedulePart)
-    ema: EmaPart | None = None
-    metrics: tuple[str, ...] = ("accuracy",)
-    batch_size: int
-    shards: int = 8
-    epochs: int
-    step: StepRules = field(default_factory=StepRules)
-    strategy: StrategyPart = field(default_factory=StrategyPart)
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(NamedConfig):
+    """Dataset, with the treatment of samples that cannot be read.
+
+    Attributes:
+        bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample out of its
+            microbatch, and counts and logs the sample.
+    """
+
+    key_prefix: ClassVar[str] = "data."
+
+    bad_samples: BadSamples = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(NamedConfig):
+    """Model, with initial weights and frozen parameters.
+
+    Attributes:
+        pretrained: `.safetensors` file (or `.pt`/`.pth` file of plain tensors). Tensors of matching name and shape are
+            loaded; the others are logged.
+        freeze: shell patterns of parameter names (`layer1.*`) that are not trained. A batch norm with only frozen
+            parameters keeps its running statistics.
+    """
+
+    pretrained: str | None = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(NamedConfig):
+    """Optimizer, with differences between parameters.
+
+    Attributes:
+        layer_decay: learning-rate factor from each block of the model to the previous block (Clark et al., "ELECTRA",
+            2020); None for one rate.
+        decay_norms: apply weight decay to biases and other parameters of one dimension too.
+    """
+
+    key_prefix: ClassVar[str] = "optimizer."
+
+    layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
+    decay_norms: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Constrained):
+    """Factor of the optimizer's learning rate as a function of the optimizer step.
+
+    Attributes:
+        name: `constant`, `cosine`, `linear` (down to `final` at the last step), or `step` (times `gamma` every
+            `step_epochs`).
+        warmup_epochs: epochs of linear increase from near 0 to 1.
+        final: factor at the last step (`cosine` and `linear`).
+        step_epochs: epochs between two decreases (`step` only).
+        gamma: factor of each decrease (`step` only).
+    """
+
+    key_prefix: ClassVar[str] = "schedule."
+
+    name: Literal["constant", "cosine", "linear", "step"] = "constant"
+    warmup_epochs: Annotated[float, Ge(0)] = 0.0
+    final: Annotated[float, Ge(0), Le(1)] = 0.0
+    step_epochs: Annotated[float, Gt(0)] = 30.0
+    gamma: Annotated[float, Gt(0), Le(1)] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateConfig(Constrained):
+    """Scaling of the optimizer's learning rate with the global batch size.
+
+    Attributes:
+        rule: `fixed`: no scaling; `linear`: times `batch_size / base_batch_size`; `sqrt`: times the square root.
+        base_batch_size: batch size for which the optimizer's learning rate was chosen.
+    """
+
+    key_prefix: ClassVar[str] = "learning_rate."
+
+    rule: LearningRateRule = "fixed"
+    base_batch_size: Annotated[int, Ge(1)] | None = None
 
     def __post_init__(self) -> None:
-        require(self.epochs >= 1, f"epochs is {self.epochs}", "epochs >= 1", "set epochs: 1")
-        require(self.shards >= 1, f"shards is {self.shards}", "shards >= 1", "set shards: 8")
+        super().__post_init__()
+        base = self.base_batch_size
         require(
-            self.batch_size >= self.shards,
-            f"batch_size is {self.batch_size} but there are {self.shards} shards, so some would be empty",
-            "batch_size >= shards (batch_size counts the samples of all ranks together)",
-            f"set batch_size: {self.shards} or more, or shards: {max(1, self.batch_size)} or fewer",
+            (self.rule == "fixed") == (base is None),
+            f"learning_rate.rule is {self.rule} and learning_rate.base_batch_size is {base}",
+            "base_batch_size is set for the rules linear and sqrt, and only for these",
+            "set both, such as learning_rate: {rule: linear, base_batch_size: 256}, or leave both out",
+            code="E_LEARNING_RATE_RULE",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig(Constrained):
+    """Exponential moving average of the weights, used by evaluation instead of the weights.
+
+    Attributes:
+        decay: weight of the previous average at each step (Polyak & Juditsky, 1992). After step n the decay is at most
+            (1 + n) / (10 + n), which reduces the influence of the initial weights.
+    """
+
+    key_prefix: ClassVar[str] = "ema."
+
+    decay: Annotated[float, Gt(0), Lt(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(Constrained):
+    """Inputs of a step in addition to model, loss, data and optimizer.
+
+    Attributes:
+        seed: seed of every random state (microbatches, samples, order, initial weights).
+        reduction: `exact` adds partial sums in one canonical tree: the same bits for every number of ranks; `fast` uses
+            the backend's all-reduce: equal to rounding.
+        batch_norm: `microbatch` normalizes each microbatch by its own statistics and averages running statistics over
+            microbatches; `sync` normalizes by the statistics of the global batch.
+        clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
+        non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update (parameters,
+            optimizer and buffers stay unchanged; the step still counts).
+        precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
+        threads: intra-operation threads of a rank; a different number changes bits.
+        tf32: allow matrix products in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of mantissa).
+        channels_last: store weights and inputs of convolutions in channels-last format.
+        compile: compile the model's forward with `torch.compile`.
+        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
+            activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+            2016).
+    """
+
+    key_prefix: ClassVar[str] = "step."
+
+    seed: Annotated[int, Ge(0), Lt(2**64)] = 0
+    reduction: Reduction = "exact"
+    batch_norm: BatchNorm = "microbatch"
+    clip_norm: Annotated[float, Gt(0)] | None = None
+    non_finite: Literal["stop", "skip"] = "stop"
+    precision: Precision = "fp32"
+    threads: Annotated[int, Ge(1)] = 1
+    tf32: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    recompute: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Constrained):
+    """Every input of the mathematics of a run, without any property of the machine.
+
+    Attributes:
+        data: dataset with a training and an evaluation split.
+        model: model and its initial weights.
+        loss: loss function.
+        optimizer: optimizer and its parameter groups.
+        learning_rate: scaling of the learning rate with the batch size.
+        schedule: learning rate over the steps.
+        ema: moving average of the weights for evaluation, if any.
+        batch_size: samples of one optimizer step over all ranks.
+        microbatches: fixed slices of a global batch; the largest useful number of ranks.
+        epochs: passes over the training split.
+        step: options of a step.
+        metrics: metrics that evaluation computes in addition to the loss; the first one selects the best checkpoint.
+        strategy: parallel strategy; a run can be resumed with another one.
+    """
+
+    data: DataConfig
+    model: ModelConfig
+    loss: NamedConfig = field(default_factory=lambda: NamedConfig(name="cross_entropy"))
+    optimizer: OptimizerConfig
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig | None = None
+    metrics: tuple[str, ...] = ("accuracy",)
+    batch_size: int
+    microbatches: Annotated[int, Ge(1)] = 8
+    epochs: Annotated[int, Ge(1)]
+    step: StepConfig = field(default_factory=StepConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.batch_size >= self.microbatches,
+            f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so some would be empty",
+            "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
+            f"set batch_size: {self.microbatches} or more, or microbatches: {max(1, self.batch_size)} or fewer",
+            code="E_BATCH_SIZE",
+        )
+
+
+def default_workers(cores: int, processes: int) -> int:
+    """Return the default number of loader processes per rank for samples that are read from files."""
+    return min(_MAX_WORKERS, max(0, cores // processes - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Constrained):
+    """Options of a run that depend on the machine or the user and change no result.
+
+    Attributes:
+        device: `auto` selects one GPU per rank if the machine has GPUs.
+        workers: loader processes per rank; None selects `default_workers` for samples in files, otherwise 0.
+        prefetch: microbatches that each loader process prepares in advance.
+        tuned: file that `workers` and `prefetch` were read from, if any.
+        checkpoint_every: optimizer steps between checkpoints within epochs, or None.
+        max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
+        keep: number of newest checkpoints that are kept, in addition to the best.
+        check_every: optimizer steps between consistency checks of all ranks, or None for no checks.
+        loggers: names of the loggers of metrics and events, some of `LOGGERS`.
+        quiet: print only the summary, no progress.
+    """
+
+    device: DeviceKind = "auto"
+    workers: Annotated[int, Ge(0)] | None = None
+    prefetch: Annotated[int, Ge(1)] = DEFAULT_PREFETCH
+    tuned: str | None = None
+    checkpoint_every: Annotated[int, Ge(1)] | None = None
+    max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
+    keep: Annotated[int, Ge(1)] = 2
+    check_every: Annotated[int, Ge(1)] | None = None
+    loggers: tuple[str, ...] = ("jsonl", "tensorboard", "progress")
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.loggers:
+            require(
+                name in LOGGERS,
+                f"unknown logger {name!r}",
+                f"some of {', '.join(LOGGERS)}",
+                f"--loggers {','.join(RunOptions.loggers)}",
+                code="E_UNKNOWN_LOGGER",
+            )
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """Return the command-line option of a field."""
+        return f"--{name.replace('_', '-')}"

@@ -1,122 +1,295 @@
-"""How a model lives on devices, as a recipe says it."""
+"""Parallel strategy of a recipe, and the mesh shape that the strategy has on a number of ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from samestep.config.check import NOTHING_UNKNOWN, require
+from annotated_types import Ge, Gt
 
-StrategyName = Literal["auto", "ddp", "dp", "fsdp", "hsdp", "placed", "tp", "pp"]
-GatherPrecision = Literal["fp32", "bf16"]
+from samestep.config.validation import Constrained
+from samestep.errors import InputError
+from samestep.microbatches import require_enough_microbatches
+from samestep.units import plural
+
+StrategyName = Literal["auto", "ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp"]
 Hook = Literal["none", "fp16", "bf16", "powersgd"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
-_WORDS = {
-    "name": get_args(StrategyName),
-    "gather": get_args(GatherPrecision),
-    "hook": get_args(Hook),
-    "schedule": get_args(PipelineSchedule),
+# From slow links to fast ones: the axis with the most communication is innermost, between neighbouring ranks.
+AXES = ("pipeline", "replicate", "shard", "tensor")
+# The axes of each strategy. The first axis without a size takes the remaining factor of the number of ranks.
+_AXES_OF_STRATEGY = {
+    "ddp": ("replicate", "tensor", "pipeline"),
+    "dp": (),
+    "fsdp": ("shard", "tensor"),
+    "hsdp": ("shard", "replicate"),
+    "device_map": ("replicate",),
+    "tp": ("tensor", "replicate"),
+    "pp": ("pipeline", "replicate", "tensor"),
 }
-
-_REMARKS = {
-    "fp16": "gradients travel in 16 bits (fp16): equal to rounding of these, whatever the reduction",
-    "bf16": "gradients travel in 16 bits (bf16): equal to rounding of these, whatever the reduction",
-    "powersgd": "gradients travel as products of narrow matrices (PowerSGD): an approximation, not rounding; what a "
-    "rank has not sent yet is in no checkpoint, so a resumed run is not the same",
+# Options that have an effect only with an axis, or only under some strategies.
+_AXIS_OF_OPTION = {
+    "plan": "tensor",
+    "offload": "shard",
+    "gather": "shard",
+    "meta": "shard",
+    "stages": "pipeline",
+    "schedule": "pipeline",
 }
+_STRATEGIES_OF_OPTION = {
+    "hook": ("auto", "ddp"),
+    "bucket_mb": ("auto", "ddp"),
+    "devices": ("dp", "device_map"),
+    "place": ("device_map",),
+}
+_POWERSGD_NOTE = (
+    "gradients are sent as products of narrow matrices (PowerSGD): an approximation, not rounding; "
+    "checkpoints do not contain the unsent remainder of a rank, so a resumed run is not the same"
+)
+_ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format, for either reduction"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Sizes of the axes of a layout; None where it follows from the number of ranks.
+class MeshConfig(Constrained):
+    """Sizes of the mesh axes; None for an axis that follows from the number of ranks.
 
     Attributes:
-        pipeline: ranks that hold the layers of a model one after another.
-        replicate: copies of the model (or of what the other axes divide it into).
-        shard: ranks that hold a part of every parameter, and gather it when it is needed.
-        tensor: ranks that divide products of matrices among them.
+        pipeline: stages of consecutive layers, one per rank.
+        replicate: copies of the model (or of the group of ranks that holds the model).
+        shard: ranks that each store one shard of every parameter and gather parameters before use.
+        tensor: ranks that divide matrix products.
     """
 
-    __pydantic_config__: ClassVar = NOTHING_UNKNOWN
+    key_prefix: ClassVar[str] = "strategy.mesh."
 
-    pipeline: int | None = None
-    replicate: int | None = None
-    shard: int | None = None
-    tensor: int | None = None
-
-    def __post_init__(self) -> None:
-        for axis, size in self.given.items():
-            require(size >= 1, f"strategy.mesh.{axis} is {size}", "at least 1", f"set strategy.mesh.{axis}: 1")
+    pipeline: Annotated[int, Ge(1)] | None = None
+    replicate: Annotated[int, Ge(1)] | None = None
+    shard: Annotated[int, Ge(1)] | None = None
+    tensor: Annotated[int, Ge(1)] | None = None
 
     @property
-    def given(self) -> dict[str, int]:
-        """The axes whose size is said."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {axis: size for axis, size in sizes.items() if size is not None}
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the axes that have one."""
+        return {axis: size for axis, size in vars(self).items() if size is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPart:
-    """How a model lives on devices. What is computed is the same under each, to the bit or to rounding.
+class StrategyConfig(Constrained):
+    """Parallel strategy. Every strategy computes the same result, to the bit or to rounding.
 
     Attributes:
-        name: `auto`, which is `ddp`; `ddp`, a copy a rank; `dp`, copies in one process; `fsdp`, every parameter in
-            parts, one a rank, gathered when it is needed; `hsdp`, that within groups of ranks that are copies of each
-            other; `placed`, parts of the model on several devices of each rank; `tp`, products of matrices divided
-            among ranks; `pp`, layers one after another on different ranks.
-        mesh: sizes of the axes, for products such as `ddp` with `tensor: 2`.
-        hook: for `ddp`: how gradients travel; anything but `none` rounds them.
-        bucket_mb: for `ddp`: megabytes of gradients that travel together; None for torch's own 25.
-        offload: for a shard axis: parameters and optimizer state lie in the memory of the host.
-        gather: for a shard axis: the precision in which parameters are gathered and computed with.
-        meta: for a shard axis: only rank 0 builds the model with values, the others without; they get theirs part by
-            part, so that no device, and no other rank, ever holds the whole model.
-        plan: for a tensor axis: shell patterns of module names with how each divides its product; empty for the plan
-            that comes with the model.
-        stages: for a pipeline axis: names of the modules with which the second and further stages begin; empty for
-            stages of like cost.
-        schedule: for a pipeline axis: the order of forwards and backwards.
-        devices: for `dp` and `placed`: devices of each rank; None for all there are.
-        place: for `placed`: shell patterns of module names with the number of a device; empty for parts of like size.
+        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `dp`, several copies in one process;
+            `fsdp`, one shard of every parameter per rank; `hsdp`, `fsdp` within groups of ranks, the groups being
+            copies; `device_map`, model parts on several devices of each rank; `tp`, matrix products divided among
+            ranks; `pp`, consecutive layers on different ranks.
+        mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
+        hook: for `ddp`: gradient compression; any value except `none` rounds gradients.
+        bucket_mb: for `ddp`: bucket size in megabytes; None for torch's default of 25.
+        offload: for a shard axis: keep parameters and optimizer state in host memory.
+        gather: for a shard axis: precision of gathered parameters and of computation.
+        meta: for a shard axis: build the model with values on rank 0 only and broadcast one part after another, which
+            keeps the complete model off every device and every other rank.
+        plan: for a tensor axis: shell patterns of module names, with the division of each product; empty for the plan
+            of the model.
+        stages: for a pipeline axis: names of the first modules of the second and later stages; empty for stages of
+            similar cost.
+        schedule: for a pipeline axis: order of forwards and backwards.
+        devices: for `dp` and `device_map`: devices of each rank; None for all devices.
+        place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
     """
 
-    __pydantic_config__: ClassVar = NOTHING_UNKNOWN
+    key_prefix: ClassVar[str] = "strategy."
 
     name: StrategyName = "auto"
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     hook: Hook = "none"
-    bucket_mb: float | None = None
+    bucket_mb: Annotated[float, Gt(0)] | None = None
     offload: bool = False
-    gather: GatherPrecision = "fp32"
+    gather: Literal["fp32", "bf16"] = "fp32"
     meta: bool = False
     plan: dict[str, str] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
-    schedule: PipelineSchedule = "1f1b"
-    devices: int | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the same bits come out of it as out of one process, where the recipe asks for that."""
-        divides = any(size > 1 for axis, size in self.mesh.given.items() if axis != "replicate")
-        return self.name in ("auto", "ddp", "dp", "placed") and self.hook == "none" and not divides
+        """Whether this strategy can give the bits of one process."""
+        divides = any(size > 1 for axis, size in self.mesh.sizes.items() if axis != "replicate")
+        return self.name in ("auto", "ddp", "dp", "device_map") and self.hook == "none" and not divides
 
     @property
-    def remark(self) -> str | None:
-        """What is to be said of gradients that do not travel as they are; None where they do."""
-        return _REMARKS.get(self.hook)
+    def gradient_note(self) -> str | None:
+        """Note about compressed gradients; None without compression."""
+        if self.hook == "none":
+            return None
+        return _POWERSGD_NOTE if self.hook == "powersgd" else _ROUNDING_NOTE.format(self.hook)
 
-    def __post_init__(self) -> None:
-        for key, words in _WORDS.items():
-            value = getattr(self, key)
-            require(
-                value in words,
-                f"strategy.{key} is {value!r}",
-                f"one of {', '.join(words)}",
-                f"set strategy.{key}: {words[0]}",
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh axes; the product is the number of ranks.
+
+    Attributes:
+        name: combined strategies, such as `ddp x tp`.
+    """
+
+    name: str = "single"
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks, or groups of ranks, with different data."""
+        return self.replicate * self.shard
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a rank holds only a part of the model."""
+        return self.size > self.replicate
+
+    @property
+    def forward_communicates(self) -> bool:
+        """Whether ranks with different data communicate in forward, and need equal numbers of forwards."""
+        return self.shard > 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of a rank on each axis."""
+        coordinates = {}
+        for axis in reversed(AXES):
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinates[axis] for axis in AXES}
+
+    def describe(self) -> str:
+        """Return the axes and the coordinates of each rank, one line per rank."""
+        sizes = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        lines = [f"mesh {self.name}: {' x '.join(sizes) or 'one rank'}"]
+        for rank in range(self.size):
+            coordinates = self.coordinates(rank)
+            data = coordinates["replicate"] * self.shard + coordinates["shard"]
+            parts = [
+                f"{label} {coordinates[axis] + 1} of {getattr(self, axis)}"
+                for axis, label in {"pipeline": "stage", "shard": "shard", "tensor": "tensor slice"}.items()
+                if getattr(self, axis) > 1
+            ]
+            parts = parts or ["complete model"]
+            lines.append(f"  rank {rank}: data {data + 1} of {self.data_size}, {', '.join(parts)}")
+        return "\n".join(lines)
+
+
+def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | None = None) -> MeshShape:
+    """Return the mesh shape of a strategy on a number of ranks; `microbatches` is None if not known yet.
+
+    Raises:
+        InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there are too few
+            microbatches, or an option has no effect.
+    """
+    name = "ddp" if strategy.name == "auto" else strategy.name
+    axes, sizes = _AXES_OF_STRATEGY[name], strategy.mesh.sizes
+    _require_axes(name, sizes, processes)
+    if name == "hsdp" and not sizes and processes > 1:
+        fix = _fitting(name, processes)
+        raise InputError("hsdp without sizes of the axes", "sizes of the axes shard and replicate", fix, code="E_MESH")
+    fixed, free = math.prod(sizes.values()), next((axis for axis in axes if axis not in sizes), None)
+    if processes % fixed or (free is None and fixed != processes):
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items()) or "of one rank"
+        raise InputError(
+            f"strategy {name} with the mesh {mesh} has {plural(fixed, 'rank')}"
+            f"{', or a multiple of this number' if free else ''}; there are {processes}",
+            expected="the sizes of the axes multiply to the number of processes",
+            fix=f"--processes {max(1, processes // fixed) * fixed if free else fixed}, or {_fitting(name, processes)}",
+            code="E_MESH",
+        )
+    resolved = dict.fromkeys(AXES, 1) | sizes | ({free: processes // fixed} if free else {})
+    shape = MeshShape(_combined_name(name, resolved), **resolved)
+    if microbatches is not None:
+        require_enough_microbatches(microbatches, shape.data_size, shape.size // shape.data_size)
+        if name == "dp" and (strategy.devices or 1) > microbatches:
+            raise InputError(
+                f"strategy dp has {strategy.devices} devices but the recipe has {microbatches} microbatches",
+                expected="devices <= microbatches: a device computes one microbatch at a time",
+                fix=f"set strategy.devices: {microbatches}",
+                code="E_TOO_MANY_RANKS",
             )
-        size = self.bucket_mb
-        require(size is None or size > 0, f"strategy.bucket_mb is {size}", "above 0", "set strategy.bucket_mb: 25")
-        count = self.devices
-        require(count is None or count >= 1, f"strategy.devices is {count}", "at least 1", "set strategy.devices: 2")
+    _require_effect(strategy, shape)
+    return shape
+
+
+def _combined_name(name: str, sizes: dict[str, int]) -> str:
+    if name in ("dp", "device_map"):
+        return "ddp x device_map" if sizes["replicate"] > 1 else name
+    data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
+    parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]
+    parts += ["pp" if sizes["pipeline"] > 1 else None, "tp" if sizes["tensor"] > 1 else None]
+    return " x ".join(part for part in parts if part) or "single"
+
+
+def _require_axes(name: str, sizes: dict[str, int], processes: int) -> None:
+    axes = _AXES_OF_STRATEGY[name]
+    unused = [axis for axis, size in sizes.items() if axis not in axes and size > 1]
+    if unused:
+        others = [other for other in _AXES_OF_STRATEGY if _has_mesh(other, sizes, processes)]
+        raise InputError(
+            f"strategy {name} with a {unused[0]} axis of {sizes[unused[0]]}",
+            expected=f"{name} uses {'the axes ' + ', '.join(axes) if axes else 'no axis and one process'}",
+            fix=f"--strategy {others[0]}" if others else f"--strategy ddp --mesh replicate={processes}",
+            code="E_MESH",
+        )
+
+
+def _has_mesh(name: str, sizes: dict[str, int], processes: int) -> bool:
+    """Return whether a strategy has a mesh with these sizes on this number of ranks."""
+    fixed, axes = math.prod(sizes.values()), _AXES_OF_STRATEGY[name]
+    fits = processes == fixed if all(axis in sizes for axis in axes) else processes % fixed == 0
+    return fits and all(axis in axes for axis, size in sizes.items() if size > 1)
+
+
+def _fitting(name: str, processes: int) -> str:
+    """Return options of a mesh of `processes` ranks, with this strategy if possible."""
+    axes = _AXES_OF_STRATEGY[name]
+    if not axes:
+        return f"--strategy ddp --mesh replicate={processes}"
+    if len(axes) == 1:
+        return f"--mesh {axes[0]}={processes}"
+    # Sizes of the first two axes, as equal as possible.
+    divisors = (size for size in range(1, processes + 1) if processes % size == 0)
+    first = min(divisors, key=lambda size: (abs(size - processes // size), -size))
+    return f"--mesh {axes[0]}={first},{axes[1]}={processes // first}"
+
+
+def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
+    """Reject options without an effect. On one rank, options for several ranks are valid."""
+
+    def error(key: str, circumstance: str, expected: str, alternative: str = "") -> InputError:
+        fix = f"leave strategy.{key} out{alternative}"
+        return InputError(f"strategy.{key} {circumstance}", expected, fix, code="E_STRATEGY_OPTION")
+
+    changed = {key for key, default in vars(StrategyConfig()).items() if getattr(strategy, key) != default}
+    for key, names in _STRATEGIES_OF_OPTION.items():
+        if key in changed and strategy.name not in names:
+            expected = f"strategy.{key} belongs to {' and '.join(name for name in names if name != 'auto')}"
+            raise error(key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}")
+    if strategy.bucket_mb is not None and shape.splits_model:
+        raise error(
+            "bucket_mb", f"with the mesh {shape.name}", "buckets need a complete copy of the model on each rank"
+        )
+    if strategy.meta and shape.tensor > 1:
+        raise error("meta", f"with the mesh {shape.name}", "a tensor axis divides values, which only rank 0 would have")
+    for key, axis in _AXIS_OF_OPTION.items():
+        if key in changed and getattr(shape, axis) == 1 < shape.size:
+            expected = f"strategy.{key} configures the {axis} axis"
+            raise error(key, f"without a {axis} axis", expected, f", or --mesh {axis}={shape.size}")

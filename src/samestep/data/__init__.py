@@ -1,1 +1,1 @@
-"""Which samples a step is made of, and how they come to the rank that computes them."""
+"""Data order, datasets, loading and transfer of microbatches."""

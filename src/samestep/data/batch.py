@@ -1,70 +1,139 @@
-"""A global batch as one rank sees it."""
+"""Global batches and microbatches, and transfer of their tensors to devices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from samestep.cursor import Cursor
+import torch
+
 from samestep.data.order import Indices
-from samestep.sharding import shard_bounds
+from samestep.microbatches import Cursor, microbatch_bounds
 
 
-class Shard(NamedTuple):
-    """One shard with its data.
+class Microbatch(NamedTuple):
+    """One microbatch with its data."""
 
-    Attributes:
-        number: which of the global batch's shards, from 0.
-        size: samples in it that count; 0 where none could be used, and `data` is there to fill the place.
-        data: what the collate function made of them; the engine wants a pair `(inputs, targets)`.
-        skipped: what was wrong with those that were left out.
-        is_filler: it is no shard of the batch, and there only so that this rank computes as often as the others.
-    """
+    number: int  # index among the microbatches of the global batch, from 0
+    size: int  # number of usable samples; 0 if none is usable, and `data` then holds a substitute sample
+    data: Any  # output of the collate function; the engine expects a pair `(inputs, targets)`
+    skipped: tuple[str, ...] = ()  # one error line per sample that was left out
+    is_filler: bool = False  # computed only to give every rank the same number of forward passes; does not count
 
-    number: int
-    size: int
-    data: Any
-    skipped: tuple[str, ...] = ()
-    is_filler: bool = False
+    @property
+    def pair(self) -> tuple[Any, Any]:
+        """Inputs and targets.
+
+        Raises:
+            TypeError: `data` is not a pair.
+        """
+        if not isinstance(self.data, list | tuple) or len(self.data) != 2:
+            raise TypeError(
+                f"a collated microbatch is a {type(self.data).__name__}; it must be a pair (inputs, targets): "
+                "return pairs from the dataset, or pass a collate function that returns a pair to the loader"
+            )
+        return self.data[0], self.data[1]
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples behind one optimizer step.
+    """The samples of one optimizer step, between the cursors `begin` and `end`.
 
     Attributes:
-        begin: the cursor before this batch.
-        end: the cursor after it.
-        indices: the dataset indices of all samples, of all ranks, in order.
-        shards: number of shards that the batch is cut into.
-        parts: the shards that this rank computes, ascending; those without samples left out.
-        fillers: what it computes after them where ranks talk to each other in every forward, and others have more.
+        indices: dataset indices of the samples of all ranks, in order.
+        microbatches: number of microbatches in the batch.
+        local_microbatches: non-empty microbatches of this rank, ascending.
+        fillers: fillers that this rank computes afterwards, for strategies that communicate in every forward.
     """
 
     begin: Cursor
     end: Cursor
     indices: Indices
-    shards: int
-    parts: tuple[Shard, ...]
-    fillers: tuple[Shard, ...] = ()
+    microbatches: int
+    local_microbatches: tuple[Microbatch, ...]
+    fillers: tuple[Microbatch, ...] = ()
 
     @property
     def size(self) -> int:
-        """Samples in the batch, over all ranks."""
+        """Number of samples over all ranks."""
         return len(self.indices)
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
-        """The slice of `indices` that each shard is."""
-        return shard_bounds(self.size, self.shards)
+        """Slice `[start, stop)` of `indices` for each microbatch."""
+        return microbatch_bounds(self.size, self.microbatches)
 
     @property
     def filled(self) -> int:
-        """Number of shards that have samples."""
-        return min(self.shards, self.size)
+        """Number of microbatches that have samples."""
+        return min(self.microbatches, self.size)
 
-    def samples_of(self, shard: int) -> list[int]:
-        """The dataset indices of the samples in a shard."""
-        start, stop = self.bounds[shard]
+    def samples_of(self, microbatch: int) -> list[int]:
+        """Return the dataset indices of the samples in a microbatch."""
+        start, stop = self.bounds[microbatch]
         return [int(index) for index in self.indices[start:stop]]
+
+
+def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply `function` to every tensor in nested lists, tuples and mappings; other values stay unchanged."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(value, function) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, function) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(map_tensors(value, function) for value in data)
+    return data
+
+
+def tensors_of(data: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested lists, tuples and mappings."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping | list | tuple):
+        for value in data.values() if isinstance(data, Mapping) else data:
+            yield from tensors_of(value)
+
+
+def channels_last(data: Any) -> Any:
+    """Return `data` with batches of images in the memory format channels-last."""
+    return map_tensors(data, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
+
+
+def move(data: Any, device: torch.device) -> Any:
+    """Return `data` with every tensor on `device`."""
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def move_next_to(data: Any, other: Any) -> Any:
+    """Return `data` on the device of the first tensor in `other`; with a device map, they can differ."""
+    device = _first_device(other)
+    return data if device is None or _first_device(data) in (None, device) else move(data, device)
+
+
+def prefetch_to_device(microbatches: Iterator[Microbatch], device: torch.device) -> Iterator[Microbatch]:
+    """Yield microbatches on `device`; on a GPU, copy the next one on a separate stream during computation."""
+    if device.type != "cuda":
+        yield from microbatches
+        return
+    stream = torch.cuda.Stream(device)
+    ahead: Microbatch | None = None
+    for microbatch in microbatches:
+        with torch.cuda.stream(stream):
+            copied = move(microbatch, device)
+        if ahead is not None:
+            yield ahead
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        for tensor in tensors_of(copied):  # the allocator must not reuse memory that the current stream still reads
+            tensor.record_stream(current)
+        ahead = copied
+    if ahead is not None:
+        yield ahead
+
+
+def _first_device(data: Any) -> torch.device | None:
+    return next((tensor.device for tensor in tensors_of(data)), None)

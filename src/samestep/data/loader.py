@@ -1,61 +1,150 @@
-"""Global batches, shard by shard, from any cursor."""
+"""Loader of global batches, one microbatch at a time, from any cursor."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
-from typing import Any
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, default_collate
+import torch.utils.data
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples
-from samestep.cursor import Cursor
-from samestep.data.batch import GlobalBatch, Shard
+from samestep.data.batch import GlobalBatch, Microbatch, prefetch_to_device
 from samestep.data.order import Indices, global_order, grouped_order
-from samestep.data.samples import Collate, RequestQueue, ShardDataset, ShardRequest, SizedDataset, Unusable
-from samestep.data.transfer import prefetched
-from samestep.errors import DataError, InputError
-from samestep.runtime.rank import die_with_parent
-from samestep.runtime.world import World
-from samestep.sharding import owned_shards, require_enough_shards, shard_bounds
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.world import World
+from samestep.errors import DataError, InputError, SamestepError
+from samestep.launcher.worker import die_with_parent
+from samestep.microbatches import Cursor, microbatch_bounds, owned_microbatches, require_enough_microbatches
 
-# How torch's warning begins that there are more workers than cores.
+Collate = Callable[[list[Any]], Any]
+
+
+class SizedDataset(Protocol):
+    """Map-style dataset: a length, and one sample per index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MicrobatchRequest(NamedTuple):
+    """Request for one microbatch of a global batch, or for a filler."""
+
+    epoch: int
+    number: int
+    indices: Indices
+    is_filler: bool = False
+
+
+class FailedMicrobatch(NamedTuple):
+    """Error in place of a microbatch; torch would convert a raised error to text between processes."""
+
+    error: SamestepError
+
+
+class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch]):
+    """Collated microbatches of a dataset.
+
+    The generators of Python, NumPy and torch are seeded by (seed, epoch, sample index) for each sample, and by the
+    first sample of the microbatch for collation. Augmentation depends neither on workers nor on ranks.
+    """
+
+    def __init__(self, dataset: SizedDataset, collate: Collate, seed: int, bad_samples: BadSamples = "stop") -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._skips = bad_samples == "skip"
+
+    def __getitem__(self, request: MicrobatchRequest) -> Microbatch | FailedMicrobatch:
+        try:
+            with preserved_generators():
+                return self._microbatch(request)
+        except SamestepError as error:
+            return FailedMicrobatch(error)
+
+    def _microbatch(self, request: MicrobatchRequest) -> Microbatch:
+        samples, skipped = [], []
+        for index in request.indices:
+            try:
+                samples.append(self._sample(request.epoch, int(index)))
+            except DataError as error:
+                if not self._skips:
+                    raise
+                skipped.append(error.value)
+        size = len(samples)
+        samples = samples or [self._substitute(request)]
+        seed_generators(derive_seed("collate", self._seed, request.epoch, int(request.indices[0])))
+        data = self._collate(samples)
+        if request.is_filler:  # its samples are counted in their own microbatch
+            return Microbatch(request.number, 0, data, is_filler=True)
+        return Microbatch(request.number, size, data, tuple(skipped))
+
+    def _substitute(self, request: MicrobatchRequest) -> Any:
+        """Return the next usable sample of the dataset, for a microbatch without one; the same on any rank."""
+        size, first = len(self._dataset), int(request.indices[-1])
+        for step in range(1, size):
+            with suppress(DataError):  # the next sample is tried
+                return self._sample(request.epoch, (first + step) % size)
+        raise DataError(
+            f"none of the {size} samples can be used",
+            expected="a dataset with at least one usable sample",
+            fix="set bad_samples: stop and read the error of the first sample",
+            code="E_NO_USABLE_SAMPLE",
+        )
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_generators(derive_seed("sample", self._seed, epoch, index))
+        try:
+            return self._dataset[index]
+        except SamestepError:
+            raise  # the message names the sample
+        except Exception as error:
+            error.add_note(f"while loading sample {index} of the dataset")
+            raise
+
+
+# Start of torch's warning about more workers than cores.
 MANY_WORKERS = "This DataLoader will create"
-# For how long a worker whose connection is broken may still seem alive.
-_END_SECONDS = 2.0
+# Time limit for the end of a worker with a broken connection to be visible.
+_WORKER_EXIT_SECONDS = 2.0
 
 
 class Loader:
-    """Iterating over it once is one epoch, from the cursor to the end of the data.
+    """Iterator over the global batches of one epoch, from the cursor to the end of the data.
 
-    The next iteration is the next epoch, with its own order; nothing like `set_epoch` can be forgotten. Each
-    rank loads its own shards of every global batch; the last batch of an epoch holds what is left.
+    The next iteration is the next epoch with a new order, without a call like `set_epoch`. Each rank loads its own
+    microbatches of every global batch. The last batch of an epoch holds the remaining samples.
 
     Attributes:
-        cursor: where the batch handed out last ends. Assign it to go on from there; it costs the same wherever it
-            points.
-        batch_size: samples in a global batch.
-        skips: samples that cannot be used are left out.
-        skipped: what was wrong with the samples that this rank has left out; whoever tells of them empties it.
-        counts_tokens: the data can tell tokens from what only fills up.
-        workers: processes that make samples.
-        prefetch: shards that each of them makes ahead.
+        samples: number of samples in a complete epoch.
+        cursor: end of the last yielded batch. Assign a cursor to resume there; the cost is the same for any cursor.
+        skips: whether unusable samples are left out.
+        skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
+        counts_tokens: whether `take_counts` counts tokens.
 
     Args:
-        dataset: `__len__` and `__getitem__`, which raises `DataError` for a sample that cannot be used.
-        shards: fixed slices of each batch.
-        shuffle: another order in each epoch, a function of seed and epoch.
-        workers: processes that make samples, 0 for none besides this one.
-        prefetch: shards that each of them makes ahead; no result depends on either.
-        collate: from a list of samples to what the engine is given.
-        bad_samples: `stop`: a sample that cannot be used is raised; `skip`: it is left out of its shard.
-        lengths: one a sample; samples of like length share a global batch, so that little is padded. The order is then
-            a function of seed, epoch, lengths and batch size.
-        count_tokens: from a collated shard to its tokens, and its places with those that only fill up.
+        dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
+        batch_size: samples per global batch, over all ranks.
+        microbatches: fixed slices per batch.
+        shuffle: use a new order in each epoch, a function of seed and epoch.
+        workers: number of worker processes; 0 loads in this process.
+        prefetch: microbatches loaded ahead per worker; results depend on neither.
+        collate: function from a list of samples to the input of the engine.
+        bad_samples: `stop` raises the error of an unusable sample; `skip` leaves the sample out of its microbatch.
+        lengths: one length per sample; samples of similar length share a global batch, to reduce padding. The order is
+            then a function of seed, epoch, lengths and batch size.
+        count_tokens: function from a collated microbatch to its numbers of tokens and of positions with padding.
+
+    Raises:
+        InputError: sizes do not fit together, or ranks outnumber microbatches.
+        DataError: the dataset is empty.
     """
 
     def __init__(
@@ -63,7 +152,7 @@ class Loader:
         dataset: SizedDataset,
         *,
         batch_size: int,
-        shards: int,
+        microbatches: int,
         world: World,
         seed: int = 0,
         shuffle: bool = False,
@@ -74,42 +163,47 @@ class Loader:
         lengths: Sequence[int] | None = None,
         count_tokens: Callable[[Any], tuple[int, int]] | None = None,
     ) -> None:
-        require_enough_shards(shards, world.data.size)
-        if batch_size < shards:
+        require_enough_microbatches(microbatches, world.data.size)
+        if batch_size < microbatches:
             raise InputError(
-                f"batch_size is {batch_size} but there are {shards} shards, so some would be empty",
-                rule="batch_size >= shards (batch_size counts the samples of all ranks together)",
-                do=f"batch_size={shards} or more, or shards={max(1, batch_size)} or fewer",
+                f"batch_size is {batch_size} but there are {microbatches} microbatches, so some would be empty",
+                "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
+                f"batch_size={microbatches} or more, or microbatches={max(1, batch_size)} or fewer",
+                code="E_BATCH_SIZE",
             )
         if len(dataset) == 0:
-            raise DataError("the dataset is empty", rule="at least one sample", do="look at the path and filters")
+            raise DataError(
+                "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
+            )
         if lengths is not None and len(lengths) != len(dataset):
             raise InputError(
-                f"there are {len(lengths)} lengths for {len(dataset)} samples", rule="one a sample", do="count them"
+                f"there are {len(lengths)} lengths for {len(dataset)} samples",
+                "one length per sample",
+                "pass lengths in the order of the dataset",
+                code="E_LENGTHS",
             )
         self.cursor = Cursor()
         self.batch_size = batch_size
-        self.workers = workers
         self.skips = bad_samples == "skip"
         self.skipped: list[str] = []
         self.counts_tokens = count_tokens is not None
         self._count_tokens = count_tokens
         self._counts = (0, 0, 0)
-        self._size, self._shards = len(dataset), shards
+        self.samples, self._microbatches = len(dataset), microbatches
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
-        self._shard_dataset = ShardDataset(dataset, collate, seed, bad_samples)
+        self._dataset = MicrobatchDataset(dataset, collate, seed, bad_samples)
         self._open(workers, prefetch)
 
     def with_workers(self, workers: int, prefetch: int) -> Loader:
-        """The same data from its cursor on, made by other workers, which are this loader's own to close."""
+        """Return a loader of the same data from the same cursor with separate workers; close it independently."""
         other = copy(self)
         other.skipped, other._counts = [], (0, 0, 0)
         other._open(workers, prefetch)
         return other
 
     def close(self) -> None:
-        """End the workers; the next pass starts others."""
+        """End the workers; the next iteration starts new ones."""
         iterator = self._loader._iterator
         if self.workers and iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -117,107 +211,94 @@ class Loader:
 
     def _open(self, workers: int, prefetch: int) -> None:
         self.workers, self.prefetch = workers, prefetch
-        self._queue = RequestQueue()
-        self._loader: DataLoader[Shard | Unusable] = DataLoader(
-            self._shard_dataset,
+        self._queue = _RequestQueue()
+        self._loader: DataLoader[Microbatch | FailedMicrobatch] = DataLoader(
+            self._dataset,
             batch_size=None,
             sampler=self._queue,
             num_workers=workers,
             prefetch_factor=prefetch if workers > 0 else None,
-            collate_fn=_as_it_is,
+            collate_fn=lambda item: item,
             pin_memory=self._world.device.type == "cuda",
             persistent_workers=workers > 0,
-            worker_init_fn=_begin_worker if workers > 0 else None,
-            # Forks of the rank, not of the fork server: they end with it, and take what cannot be pickled.
+            worker_init_fn=_init_worker if workers > 0 else None,
+            # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
             multiprocessing_context="fork" if workers > 0 else None,
         )
 
     def __len__(self) -> int:
-        """Global batches in a whole epoch."""
-        return (self._size + self.batch_size - 1) // self.batch_size
-
-    @property
-    def samples(self) -> int:
-        """Samples in a whole epoch."""
-        return self._size
+        """Number of global batches in a complete epoch."""
+        return (self.samples + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         epoch = self.cursor.epoch
-        order = self._order(epoch)
-        starts = range(self.cursor.samples, self._size, self.batch_size)
+        if self._lengths is None:
+            order_of = partial(global_order, self.samples)
+        else:
+            order_of = partial(grouped_order, self._lengths, self.batch_size)
+        order = order_of(seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        starts = range(self.cursor.samples, self.samples, self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
-        self._queue.requests = [request for batch in batches for request in self._requests(epoch, batch)]
-        shards = prefetched(self._loaded(), self._world.device)
-        for start, batch in zip(starts, batches, strict=True):
-            parts = tuple(next(shards) for _ in self._filled(len(batch), self._rank))
-            fillers = tuple(next(shards) for _ in range(self._missing(len(batch))))
+        requests = [self._requests(epoch, batch) for batch in batches]
+        self._queue.requests = list(chain.from_iterable(requests))
+        microbatches = prefetch_to_device(self._loaded(), self._world.device)
+        for start, batch, own in zip(starts, batches, requests, strict=True):
+            loaded = list(islice(microbatches, len(own)))
+            local = tuple(microbatch for microbatch in loaded if not microbatch.is_filler)
+            fillers = tuple(microbatch for microbatch in loaded if microbatch.is_filler)
             stop = start + len(batch)
-            end = Cursor(epoch, stop) if stop < self._size else Cursor(epoch + 1, 0)
-            self.cursor = end
-            yield GlobalBatch(Cursor(epoch, start), end, batch, self._shards, parts, fillers)
+            self.cursor = Cursor(epoch, stop) if stop < self.samples else Cursor(epoch + 1, 0)
+            yield GlobalBatch(Cursor(epoch, start), self.cursor, batch, self._microbatches, local, fillers)
 
     def endless(self) -> Iterator[GlobalBatch]:
-        """One epoch after the other."""
+        """Yield the batches of one epoch after another."""
         while True:
             yield from self
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Samples, tokens and places of the shards that this rank has loaded since this was last asked."""
+        """Return and reset the numbers of samples, tokens and positions that this rank has loaded."""
         counts, self._counts = self._counts, (0, 0, 0)
         return counts
 
-    def make_again(self, batch: GlobalBatch) -> None:
-        """Make this rank's shards of a batch once more, in this process, to see how long that takes."""
+    def reload(self, batch: GlobalBatch) -> None:
+        """Load this rank's microbatches of a batch again in this process, to measure the duration."""
         for request in self._requests(batch.begin.epoch, batch.indices):
-            self._loader.dataset[request]
+            self._dataset[request]
 
-    def _order(self, epoch: int) -> Indices:
-        if self._lengths is None:
-            return global_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return grouped_order(self._lengths, self.batch_size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+    def _requests(self, epoch: int, batch: Indices) -> list[MicrobatchRequest]:
+        """Return the requests of this rank: for its non-empty microbatches, and for fillers."""
+        bounds, ranks = microbatch_bounds(len(batch), self._microbatches), self._world.data.size
 
-    def _requests(self, epoch: int, batch: Indices) -> list[ShardRequest]:
-        bounds = shard_bounds(len(batch), self._shards)
-        own = [ShardRequest(epoch, n, batch[slice(*bounds[n])]) for n in self._filled(len(batch), self._rank)]
-        # Two samples, where there are two: batch norm trains on no less.
-        filler = ShardRequest(epoch, 0, batch[:2], is_filler=True)
-        return own + [filler] * self._missing(len(batch))
+        def filled(rank: int) -> list[int]:
+            owned = owned_microbatches(self._microbatches, ranks, rank)
+            return [number for number in owned if bounds[number][0] < bounds[number][1]]
 
-    def _missing(self, size: int) -> int:
-        """By how many shards this rank has fewer than another one, where ranks have to compute as many."""
-        if not self._world.layout.is_in_step:
-            return 0
-        counts = [len(self._filled(size, rank)) for rank in range(self._world.data.size)]
-        return max(counts) - counts[self._rank]
+        own = filled(self._world.data.rank)
+        local = [MicrobatchRequest(epoch, number, batch[slice(*bounds[number])]) for number in own]
+        if not self._world.mesh_shape.forward_communicates:
+            return local
+        # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.
+        filler = MicrobatchRequest(epoch, 0, batch[:2], is_filler=True)
+        return local + [filler] * (max(len(filled(rank)) for rank in range(ranks)) - len(own))
 
-    @property
-    def _rank(self) -> int:
-        return self._world.data.rank
-
-    def _filled(self, size: int, rank: int) -> list[int]:
-        """The shards of a rank that have samples in a batch of `size`."""
-        bounds = shard_bounds(size, self._shards)
-        owned = owned_shards(self._shards, self._world.data.size, rank)
-        return [number for number in owned if bounds[number][0] < bounds[number][1]]
-
-    def _loaded(self) -> Iterator[Shard]:
+    def _loaded(self) -> Iterator[Microbatch]:
         for item in self._items():
-            if isinstance(item, Unusable):
+            if isinstance(item, FailedMicrobatch):
                 raise item.error
             self.skipped += item.skipped
             if self._count_tokens is not None and item.size:
-                tokens, places = self._count_tokens(item.data)
-                before = self._counts
-                self._counts = (before[0] + item.size, before[1] + tokens, before[2] + places)
+                samples, tokens, positions = self._counts
+                more_tokens, more_positions = self._count_tokens(item.data)
+                self._counts = (samples + item.size, tokens + more_tokens, positions + more_positions)
             yield item
 
-    def _items(self) -> Iterator[Shard | Unusable]:
+    def _items(self) -> Iterator[Microbatch | FailedMicrobatch]:
         try:
             yield from self._loader
         except (ConnectionError, EOFError) as error:
-            # A worker that is killed while it hands something over breaks the connection a moment before the system
-            # tells of its end, on which torch speaks up, here or in its handler of SIGCHLD.
-            iterator, deadline = self._loader._iterator, time.monotonic() + _END_SECONDS
+            # A worker killed during a transfer breaks the connection shortly before its end is visible. Then torch
+            # raises the error, here or in its handler of SIGCHLD.
+            iterator, deadline = self._loader._iterator, time.monotonic() + _WORKER_EXIT_SECONDS
             while iterator is not None and time.monotonic() < deadline:
                 for worker in iterator._workers:  # type: ignore[attr-defined]
                     if not worker.is_alive():
@@ -226,16 +307,22 @@ class Loader:
             raise
 
 
-loader = Loader  # as a function reads in a loop: `for batch in samestep.loader(...)`
+loader = Loader  # public name: `for batch in samestep.loader(...)`
 
 
-def _as_it_is(item: Any) -> Any:
-    return item
+class _RequestQueue(Sampler[MicrobatchRequest]):
+    """Sampler with the requests of the next iteration; workers persist between iterations."""
+
+    def __init__(self) -> None:
+        self.requests: list[MicrobatchRequest] = []
+
+    def __iter__(self) -> Iterator[MicrobatchRequest]:
+        return iter(self.requests)
 
 
-def _begin_worker(number: int) -> None:
+def _init_worker(number: int) -> None:
     die_with_parent()
-    # torch lets a worker die of SIGTERM; where the rank means to reach the end of its step, it still needs data.
+    # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still needs data.
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
         signal.signal(signal.SIGTERM, handler)

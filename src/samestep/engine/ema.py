@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, to evaluate with.
+"""Exponential moving average of the weights, for evaluation.
 
-Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). It is one elementwise function of the
-same weights on every rank, so it has the same bits.
+Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). The update is elementwise on weights
+that are equal on every rank, so the average has the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -11,57 +11,49 @@ from contextlib import contextmanager
 
 import torch
 
+from samestep.engine.buffers import copy_tensors
 from samestep.errors import InputError
 
 
 class AveragedWeights:
-    """The average of a model's trained parameters; frozen ones and buffers are the model's own.
+    """Average of a model's trained parameters; frozen parameters and buffers are the model's.
 
     Args:
-        trained: what this rank holds of the trained parameters, by name.
-        decay: how much of the average stays at each step, between 0 and 1; in the first steps it is less, so that the
-            weights at the start are soon forgotten.
+        trained: this rank's trained parameters by name.
+        decay: fraction of the average that remains at each step, between 0 and 1; smaller in the first steps, so that
+            the initial weights lose their influence soon.
+
+    Attributes:
+        tensors: the average, by parameter name.
     """
 
     def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         if not 0 < decay < 1:
-            raise InputError(f"ema is {decay}", rule="a decay between 0 and 1, or None", do="ema=0.9999")
+            raise InputError(f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999")
         self._trained = dict(trained)
-        self._average = {name: p.detach().clone() for name, p in self._trained.items()}
+        self.tensors = {name: p.detach().clone() for name, p in self._trained.items()}
         self._decay = decay
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The average, by the model's names."""
-        return self._average
-
     def update(self, step: int) -> None:
-        """Take in the weights as they are after step number `step`, from 1."""
-        # As TensorFlow's ExponentialMovingAverage with `num_updates` has it.
+        """Update the average with the weights after step number `step`, from 1."""
+        # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
         decay = min(self._decay, (1 + step) / (10 + step))
-        if current := self._current():
-            torch._foreach_lerp_(self._averages(), current, 1 - decay)
+        current, averages = self._local()
+        if current:
+            torch._foreach_lerp_(averages, current, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While the block runs the model's weights are the average."""
-        current = self._current()
+        """Replace the model's weights by the average for the duration of the block."""
+        current, averages = self._local()
         own = [weights.clone() for weights in current]
-        _copy(current, self._averages())
+        copy_tensors(current, averages)
         try:
             yield
         finally:
-            _copy(current, own)
+            copy_tensors(current, own)
 
-    def _current(self) -> list[torch.Tensor]:
-        return [parameter.detach() for parameter in self._trained.values() if not parameter.is_meta]
-
-    def _averages(self) -> list[torch.Tensor]:
-        """Those that have values: of parameters on other ranks there are only names and shapes."""
-        return [average for average in self._average.values() if not average.is_meta]
-
-
-def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Set tensors from others; torch's own refuses to set none."""
-    if to:
-        torch._foreach_copy_(to, values)
+    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return weights and averages with values: parameters of other ranks are meta tensors."""
+        names = [name for name, parameter in self._trained.items() if not parameter.is_meta]
+        return [self._trained[name].detach() for name in names], [self.tensors[name] for name in names]

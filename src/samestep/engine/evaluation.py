@@ -7,122 +7,113 @@ from typing import Any, Protocol
 
 import torch
 
-from samestep.data.batch import GlobalBatch, Shard
-from samestep.data.transfer import beside_of
-from samestep.engine.forward import Forward
+from samestep.data.batch import GlobalBatch, Microbatch, move_next_to
+from samestep.distributed.rng import preserved_generators
+from samestep.distributed.world import World
 from samestep.engine.loss import Loss
-from samestep.engine.tally import rounded_sum
-from samestep.metrics import LossMetric
-from samestep.runtime.random_state import preserved_generators
-from samestep.runtime.world import World
+from samestep.engine.microbatch import EVALUATION, MicrobatchForward
+from samestep.engine.step_stats import rounded_sum
+from samestep.errors import RunError
+from samestep.metrics.metrics import LossMetric
 
 
 class Metric(Protocol):
-    """A number over a dataset that is computed shard by shard."""
+    """Number over a dataset, computed microbatch by microbatch."""
 
     name: str
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Count one shard: what the model returned for it, and its targets."""
+        """Add one microbatch."""
 
     def compute(self, world: World) -> float:
-        """The value over what all ranks counted; the counts start anew."""
+        """Return the value over all ranks, and reset the counts."""
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
 
 
-class ShardOutputs(Protocol):
-    """What computes the shards of this rank in evaluation.
+class EvaluationOutputs:
+    """Computes the microbatches of this rank in an evaluation, one after another.
 
     Attributes:
-        counted: the ranks that together give every shard once.
+        world: the ranks that together return every microbatch once.
     """
 
-    counted: World
+    def __init__(self, model: torch.nn.Module, forward: MicrobatchForward, world: World) -> None:
+        self.world, self.forward, self._model = world, forward, model
 
-    def __call__(self, batch: GlobalBatch, position: int) -> Iterable[tuple[Shard, Any, list[Loss]]]:
-        """Each shard that this rank gives, what the model returned for it and the loss of each part."""
-
-
-class _OneByOne:
-    def __init__(self, model: torch.nn.Module, forward: Forward, world: World) -> None:
-        self.counted, self._model, self._forward = world.data, model, forward
-
-    def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Shard, Any, list[Loss]]]:
-        for part in batch.parts:
-            yield part, *self._forward.parts(self._model, part, "evaluation", position)
+    def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
+        """Yield microbatches with outputs and the loss of each term."""
+        for microbatch in batch.local_microbatches:
+            yield microbatch, *self.forward.term_losses(self._model, microbatch, EVALUATION, position)
         for filler in batch.fillers:
-            self._forward.parts(self._model, filler, "evaluation", position)
+            self.forward.term_losses(self._model, filler, EVALUATION, position)
 
 
 def evaluate(
     model: torch.nn.Module,
     batches: Iterable[GlobalBatch],
-    metrics: Sequence[Metric],
-    forward: Forward,
-    world: World,
+    metrics: Sequence[Metric | LossMetric],
+    compute: EvaluationOutputs,
+    all_ranks: World,
     *,
-    give_up: bool,
-    outputs: ShardOutputs | None = None,
+    until_stop: bool,
 ) -> dict[str, float] | None:
-    """`loss`, each part of a loss that has several, `samples` and every metric over `batches`.
+    """Return `loss`, the mean of each of several terms, `samples` and every metric over `batches`.
 
-    Losses are gathered shard by shard and summed with one rounding, so the result has the same bits on every
-    number of ranks. No shard is padded; a rank without samples in a batch just waits for the sum at the end.
-
-    Args:
-        world: all ranks; those of `world.data` divide the samples.
-        give_up: a rank that is asked to end leaves off after the batch it is in, and so do all in the end.
-        outputs: what computes shards; None for `model` itself, one after another.
-
-    Returns:
-        None if a rank left off.
+    Losses are gathered per microbatch and summed with one rounding, so the result has the same bits on every number of
+    ranks. No microbatch is padded. With `until_stop`, the evaluation ends early with None on every rank if a rank
+    receives a stop request.
 
     Raises:
         RunError: the loss counts nothing.
     """
-    compute = outputs or _OneByOne(model, forward, world)
-    whole, world = world, compute.counted
-    found: list[tuple[int, list[float]]] = []
+    world, loss = compute.world, compute.forward.loss
+    counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
+    rows: list[tuple[int, list[float]]] = []  # slot; sum and count of each term, samples
     slots = 0
-    left_off = False
+    stopped = False
     model.eval()
     with torch.no_grad(), preserved_generators(world.device):
         for position, batch in enumerate(batches):
-            if give_up and _leaves_off(whole):
-                left_off = True
+            if until_stop and _stops_before_batch(all_ranks):
+                stopped = True
                 break
-            world.pulse.tick()
-            for part, found_outputs, losses in compute(batch, position):
-                numbers = [float(number) for loss in losses for number in (loss.sum, loss.count)]
-                found.append((slots + part.number, [*numbers, part.size]))
-                for metric in metrics if part.size else ():
-                    metric.update(beside_of(found_outputs, part.data[1]), part.data[1])
-            slots += batch.shards
-    if give_up and _any(left_off, whole):
-        for metric in metrics:
+            world.context.status.heartbeat()
+            for microbatch, outputs, losses in compute(batch, position):
+                numbers = [float(number) for term in losses for number in (term.sum, term.count)]
+                rows.append((slots + microbatch.number, [*numbers, microbatch.size]))
+                targets = microbatch.data[1]
+                for metric in counting if microbatch.size else ():
+                    metric.update(move_next_to(outputs, targets), targets)
+            slots += batch.microbatches
+    if until_stop and _any_rank(stopped, all_ranks):
+        for metric in counting:
             metric.reset()
         return None
-    gathered = torch.zeros(2 * forward.part_count + 1, slots, dtype=torch.float64, device=world.device)
-    for slot, numbers in found:
+    gathered = torch.zeros(2 * loss.term_count + 1, slots, dtype=torch.float64, device=world.device)
+    for slot, numbers in rows:
         gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
-    world.all_reduce(gathered)  # every slot has one summand that is not zero, so no order matters
+    world.all_reduce(gathered)  # each element has one non-zero summand, so the order of summation is irrelevant
     *totals, samples = (rounded_sum(row) for row in gathered.tolist())
-    values = forward.values(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
-    for metric in metrics:
-        if isinstance(metric, LossMetric):
-            metric.take(values["loss"])
-    return values | {metric.name: metric.compute(world) for metric in metrics}
+    if not any(totals[1::2]):
+        raise RunError(
+            "the loss counted nothing in evaluation", fix="check for ignored targets", code="E_NOTHING_COUNTED"
+        )
+    values = loss.means(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
+    return values | {
+        metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
+        for metric in metrics
+    }
 
 
-def _leaves_off(world: World) -> bool:
-    """Whether this rank does so before the next batch; where ranks compute it together, they do so together."""
-    return _any(world.stop_requested, world) if world.layout.is_split else world.stop_requested
+def _stops_before_batch(world: World) -> bool:
+    """Return whether this rank stops; ranks that compute a batch together stop together."""
+    return _any_rank(world.stop_requested, world) if world.mesh_shape.splits_model else world.stop_requested
 
 
-def _any(mine: bool, world: World) -> bool:
-    """Whether any rank says so."""
-    said = torch.tensor([float(mine)], device=world.device)
-    world.all_reduce(said)
-    return bool(said > 0)
+def _any_rank(flag: bool, world: World) -> bool:
+    """Return whether `flag` is set on any rank; a collective."""
+    total = torch.tensor([float(flag)], device=world.device)
+    world.all_reduce(total)
+    return bool(total > 0)

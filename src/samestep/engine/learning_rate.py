@@ -1,54 +1,82 @@
-"""How a learning rate follows the batch size: a function of the global batch, never of a number of devices."""
+"""Learning rate as a function of the global batch size and the step, never of the number of devices."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from samestep.config import LearningRatePart, LearningRateRule
+from samestep.config import LearningRateConfig, LearningRateRule, ScheduleConfig
 from samestep.errors import InputError
 
 
 def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_size: int | None = None) -> float:
-    """The rate for `batch_size` where `lr` is right for `base_batch_size`.
+    """Return the learning rate for `batch_size`, from the rate for `base_batch_size`.
 
     Args:
-        batch_size: samples behind one step, over all ranks.
-        rule: `fixed`: `lr` itself; `linear`: times `batch_size / base_batch_size` (Goyal et al., "Accurate, large
-            minibatch SGD", 2017); `sqrt`: times the root of that (Krizhevsky, "One weird trick", 2014).
-        base_batch_size: needed with `linear` and `sqrt`.
+        lr: rate for `base_batch_size`.
+        batch_size: samples per step, over all ranks.
+        rule: `fixed`: `lr`; `linear`: times `batch_size / base_batch_size` (Goyal et al., "Accurate, large minibatch
+            SGD", 2017); `sqrt`: times the square root of that ratio (Krizhevsky, "One weird trick", 2014).
+        base_batch_size: required for `linear` and `sqrt`.
 
     Raises:
-        InputError: there is no such rule, or a batch size is missing or below 1.
+        InputError: unknown rule, or a batch size is missing or below 1.
     """
-    base = LearningRatePart(rule=rule, base_batch_size=base_batch_size).base_batch_size
+    base = LearningRateConfig(rule=rule, base_batch_size=base_batch_size).base_batch_size
     if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}", rule="batch_size >= 1", do="give the size of the global batch")
+        raise InputError(f"batch_size is {batch_size}", "batch_size >= 1", "pass the size of the global batch")
     if base is None:
         return lr
     return lr * batch_size / base if rule == "linear" else lr * math.sqrt(batch_size / base)
 
 
-def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, part: LearningRatePart) -> tuple[str, ...]:
-    """Scale the rate of every parameter group, given or the optimizer's default; a line for each that is another.
+def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, config: LearningRateConfig) -> tuple[str, ...]:
+    """Scale the rate of every parameter group, and return one line of text per changed rate.
 
     Raises:
         InputError: the optimizer has no learning rate.
     """
-    if part.rule == "fixed":
+    if config.rule == "fixed":
         return ()
-    told = []
+    lines = []
     for group in optimizer.param_groups:
         if "lr" not in group:
             raise InputError(
-                f"learning_rate.rule is {part.rule} but {type(optimizer).__name__} has no learning rate",
-                rule="the optimizer's parameter groups have an lr",
-                do="set learning_rate.rule: fixed",
+                f"learning_rate.rule is {config.rule} but {type(optimizer).__name__} has no learning rate",
+                expected="the optimizer's parameter groups have an lr",
+                fix="set learning_rate.rule: fixed",
+                code="E_OPTIMIZER",
             )
         before = float(group["lr"])
-        group["lr"] = scaled_lr(before, batch_size, rule=part.rule, base_batch_size=part.base_batch_size)
-        factor = f"{batch_size}/{part.base_batch_size}"
-        shown = factor if part.rule == "linear" else f"sqrt({factor})"
-        told.append(f"learning rate {group['lr']:.6g} = {before:.6g} x {shown} ({part.rule})")
-    return tuple(dict.fromkeys(told))
+        group["lr"] = scaled_lr(before, batch_size, rule=config.rule, base_batch_size=config.base_batch_size)
+        ratio = f"{batch_size}/{config.base_batch_size}"
+        factor = ratio if config.rule == "linear" else f"sqrt({ratio})"
+        lines.append(f"learning rate {group['lr']:.6g} = {before:.6g} x {factor} ({config.rule})")
+    return tuple(dict.fromkeys(lines))
+
+
+def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
+    """Return a function from a step (from 0) to the factor of the learning rate.
+
+    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and `linear` start after
+    the warm-up and reach `final` at the last step. The decreases of `step` count from the first step of the run, so
+    that the warm-up does not move them (Goyal et al., "Accurate, large minibatch SGD", 2017).
+    """
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    decay = max(1, steps_per_epoch * epochs - 1 - warmup)
+    period = max(1, round(schedule.step_epochs * steps_per_epoch))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule.name == "constant":
+            return 1.0
+        if schedule.name == "step":
+            return schedule.gamma ** (step // period)
+        progress = min(1.0, (step - warmup) / decay)
+        remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+        return schedule.final + (1 - schedule.final) * remaining
+
+    return factor

@@ -1,1 +1,1 @@
-"""From a recipe to built objects, and the recipes that ship."""
+"""Recipes: reading, overrides, and construction of the objects of a run."""

@@ -1,11 +1,18 @@
-"""What every rank of a `samestep` command does."""
+"""Training, evaluation and predictions of a recipe: the functions that every rank of a `samestep` command runs.
+
+Invalid files and options raise `InputError`; a damaged checkpoint, or one of another model, raises `CheckpointError`.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
+import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,118 +23,205 @@ import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
+from samestep.data.batch import map_tensors, move
 from samestep.data.loader import MANY_WORKERS
-from samestep.recipes.build import Built, build, world_of
-from samestep.recipes.by_class import evaluate_by_class
-from samestep.recipes.facts import write_facts
-from samestep.recipes.parse import recipe_data
-from samestep.recipes.pictures import draw_first
-from samestep.recipes.trained import without_pretrained
-from samestep.recipes.weights.start import take_all
-from samestep.record.curves import Curves
-from samestep.record.environment import append_environment
-from samestep.record.events import EventFile, Recorder
-from samestep.record.progress import ProgressLine
-from samestep.record.vitals import Vitals
-from samestep.runtime.env import read_environment
-from samestep.runtime.world import World
+from samestep.distributed.env import read_environment
+from samestep.distributed.world import World, all_gather
+from samestep.engine.microbatch import autocast, call_model
+from samestep.errors import InputError, RunError
+from samestep.launcher.session import start
+from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
+from samestep.loggers.rank_monitor import RankMonitor
+from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.metrics.class_report import averages, class_rows
+from samestep.metrics.metrics import CountMetric
+from samestep.metrics.overlays import is_segmentation, write_overlays
+from samestep.microbatches import Cursor
+from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
+from samestep.recipes.recipe_files import DatasetInfo, recipe_data, write_dataset_info
+from samestep.recipes.weights import load_all
 from samestep.trainer import Trainer
+from samestep.zoo.options import call, takes
+from samestep.zoo.splits import Answer, Task
+
+_MAX_CLASSES = 5_000  # limit of a confusion matrix
+_MAX_OVERLAYS = 16
+
+
+def without_pretrained(recipe: Recipe) -> Recipe:
+    """Return the recipe without its file of initial weights, for a model whose weights come from a checkpoint."""
+    return replace(recipe, model=replace(recipe.model, pretrained=None))
+
+
+def trained_model(recipe: Recipe, info: DatasetInfo, checkpoint: Path) -> torch.nn.Module:
+    """Return the model of a checkpoint in evaluation mode, with averaged weights if the recipe has `ema`."""
+    model, _ = build_model(without_pretrained(recipe), info.classes, info.model_options)
+    checkpoints.load_model(checkpoint, model, averaged=recipe.ema is not None)
+    return model.eval()
+
+
+def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
+    """Return the prediction task of a recipe; raise `InputError` if its dataset has none."""
+    name = recipe.data.name
+    if name not in TASKS:
+        raise InputError(
+            f"data {name!r} has no prediction task",
+            expected=f"data of a shipped recipe: {', '.join(TASKS)}",
+            fix="use samestep export, and load the weights into your own model",
+            code="E_UNKNOWN_NAME",
+        )
+    function = find(name, TASKS, "task")
+    options = {key: value for key, value in recipe.data.options.items() if takes(function, key)}
+    task = call(function, options, info.classes, where="data.options")
+    assert isinstance(task, Task)
+    return task
+
+
+def predict(
+    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path, files: tuple[Path, ...], out: Path | None
+) -> list[Answer]:
+    """Return the prediction for each file, in order, and write pictures of the task to the folder `out`."""
+    task = build_task(recipe, info)
+    if out is not None and task.picture is None:
+        raise InputError(
+            f"--out {out}, but data {recipe.data.name!r} has no pictures",
+            expected="--out for segmentation only",
+            fix="remove --out",
+            code="E_OPTION_CONFLICT",
+        )
+    answers = []
+    with _model_for_inference(recipe, options, info, checkpoint) as (model, device):
+        for file in files:
+            inputs = map_tensors(task.read(file), lambda tensor: tensor.unsqueeze(0))
+            outputs = call_model(model, move(inputs, device))
+            outputs = map_tensors(outputs, lambda tensor: tensor[0].float().cpu())
+            answers.append({"file": str(file), **task.describe(outputs)})
+            if out is not None and task.picture is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                path = out / f"{file.stem}.png"
+                task.picture(file, outputs).save(path)
+                answers[-1]["picture"] = str(path)
+    return answers
+
+
+def complete(
+    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path, prompt: str, tokens: int
+) -> Answer:
+    """Return a continuation of `prompt` with at most `tokens` tokens, if the model is a language model."""
+    task = build_task(recipe, info)
+    if task.complete is None:
+        raise InputError(
+            f"--prompt, but the input of the model is {task.reads}",
+            expected="--prompt for language models only",
+            fix="give files instead of --prompt",
+            code="E_OPTION_CONFLICT",
+        )
+    with _model_for_inference(recipe, options, info, checkpoint) as (model, _):
+        return {"prompt": prompt, "text": task.complete(model, prompt, tokens)}
+
+
+@contextmanager
+def _model_for_inference(
+    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
+) -> Iterator[tuple[torch.nn.Module, torch.device]]:
+    with start(device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads) as world:
+        model = trained_model(recipe, info, checkpoint).to(world.device)
+        with torch.no_grad(), autocast(recipe.step.precision, world.device):
+            yield model, world.device
 
 
 def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int) -> dict[str, Any]:
-    """Train `recipe` in the run directory `run`, from `checkpoint` if there is one; the summary as plain data.
+    """Train a recipe in the directory `run`, from a `checkpoint` of step `first_step` or from the beginning (None, 0).
 
-    `stop_signal` in it is the signal that asked this rank to end, if one did.
+    Returns:
+        The fields of `Summary`, and `stop_signal`: the signal that requested this rank to stop, or None.
     """
     if options.tuned is not None:
-        warnings.filterwarnings("ignore", message=MANY_WORKERS)  # that as many are faster has been measured
+        warnings.filterwarnings("ignore", message=MANY_WORKERS)  # `samestep tune` has measured this number
     with (
-        world_of(recipe, options) as world,
+        start_world(recipe, options) as world,
         FolderLock(run) if world.is_main else nullcontext(),
-        Vitals(run, world, first_step) as vitals,
+        RankMonitor(run, world, first_step) as rank_monitor,
     ):
-        return _train(recipe, options, run, checkpoint, first_step, world, vitals)
-
-
-def _train(
-    recipe: Recipe,
-    options: RunOptions,
-    run: Path,
-    checkpoint: Path | None,
-    first_step: int,
-    world: World,
-    vitals: Vitals,
-) -> dict[str, Any]:
-    built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
-    folder = CheckpointFolder(run / "checkpoints", options.keep)
-    recorder = _recorder(world, options, run, first_step)
-    trainer = Trainer(
-        built.engine,
-        built.train,
-        built.evaluation,
-        list(built.metrics),
-        folder=folder,
-        recorder=recorder,
-        recipe=recipe_data(recipe),
-        epochs=recipe.epochs,
-        options=options,
-    )
-    if world.is_main:
-        folder.clean()
-        append_environment(run / "environment.json", _environment(built, world, recipe, options, first_step))
-        write_facts(built.facts, run)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    else:
-        for note in built.notes:
-            recorder.tell("note", text=note)
-    if world.layout.is_split:
-        recorder.tell("note", text=world.layout.picture())
-    if world.layout.replicate > 1 and recipe.strategy.remark is not None:
-        recorder.tell("note", text=recipe.strategy.remark)
-    if options.tuned is not None:
-        recorder.tell("note", text=_told_of_tuning(options))
-    vitals.follow(lambda: trainer.done)
-    with recorder:
-        summary = trainer.fit()
-    return {**asdict(summary), "stop_signal": world.stop_signal}
+        built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
+        folder = CheckpointFolder(run / "checkpoints", options.keep)
+        trainer = Trainer(
+            built.engine,
+            built.train,
+            built.evaluation,
+            list(built.metrics),
+            folder=folder,
+            recipe=recipe_data(recipe),
+            epochs=recipe.epochs,
+            options=options,
+            loggers=_loggers(options, run, first_step),
+        )
+        if world.is_main:
+            folder.clean()
+            append_environment(run / "environment.json", _environment(built, world, recipe, options, first_step))
+            write_dataset_info(built.dataset_info, run)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        for note in _notes(built, world, recipe, options, is_new=checkpoint is None):
+            trainer.logger.log_event("note", text=note)
+        rank_monitor.follow(lambda: trainer.rank_progress)
+        return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
 
 
 def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path | None = None) -> dict[str, Any]:
-    """Evaluate the weights of a checkpoint, or of a file; `loss`, `samples` and the recipe's metrics.
+    """Evaluate a checkpoint or a weights file, and return `loss`, `samples` and the metrics of the recipe.
 
-    Args:
-        report: also how often each class was taken for each other one, as `by_class`; where a model says something of
-            each pixel, pictures of the first samples go to `overlays` in this folder.
+    With the directory of a `report`, the result also has the confusion matrix as `by_class`, and the first samples of a
+    segmentation task are drawn into `overlays` in this directory.
     """
-    with world_of(recipe, options) as world:
+    with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
+        model, is_averaged = built.engine.model, recipe.ema is not None
         if checkpoint.is_dir():
-            checkpoints.load_model(checkpoint, built.engine.model, built.engine.pieces, averaged=recipe.ema is not None)
+            checkpoints.load_model(checkpoint, model, built.engine.local_parameters, averaged=is_averaged)
         else:
-            take_all(built.engine.model, checkpoint)
+            load_all(model, checkpoint)
         if report is not None:
-            values = evaluate_by_class(built, recipe)
-            values["by_class"]["pictures"] = draw_first(built, recipe, report / "overlays")
-            return values
+            return _evaluate_by_class(built, recipe, report / "overlays")
         return built.engine.evaluate(built.evaluation, built.metrics)
 
 
 def gpu_names() -> list[str]:
-    """What the GPUs that torch sees are called, in torch's order."""
+    """Return the names of the visible GPUs, in torch's order."""
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
-def _recorder(world: World, options: RunOptions, run: Path, first_step: int) -> Recorder:
-    if not world.is_main:
-        return Recorder([])
-    console = Console(stderr=True, quiet=options.quiet)
-    return Recorder([EventFile(run / "events.jsonl"), Curves(run / "tensorboard", first_step), ProgressLine(console)])
+def append_environment(path: Path, environment: Mapping[str, Any]) -> None:
+    """Append one entry to the list in `environment.json`."""
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    entries.append({"started": started, "samestep": version("samestep"), **environment})
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
-def _told_of_tuning(options: RunOptions) -> str:
-    many = f"workers {options.workers}" + (f", prefetch {options.prefetch}" if options.workers else "")
-    return f"{many}: tuned on this machine, {options.tuned}; --no-tuned leaves it"
+def _loggers(options: RunOptions, run: Path, first_step: int) -> list[Logger]:
+    create: dict[str, Callable[[], Logger]] = {
+        "jsonl": lambda: JsonlLogger(run / "events.jsonl"),
+        "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),
+        "progress": lambda: ProgressLogger(Console(stderr=True, quiet=options.quiet)),
+        "wandb": lambda: WandbLogger(run, resume=first_step > 0),
+        "mlflow": lambda: MLflowLogger(run, resume=first_step > 0),
+    }
+    return [create[name]() for name in options.loggers]
+
+
+def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:
+    """Return notes on weights, layout and loader processes for the log."""
+    shape, strategy = world.mesh_shape, recipe.strategy
+    notes = list(built.notes) if is_new else []
+    if shape.splits_model:
+        notes.append(shape.describe())
+    if shape.replicate > 1 and strategy.gradient_note is not None:
+        notes.append(strategy.gradient_note)
+    if options.tuned is not None:
+        workers = f"workers {options.workers}" + (f", prefetch {options.prefetch}" if options.workers else "")
+        notes.append(f"{workers}: tuned on this machine, {options.tuned}; --no-tuned leaves it")
+    return notes
 
 
 def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
@@ -136,7 +230,7 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         "from_step": first_step,
         "processes": world.size,
         "strategy": built.engine.strategy,
-        "remark": recipe.strategy.remark if world.layout.replicate > 1 else None,
+        "remark": recipe.strategy.gradient_note if world.mesh_shape.replicate > 1 else None,
         "visible_devices": read_environment().visible_devices if gpu else None,
         "device": gpu or platform.processor() or platform.machine(),
         "threads": recipe.step.threads,
@@ -148,3 +242,69 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         "cuda": torch.version.cuda,
         "system": platform.system(),
     }
+
+
+class _ConfusionMatrix(CountMetric):
+    """Confusion matrix `counts[class][prediction]`; as a single number, the mean recall of the classes."""
+
+    def __init__(self, classes: int, device: torch.device, *, ignore_index: int) -> None:
+        if not 1 <= classes <= _MAX_CLASSES:
+            raise InputError(
+                f"the data of this recipe has {classes} classes",
+                expected=f"1 to {_MAX_CLASSES:,} classes for a report by class",
+                fix="omit --report",
+            )
+        from samestep.metrics.segmentation import OverlapMetric  # imports torchmetrics
+
+        super().__init__("balanced_accuracy", lambda: OverlapMetric("accuracy", classes, ignore_index).to(device))
+        self.counts: list[list[int]] = []
+
+    def compute(self, world: World) -> float:
+        """Sum the counts over ranks, store them in `counts`, reset, and return the mean recall."""
+        matrix: torch.Tensor = self._metric.confmat
+        world.all_reduce(matrix)
+        self.counts = matrix.tolist()
+        self.reset()
+        return averages(class_rows(self.counts, [""] * len(self.counts)))[self.name]
+
+
+def _evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    classes = built.dataset_info.classes
+    ignore_index = recipe.loss.options.get("ignore_index", -100)
+    matrix = _ConfusionMatrix(len(classes), built.engine.world.device, ignore_index=ignore_index)
+    values = built.engine.evaluate(built.evaluation, [*built.metrics, matrix])
+    names = list(classes) if len(classes) > 1 else ["background", *classes]  # one class: binary segmentation
+    by_class = {"classes": names, "counts": matrix.counts, "pictures": _draw_overlays(built, recipe, folder)}
+    return values | {"by_class": by_class}
+
+
+def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
+    """Draw the predictions of the first evaluation samples, and return their number over all ranks.
+
+    File names are the positions in the evaluation data, so the files do not depend on the number of ranks. Only
+    segmentation tasks have overlays. A collective operation.
+    """
+    world, model, data = built.engine.world, built.engine.model, built.evaluation
+    data.cursor = Cursor()
+    batch = next(iter(data))
+    count = 0
+    model.eval()
+    with torch.no_grad(), autocast(recipe.step.precision, world.device):
+        for microbatch in batch.local_microbatches:
+            first = batch.bounds[microbatch.number][0]
+            positions = range(first, min(first + microbatch.size, _MAX_OVERLAYS))
+            inputs, targets = microbatch.data
+            outputs = call_model(model, inputs)
+            if positions and is_segmentation(inputs, targets, outputs):
+                drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
+                try:
+                    write_overlays(folder, positions, *drawn)
+                except OSError as error:
+                    raise RunError(
+                        f"overlays cannot be written to {folder}: {error.strerror}",
+                        expected="a directory that can be written",
+                        fix="free disk space, or select another directory",
+                    ) from error
+                count += len(positions)
+    data.cursor = Cursor()
+    return sum(all_gather(count, world))

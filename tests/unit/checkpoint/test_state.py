@@ -1,4 +1,4 @@
-"""Going on from a checkpoint is going on: the same bits as without the break."""
+"""State in checkpoints: a resumed run has the same bits as an uninterrupted one."""
 
 import json
 import math
@@ -13,11 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.checkpoint import state
-from samestep.checkpoint.manifest import STATE
 from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load_model, pack
-from samestep.checkpoint.store import CheckpointFolder
-from samestep.cursor import Cursor
+from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.errors import CheckpointError
+from samestep.microbatches import Cursor
 
 PROGRESS = Progress(
     step=7,
@@ -49,7 +48,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler
 
 
 class Net(nn.Module):
-    """Tied weights, a batch norm, a frozen layer and buffers of several types."""
+    """Model with tied weights, batch norm, a frozen layer and buffers of several types."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -92,20 +91,20 @@ def saved(folder: Path, run: Training, step: int = 7) -> Path:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", ["none", "cosine"])
-def test_optimizers_go_on(tmp_path: Path, optimizer: str, scheduler: str) -> None:
-    goes_on_as_without_a_break(tmp_path, optimizer, scheduler, scale=False)
+def test_resume_of_optimizers(tmp_path: Path, optimizer: str, scheduler: str) -> None:
+    assert_resumes_exactly(tmp_path, optimizer, scheduler, scale=False)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_go_on(tmp_path: Path, scheduler: str) -> None:
-    goes_on_as_without_a_break(tmp_path, "momentum", scheduler, scale=False)
+def test_resume_of_schedulers(tmp_path: Path, scheduler: str) -> None:
+    assert_resumes_exactly(tmp_path, "momentum", scheduler, scale=False)
 
 
-def test_a_scaler_goes_on(tmp_path: Path) -> None:
-    goes_on_as_without_a_break(tmp_path, "adamw", "cosine", scale=True)
+def test_resume_of_a_scaler(tmp_path: Path) -> None:
+    assert_resumes_exactly(tmp_path, "adamw", "cosine", scale=True)
 
 
-def goes_on_as_without_a_break(folder: Path, optimizer: str, scheduler: str, *, scale: bool) -> None:
+def assert_resumes_exactly(folder: Path, optimizer: str, scheduler: str, *, scale: bool) -> None:
     whole, broken = (training(0, optimizer, scheduler, scale) for _ in range(2))
     advance(whole, 9)
     advance(broken, 4)
@@ -117,7 +116,7 @@ def goes_on_as_without_a_break(folder: Path, optimizer: str, scheduler: str, *, 
     assert pack(other, PROGRESS) == pack(whole, PROGRESS)
 
 
-def test_a_checkpoint_before_the_first_step_is_one_like_any_other(tmp_path: Path) -> None:
+def test_resume_before_the_first_step(tmp_path: Path) -> None:
     first, other = training(0, "adamw"), training(1, "adamw")
     state.load(saved(tmp_path, first, 0), other)
     advance(first, 3)
@@ -131,17 +130,17 @@ def test_packing_twice_gives_equal_bytes() -> None:
     assert pack(run, PROGRESS) == pack(run, PROGRESS)
 
 
-def test_packing_changes_nothing() -> None:
-    packed, left_alone = training(0, "amsgrad"), training(0, "amsgrad")
-    for run in (packed, left_alone):
+def test_packing_does_not_change_the_run() -> None:
+    packed, unpacked = training(0, "amsgrad"), training(0, "amsgrad")
+    for run in (packed, unpacked):
         advance(run, 2)
     pack(packed, PROGRESS)
-    for run in (packed, left_alone):
+    for run in (packed, unpacked):
         advance(run, 2)
-    assert pack(packed, PROGRESS) == pack(left_alone, PROGRESS)
+    assert pack(packed, PROGRESS) == pack(unpacked, PROGRESS)
 
 
-def test_a_pack_does_not_change_with_the_model() -> None:
+def test_packed_files_do_not_change_with_the_model() -> None:
     run = training(0)
     before = pack(run, PROGRESS)
     copy = dict(before)
@@ -149,7 +148,7 @@ def test_a_pack_does_not_change_with_the_model() -> None:
     assert before == copy != pack(run, PROGRESS)
 
 
-def test_names_are_the_models_own_and_tied_weights_are_there_once() -> None:
+def test_names_are_those_of_the_model_and_tied_weights_are_stored_once() -> None:
     run = training(0)
     advance(run, 1)
     files = pack(run, PROGRESS)
@@ -166,7 +165,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(other.model.out.weight, run.model.embed.weight)
 
 
-def test_weights_of_tied_layers_go_into_layers_that_are_not(tmp_path: Path) -> None:
+def test_tied_weights_load_into_untied_layers(tmp_path: Path) -> None:
     run, other = training(0), Net(1)
     other.out.weight = nn.Parameter(torch.zeros(5, 4))
     load_model(saved(tmp_path, run), other)
@@ -174,7 +173,7 @@ def test_weights_of_tied_layers_go_into_layers_that_are_not(tmp_path: Path) -> N
     assert other.out.weight is not other.embed.weight
 
 
-def test_layers_tied_to_a_part_of_another_keep_their_values(tmp_path: Path) -> None:
+def test_views_of_a_tensor_keep_their_values(tmp_path: Path) -> None:
     class Views(nn.Module):
         def __init__(self, start: float) -> None:
             super().__init__()
@@ -195,7 +194,7 @@ def test_layers_tied_to_a_part_of_another_keep_their_values(tmp_path: Path) -> N
         assert torch.equal(getattr(other, name), tensor), name
 
 
-def test_every_bit_of_a_tensor_is_kept(tmp_path: Path) -> None:
+def test_every_bit_of_a_tensor_is_preserved(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[-0.0, math.nan, 1e-42]]))
@@ -216,18 +215,18 @@ def test_groups_keep_their_settings(tmp_path: Path) -> None:
     run, other = grouped(0, 0.25), grouped(1, 0.5)
     advance(run, 2)
     state.load(saved(tmp_path, run), other)
-    for mine, its in zip(run.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-        assert (mine["lr"], tuple(mine["betas"]), mine["weight_decay"]) == (
-            its["lr"],
-            tuple(its["betas"]),
-            its["weight_decay"],
+    for group, loaded in zip(run.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+        assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (
+            loaded["lr"],
+            tuple(loaded["betas"]),
+            loaded["weight_decay"],
         )
     advance(run, 2)
     advance(other, 2)
     assert pack(run, PROGRESS)[MODEL] == pack(other, PROGRESS)[MODEL]
 
 
-def test_parameters_that_the_optimizer_names_itself_go_on(tmp_path: Path) -> None:
+def test_resume_of_an_optimizer_with_named_parameters(tmp_path: Path) -> None:
     def named(seed: int) -> Training:
         model = Net(seed)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -239,8 +238,8 @@ def test_parameters_that_the_optimizer_names_itself_go_on(tmp_path: Path) -> Non
     assert pack(other, PROGRESS) == pack(run, PROGRESS)
 
 
-class Patient(torch.optim.SGD):
-    """Moves a parameter every other time only, and counts in plain numbers."""
+class EverySecondStep(torch.optim.SGD):
+    """Optimizer that updates parameters every second step, with plain numbers as state."""
 
     def step(self, closure: None = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -252,13 +251,13 @@ class Patient(torch.optim.SGD):
                 parameter.data -= state["rate"] * parameter.grad
 
 
-def test_plain_numbers_in_an_optimizer_go_on(tmp_path: Path) -> None:
-    def patient(seed: int) -> Training:
+def test_resume_of_plain_numbers_in_an_optimizer(tmp_path: Path) -> None:
+    def every_second_step(seed: int) -> Training:
         model = Net(seed)
-        optimizer = Patient([p for p in model.parameters() if p.requires_grad])
+        optimizer = EverySecondStep([p for p in model.parameters() if p.requires_grad])
         return Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
 
-    run, other = patient(0), patient(1)
+    run, other = every_second_step(0), every_second_step(1)
     advance(run, 3)
     state.load(saved(tmp_path, run), other)
     advance(run, 3)
@@ -267,13 +266,13 @@ def test_plain_numbers_in_an_optimizer_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("best", [None, -math.inf, math.inf, 1e-300])
-def test_progress_comes_back_as_it_was(tmp_path: Path, best: float | None) -> None:
-    said = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
-    path = CheckpointFolder(tmp_path).write(3, pack(training(0), said))
-    assert state.load(path, training(1)) == said
+def test_progress_is_preserved(tmp_path: Path, best: float | None) -> None:
+    progress = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
+    path = CheckpointFolder(tmp_path).write(3, pack(training(0), progress))
+    assert state.load(path, training(1)) == progress
 
 
-# --- refusals ---------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------
 
 
 class Wider(Net):
@@ -283,18 +282,17 @@ class Wider(Net):
         self.more = nn.Linear(2, 2)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises(tmp_path: Path) -> None:
     path, other = saved(tmp_path, training(0)), Wider()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         load_model(path, other)
-    assert "4 tensors missing or of another shape (out.weight, out.bias, more.weight), 0 unknown (-)" in str(
-        refused.value
-    )
+    assert raised.value.code == "E_CHECKPOINT_MODEL"
+    assert "4 tensors missing or of another shape (out.weight, out.bias, more.weight)" in raised.value.value
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
-def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_a_larger_model_raises(tmp_path: Path) -> None:
     model = Wider()
     optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
     path = saved(tmp_path, Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False)))
@@ -303,14 +301,14 @@ def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("written", "read"), [("momentum", "adamw"), ("adamw", "momentum"), ("sgd", "adamw")])
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, written: str, read: str) -> None:
+def test_checkpoint_of_another_optimizer_raises(tmp_path: Path, written: str, read: str) -> None:
     run, other = training(0, written), training(1, read)
     advance(run, 2)
     with pytest.raises(CheckpointError):
         state.load(saved(tmp_path, run), other)
 
 
-def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_groups_raises(tmp_path: Path) -> None:
     run, model = training(0), Net(1)
     trained = [p for p in model.parameters() if p.requires_grad]
     grouped = torch.optim.SGD([{"params": trained[:1]}, {"params": trained[1:]}], lr=0.1, momentum=0.9)
@@ -320,7 +318,7 @@ def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path) -> None:
         state.load(saved(tmp_path, run), other)
 
 
-def test_a_checkpoint_in_which_other_layers_were_trained_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_trained_layers_raises(tmp_path: Path) -> None:
     run, model = training(0), Net(1)
     model.norm.requires_grad_(False)
     optimizer = OPTIMIZERS["momentum"]([p for p in model.parameters() if p.requires_grad])

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there, and nothing but what was written is ever read."""
+"""Checkpoint folder: complete or absent checkpoints, pruning, lookup and verification."""
 
 import json
 import os
@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ranks_store
-from ranks_store import FILES
 from samestep import launch
-from samestep.checkpoint.manifest import MANIFEST, read_json, verify
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_json, verify
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
-from samestep.runtime.launch import RankError
+from samestep.launcher.launch import RankError
+from workers import store as ranks_store
+from workers.store import FILES
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def steps(folder: CheckpointFolder) -> list[int]:
 # --- writing ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_there_and_whole(folder: CheckpointFolder) -> None:
+def test_write_creates_a_valid_checkpoint(folder: CheckpointFolder) -> None:
     path = folder.write(7, FILES)
     assert path.name == "step-000000007"
     verify(path)
@@ -46,9 +45,9 @@ def test_what_is_written_is_there_and_whole(folder: CheckpointFolder) -> None:
 
 
 def test_the_manifest_has_hash_and_length_of_every_file(folder: CheckpointFolder) -> None:
-    said = json.loads((folder.write(1, FILES) / MANIFEST).read_bytes())
-    assert {name: facts["bytes"] for name, facts in said["files"].items()} == {n: len(d) for n, d in FILES.items()}
-    assert all(len(facts["sha256"]) == 64 for facts in said["files"].values())
+    manifest = json.loads((folder.write(1, FILES) / MANIFEST).read_bytes())
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {n: len(d) for n, d in FILES.items()}
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())
 
 
 def test_equal_content_gives_equal_bytes(folder: CheckpointFolder, tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_equal_content_gives_equal_bytes(folder: CheckpointFolder, tmp_path: Pat
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in [*FILES, MANIFEST])
 
 
-def test_a_checkpoint_that_is_there_is_left_as_it_is(folder: CheckpointFolder) -> None:
+def test_equal_contents_are_not_written_again(folder: CheckpointFolder) -> None:
     path = folder.write(1, {"a": b"first"})
     before = [(file, file.stat().st_ino) for file in sorted(path.iterdir())]
     assert folder.write(1, {"a": b"first"}) == path
@@ -65,7 +64,7 @@ def test_a_checkpoint_that_is_there_is_left_as_it_is(folder: CheckpointFolder) -
     assert names(folder) == ["last", "step-000000001"]
 
 
-def test_another_one_of_the_same_step_takes_its_place(folder: CheckpointFolder) -> None:
+def test_other_contents_of_the_same_step_replace_the_checkpoint(folder: CheckpointFolder) -> None:
     path = folder.write(1, {"a": b"before an evaluation", "b": b""})
     assert folder.write(1, {"a": b"after it"}) == path
     verify(path)
@@ -73,18 +72,18 @@ def test_another_one_of_the_same_step_takes_its_place(folder: CheckpointFolder) 
     assert names(folder) == ["last", "step-000000001"]
 
 
-def test_one_that_was_about_to_be_replaced_counts_until_it_is(folder: CheckpointFolder) -> None:
+def test_checkpoint_renamed_for_replacement_counts(folder: CheckpointFolder) -> None:
     folder.write(2, {"a": b"old"}, is_best=True)
     replaced = folder.path / ".replaced-step-000000002"
     (folder.path / "step-000000002").rename(replaced)
     folder.clean()
     assert [folder.find(which) for which in ("last", "best", "2")] == [replaced] * 3
-    assert folder.newest_whole() == replaced
+    assert folder.newest_valid() == replaced
     folder.write(3, {"a": b"new"})
     assert names(folder) == ["best", "last", "step-000000002", "step-000000003"]
 
 
-def test_one_that_was_replaced_is_cleaned_away(folder: CheckpointFolder) -> None:
+def test_clean_removes_a_replaced_checkpoint(folder: CheckpointFolder) -> None:
     path = folder.write(2, {"a": b"new"})
     shutil.copytree(path, folder.path / ".replaced-step-000000002")
     assert folder.steps() == [path]
@@ -93,12 +92,12 @@ def test_one_that_was_replaced_is_cleaned_away(folder: CheckpointFolder) -> None
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_one_checkpoint_must_stay(tmp_path: Path, keep: int) -> None:
+def test_keep_below_one_raises(tmp_path: Path, keep: int) -> None:
     with pytest.raises(InputError, match=f"keep is {keep}"):
         CheckpointFolder(tmp_path, keep)
 
 
-def test_the_folders_above_are_made(tmp_path: Path) -> None:
+def test_write_creates_parent_folders(tmp_path: Path) -> None:
     verify(CheckpointFolder(tmp_path / "a" / "b" / "c").write(1, FILES))
 
 
@@ -111,10 +110,10 @@ def test_a_failed_write_leaves_no_checkpoint(folder: CheckpointFolder) -> None:
     assert folder.find("last").name == "step-000000001"
 
 
-def test_a_kill_while_writing_leaves_what_was_there(folder: CheckpointFolder) -> None:
+def test_kill_during_a_write_preserves_earlier_checkpoints(folder: CheckpointFolder) -> None:
     folder.write(1, FILES)
     with pytest.raises(RankError, match="killed by SIGXFSZ"):
-        launch(ranks_store.be_killed_while_writing, folder.path, 2, processes=1)
+        launch(ranks_store.exceed_file_size_limit, folder.path, 2, processes=1)
     assert steps(folder) == [1]
     assert any(name.startswith(".writing-") for name in names(folder))
     folder.clean()
@@ -122,13 +121,13 @@ def test_a_kill_while_writing_leaves_what_was_there(folder: CheckpointFolder) ->
     verify(folder.write(2, FILES))
 
 
-def test_a_write_that_failed_can_be_tried_again(folder: CheckpointFolder) -> None:
+def test_failed_write_can_be_repeated(folder: CheckpointFolder) -> None:
     with pytest.raises(CheckpointWriteError):
         folder.write(2, {"a": b"1", "no-such-folder/b": b"2"})
     verify(folder.write(2, FILES))
 
 
-def test_cleaning_removes_every_kind_of_leftover(folder: CheckpointFolder) -> None:
+def test_clean_removes_all_leftovers(folder: CheckpointFolder) -> None:
     folder.write(1, FILES)
     (folder.path / ".writing-step-000000002-77").mkdir()
     (folder.path / ".writing-step-000000002-77" / "model").write_bytes(b"half")
@@ -138,12 +137,12 @@ def test_cleaning_removes_every_kind_of_leftover(folder: CheckpointFolder) -> No
     assert names(folder) == ["last", "step-000000001"]
 
 
-def test_cleaning_before_the_first_checkpoint_does_nothing(folder: CheckpointFolder) -> None:
+def test_clean_of_a_missing_folder_does_nothing(folder: CheckpointFolder) -> None:
     folder.clean()
     assert folder.steps() == []
 
 
-def test_writers_of_the_same_checkpoint_do_not_hinder_each_other(tmp_path: Path) -> None:
+def test_concurrent_writers_of_the_same_checkpoint(tmp_path: Path) -> None:
     launch(ranks_store.write_together, tmp_path, processes=4)
     for attempt in range(5):
         path = tmp_path / str(attempt)
@@ -151,7 +150,7 @@ def test_writers_of_the_same_checkpoint_do_not_hinder_each_other(tmp_path: Path)
         verify(path / "last")
 
 
-# --- keeping ----------------------------------------------------------------------------------------------
+# --- pruning ----------------------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept(folder: CheckpointFolder) -> None:
@@ -162,14 +161,14 @@ def test_the_newest_are_kept(folder: CheckpointFolder) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_as_many_are_kept_as_was_asked(tmp_path: Path, keep: int) -> None:
+def test_keep_sets_the_number_of_checkpoints(tmp_path: Path, keep: int) -> None:
     folder = CheckpointFolder(tmp_path, keep)
     for step in range(10, 60, 10):
         folder.write(step, FILES)
     assert steps(folder) == [10, 20, 30, 40, 50][-keep:]
 
 
-def test_the_best_is_kept_besides(folder: CheckpointFolder) -> None:
+def test_the_best_is_kept_in_addition(folder: CheckpointFolder) -> None:
     for step in range(1, 7):
         folder.write(step, FILES, is_best=step in (1, 3))
     assert steps(folder) == [3, 5, 6]
@@ -183,8 +182,8 @@ def test_steps_are_in_order_of_number_not_of_name(folder: CheckpointFolder) -> N
     assert steps(folder) == [3, 5, 40, 999_999_999]
 
 
-def test_what_was_just_written_is_kept_though_a_later_step_is_there(tmp_path: Path) -> None:
-    """Someone who goes back to an earlier step leaves a newer one of the old course behind."""
+def test_the_newly_written_checkpoint_is_kept_despite_higher_steps(tmp_path: Path) -> None:
+    """After a return to an earlier step, higher steps remain."""
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.write(200, FILES)
     assert folder.write(150, FILES).is_dir()
@@ -192,7 +191,7 @@ def test_what_was_just_written_is_kept_though_a_later_step_is_there(tmp_path: Pa
 
 @settings(max_examples=15)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 3))
-def test_the_newest_and_the_best_stay_whatever_happens(best: list[bool], keep: int) -> None:
+def test_newest_and_best_are_kept_in_any_sequence(best: list[bool], keep: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = CheckpointFolder(Path(name), keep)
         for step, is_best in enumerate(best):
@@ -206,7 +205,7 @@ def test_the_newest_and_the_best_stay_whatever_happens(best: list[bool], keep: i
 # --- finding ----------------------------------------------------------------------------------------------
 
 
-def test_last_best_and_steps_are_found(folder: CheckpointFolder) -> None:
+def test_find_last_best_and_steps(folder: CheckpointFolder) -> None:
     for step in (10, 20):
         folder.write(step, FILES, is_best=step == 10)
     assert [folder.find(which).name for which in ("last", "best", "10", "20")] == [
@@ -217,18 +216,18 @@ def test_last_best_and_steps_are_found(folder: CheckpointFolder) -> None:
     ]
 
 
-@pytest.mark.parametrize("pointer", [None, "step-000000030"])
-def test_without_a_pointer_to_it_the_last_is_the_highest_step(folder: CheckpointFolder, pointer: str | None) -> None:
+@pytest.mark.parametrize("target", [None, "step-000000030"])
+def test_without_a_valid_link_last_is_the_highest_step(folder: CheckpointFolder, target: str | None) -> None:
     for step in (10, 20):
         folder.write(step, FILES)
     (folder.path / "last").unlink()
-    if pointer is not None:
-        (folder.path / "last").symlink_to(pointer)
+    if target is not None:
+        (folder.path / "last").symlink_to(target)
     assert folder.find("last").name == "step-000000020"
 
 
 def test_the_last_does_not_depend_on_file_times(folder: CheckpointFolder) -> None:
-    """A copy of a run, or a file that somebody puts into a checkpoint, changes them."""
+    """A copy of a run, or a new file in a checkpoint, changes file times."""
     for step in (10, 20):
         folder.write(step, FILES)
     later = (folder.path / "step-000000020").stat().st_mtime + 60
@@ -236,7 +235,7 @@ def test_the_last_does_not_depend_on_file_times(folder: CheckpointFolder) -> Non
     assert folder.find("last").name == "step-000000020"
 
 
-def test_what_is_kept_does_not_depend_on_file_times(folder: CheckpointFolder) -> None:
+def test_pruning_does_not_depend_on_file_times(folder: CheckpointFolder) -> None:
     for step in (10, 20):
         folder.write(step, FILES)
     later = (folder.path / "step-000000020").stat().st_mtime + 60
@@ -245,46 +244,46 @@ def test_what_is_kept_does_not_depend_on_file_times(folder: CheckpointFolder) ->
     assert steps(folder) == [20, 30]
 
 
-def test_a_step_that_is_reached_again_is_the_last(folder: CheckpointFolder) -> None:
-    """Someone who goes back to an earlier step comes to the later ones again in the end."""
+def test_a_repeated_step_is_the_last(folder: CheckpointFolder) -> None:
+    """After a return to an earlier step, the run reaches the later steps again."""
     for step in (100, 200, 150, 200):
         folder.write(step, FILES)
     assert folder.find("last").name == "step-000000200"
 
 
 @pytest.mark.parametrize("which", ["30", "best", "newest", "last "])
-def test_what_is_not_there_is_refused_with_what_is(folder: CheckpointFolder, which: str) -> None:
+def test_missing_checkpoint_raises_with_existing_steps(folder: CheckpointFolder, which: str) -> None:
     folder.keep = 3
     for step in (10, 20):
         folder.write(step, FILES)
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         folder.find(which)
-    assert refused.value.value == f"{folder.path} has no checkpoint {which!r}"
-    assert refused.value.do == "steps: 10, 20"
+    assert raised.value.value == f"{folder.path} has no checkpoint {which!r}"
+    assert raised.value.fix == "steps: 10, 20"
 
 
 @pytest.mark.parametrize("which", ["last", "best", "1"])
-def test_before_the_first_checkpoint_nothing_is_found(folder: CheckpointFolder, which: str) -> None:
-    with pytest.raises(CheckpointError) as refused:
+def test_find_in_an_empty_folder_raises(folder: CheckpointFolder, which: str) -> None:
+    with pytest.raises(CheckpointError) as raised:
         folder.find(which)
-    assert refused.value.do == "steps: none"
+    assert raised.value.fix == "steps: none"
 
 
-def test_the_newest_whole_one_is_the_last_that_can_be_verified(folder: CheckpointFolder) -> None:
-    assert folder.newest_whole() is None
+def test_newest_valid_skips_damaged_checkpoints(folder: CheckpointFolder) -> None:
+    assert folder.newest_valid() is None
     folder.keep = 9
-    for step in (10, 20, 40, 30):  # somebody went back to 20
+    for step in (10, 20, 40, 30):  # return to step 20
         folder.write(step, FILES)
     for step in (30, 20, 10, 40):
-        newest = folder.newest_whole()
+        newest = folder.newest_valid()
         assert newest is not None
         assert newest.name == f"step-{step:09d}"
         (newest / "empty").write_bytes(b"damage")
-    assert folder.newest_whole() is None
+    assert folder.newest_valid() is None
 
 
 @pytest.mark.parametrize("target", ["..", "/", "../elsewhere", "step-000000010/../../elsewhere", "elsewhere"])
-def test_links_that_lead_out_of_the_folder_are_not_followed(folder: CheckpointFolder, target: str) -> None:
+def test_links_out_of_the_folder_are_not_followed(folder: CheckpointFolder, target: str) -> None:
     CheckpointFolder(folder.path.parent / "elsewhere").write(10, FILES)
     for step in (10, 20):
         folder.write(step, FILES, is_best=True)
@@ -296,7 +295,7 @@ def test_links_that_lead_out_of_the_folder_are_not_followed(folder: CheckpointFo
         folder.find("best")
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_none(folder: CheckpointFolder) -> None:
+def test_a_link_is_not_a_checkpoint(folder: CheckpointFolder) -> None:
     elsewhere = CheckpointFolder(folder.path.parent / "elsewhere").write(30, FILES)
     folder.write(10, FILES)
     (folder.path / "step-000000030").symlink_to(elsewhere)
@@ -306,14 +305,14 @@ def test_a_link_in_the_place_of_a_checkpoint_is_none(folder: CheckpointFolder) -
     verify(elsewhere)
 
 
-def test_names_of_other_things_are_no_checkpoints(folder: CheckpointFolder) -> None:
+def test_other_names_are_not_checkpoints(folder: CheckpointFolder) -> None:
     folder.write(10, FILES)
     for name in ("step-000000020-copy", "step-20", "step-"):
         (folder.path / name).mkdir()
     assert steps(folder) == [10]
 
 
-def test_a_copy_without_links_has_a_last_one(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_find_last_in_a_copy_without_links(folder: CheckpointFolder, tmp_path: Path) -> None:
     folder.write(10, FILES)
     copy = CheckpointFolder(shutil.copytree(folder.path, tmp_path / "copy"))
     verify(copy.find("last"))
@@ -323,8 +322,8 @@ def test_a_copy_without_links_has_a_last_one(folder: CheckpointFolder, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that tests damage and mend."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that tests damage and repair."""
     return CheckpointFolder(tmp_path_factory.mktemp("checkpoints")).write(7, FILES)
 
 
@@ -340,40 +339,43 @@ def damaged(path: Path, data: bytes) -> Iterator[None]:
 
 @given(data=st.data())
 @settings(max_examples=250)
-def test_a_flipped_bit_in_any_file_is_noticed(whole: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name in [*FILES, MANIFEST] if (whole / name).stat().st_size]))
-    flipped = bytearray((whole / name).read_bytes())
+def test_a_flipped_bit_is_detected(checkpoint: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([name for name in [*FILES, MANIFEST] if (checkpoint / name).stat().st_size]))
+    flipped = bytearray((checkpoint / name).read_bytes())
     bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
     flipped[bit // 8] ^= 1 << bit % 8
-    with damaged(whole / name, bytes(flipped)), pytest.raises(CheckpointError):
-        verify(whole)
-    verify(whole)
+    with damaged(checkpoint / name, bytes(flipped)), pytest.raises(CheckpointError):
+        verify(checkpoint)
+    verify(checkpoint)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_longer_file_is_noticed(whole: Path, name: str) -> None:
-    with damaged(whole / name, (whole / name).read_bytes() + b"\0"), pytest.raises(CheckpointError):
-        verify(whole)
+def test_a_longer_file_is_detected(checkpoint: Path, name: str) -> None:
+    with damaged(checkpoint / name, (checkpoint / name).read_bytes() + b"\0"), pytest.raises(CheckpointError):
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize("name", [name for name in [*FILES, MANIFEST] if name != "empty"])
 @given(data=st.data())
 @settings(max_examples=20)
-def test_a_shorter_file_is_noticed(whole: Path, name: str, data: st.DataObject) -> None:
-    content = (whole / name).read_bytes()
-    with damaged(whole / name, content[: data.draw(st.integers(0, len(content) - 1))]), pytest.raises(CheckpointError):
-        verify(whole)
+def test_a_shorter_file_is_detected(checkpoint: Path, name: str, data: st.DataObject) -> None:
+    content = (checkpoint / name).read_bytes()
+    with (
+        damaged(checkpoint / name, content[: data.draw(st.integers(0, len(content) - 1))]),
+        pytest.raises(CheckpointError),
+    ):
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_missing_file_is_noticed(folder: CheckpointFolder, name: str) -> None:
+def test_a_missing_file_is_detected(folder: CheckpointFolder, name: str) -> None:
     path = folder.write(1, FILES)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         verify(path)
 
 
-def test_a_folder_in_the_place_of_a_file_is_noticed(folder: CheckpointFolder) -> None:
+def test_a_folder_in_place_of_a_file_is_detected(folder: CheckpointFolder) -> None:
     path = folder.write(1, FILES)
     (path / "empty").unlink()
     (path / "empty").mkdir()
@@ -384,48 +386,48 @@ def test_a_folder_in_the_place_of_a_file_is_noticed(folder: CheckpointFolder) ->
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "null", "3", '"text"', '{"sha256": "0"}', "[1, 2]", "\ufeff{}", "nan", "{" * 5000]
 )
-def test_a_manifest_that_is_something_else_is_noticed(whole: Path, text: str) -> None:
-    with damaged(whole / MANIFEST, text.encode()), pytest.raises(CheckpointError, match=MANIFEST):
-        verify(whole)
+def test_an_invalid_manifest_is_detected(checkpoint: Path, text: str) -> None:
+    with damaged(checkpoint / MANIFEST, text.encode()), pytest.raises(CheckpointError, match=MANIFEST):
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda said: said["files"].pop("state.json"),
-        lambda said: said["files"]["state.json"].update(bytes=12),
-        lambda said: said["files"].update(other=said["files"]["state.json"]),
-        lambda said: said.update(format=2),
-        lambda said: said.update(note="x"),
-        lambda said: said.pop("sha256"),
+        lambda manifest: manifest["files"].pop("state.json"),
+        lambda manifest: manifest["files"]["state.json"].update(bytes=12),
+        lambda manifest: manifest["files"].update(other=manifest["files"]["state.json"]),
+        lambda manifest: manifest.update(format=2),
+        lambda manifest: manifest.update(note="x"),
+        lambda manifest: manifest.pop("sha256"),
     ],
 )
-def test_what_the_manifest_says_cannot_change(whole: Path, change: object) -> None:
-    said = json.loads((whole / MANIFEST).read_bytes())
-    change(said)  # type: ignore[operator]
-    with damaged(whole / MANIFEST, json.dumps(said).encode()), pytest.raises(CheckpointError):
-        verify(whole)
+def test_a_changed_manifest_is_detected(checkpoint: Path, change: object) -> None:
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+    change(manifest)  # type: ignore[operator]
+    with damaged(checkpoint / MANIFEST, json.dumps(manifest).encode()), pytest.raises(CheckpointError):
+        verify(checkpoint)
 
 
-def test_files_of_another_checkpoint_are_noticed(folder: CheckpointFolder) -> None:
+def test_files_of_another_checkpoint_are_detected(folder: CheckpointFolder) -> None:
     first, second = folder.write(1, {"a": b"12"}), folder.write(2, {"a": b"34"})
     (second / "a").write_bytes((first / "a").read_bytes())
     with pytest.raises(CheckpointError, match="SHA-256 differs"):
         verify(second)
 
 
-def test_what_is_read_was_verified(folder: CheckpointFolder) -> None:
+def test_read_json_verifies_all_files(folder: CheckpointFolder) -> None:
     path = folder.write(1, FILES)
     assert read_json(path, "state.json") == {"step": 7}
     (path / "empty").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="empty has 1 bytes, not the 0 that were written"):
+    with pytest.raises(CheckpointError, match="empty has 1 bytes instead of 0"):
         read_json(path, "state.json")
 
 
-def test_damage_is_told_with_a_way_out(folder: CheckpointFolder) -> None:
+def test_damage_error_has_a_fix(folder: CheckpointFolder) -> None:
     path = folder.write(1, FILES)
     (path / "empty").unlink()
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         verify(path)
-    assert refused.value.rule == "a checkpoint is verified whole before anything of it is loaded"
-    assert refused.value.do is not None
+    assert raised.value.code == "E_CHECKPOINT_DAMAGED"
+    assert "--checkpoint best" in (raised.value.fix or "")

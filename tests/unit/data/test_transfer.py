@@ -1,4 +1,4 @@
-"""What is moved keeps its shape as a structure, and shards come in the order in which they went in."""
+"""Transfer to devices: structure and order are preserved."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from samestep.data.batch import Shard
-from samestep.data.transfer import move, prefetched
+from samestep.data.batch import Microbatch, move, prefetch_to_device
 
-ELSEWHERE = torch.device("meta")
+OTHER = torch.device("meta")
 CPU = torch.device("cpu")
 
 
@@ -23,67 +22,69 @@ def one() -> torch.Tensor:
 
 
 def test_a_tensor_is_moved() -> None:
-    assert move(one(), ELSEWHERE).device == ELSEWHERE
+    assert move(one(), OTHER).device == OTHER
 
 
 @pytest.mark.parametrize(
     ("data", "kind"),
-    [([one(), 1], list), ((one(), 1), tuple), (Pair(one(), 1), Pair), (Shard(2, 1, one()), Shard)],
+    [([one(), 1], list), ((one(), 1), tuple), (Pair(one(), 1), Pair), (Microbatch(2, 1, one()), Microbatch)],
 )
 def test_a_sequence_keeps_its_type(data: Any, kind: type) -> None:
-    moved = move(data, ELSEWHERE)
+    moved = move(data, OTHER)
     assert type(moved) is kind
     assert len(moved) == len(data)
-    assert [item.device for item in moved if isinstance(item, torch.Tensor)] == [ELSEWHERE]
+    assert [item.device for item in moved if isinstance(item, torch.Tensor)] == [OTHER]
 
 
 def test_a_mapping_keeps_its_keys_in_order() -> None:
-    moved = move(OrderedDict(b=one(), a=one()), ELSEWHERE)
+    moved = move(OrderedDict(b=one(), a=one()), OTHER)
     assert list(moved) == ["b", "a"]
-    assert all(value.device == ELSEWHERE for value in moved.values())
+    assert all(value.device == OTHER for value in moved.values())
 
 
 def test_nested_tensors_are_moved() -> None:
-    moved = move(Shard(0, 1, ({"ids": [one()]}, Pair(one(), None))), ELSEWHERE)
-    assert moved.data[0]["ids"][0].device == ELSEWHERE
-    assert moved.data[1].inputs.device == ELSEWHERE
+    moved = move(Microbatch(0, 1, ({"ids": [one()]}, Pair(one(), None))), OTHER)
+    assert moved.data[0]["ids"][0].device == OTHER
+    assert moved.data[1].inputs.device == OTHER
     assert moved.data[1].targets is None
 
 
 @pytest.mark.parametrize("data", ["text", 3, 2.5, None, b"bytes"])
-def test_what_holds_no_tensor_is_left_alone(data: Any) -> None:
-    assert move(data, ELSEWHERE) is data
+def test_other_values_are_unchanged(data: Any) -> None:
+    assert move(data, OTHER) is data
 
 
 def test_moving_does_not_change_the_original() -> None:
     data = {"a": one()}
-    move(data, ELSEWHERE)
+    move(data, OTHER)
     assert data["a"].device == CPU
 
 
-def shards(count: int) -> list[Shard]:
-    return [Shard(number, 4, (torch.full((4,), number), {"length": torch.tensor(number)})) for number in range(count)]
+def microbatches(count: int) -> list[Microbatch]:
+    return [
+        Microbatch(number, 4, (torch.full((4,), number), {"length": torch.tensor(number)})) for number in range(count)
+    ]
 
 
-def test_on_a_cpu_shards_are_handed_on_as_they_are() -> None:
-    given = shards(5)
-    assert all(got is gave for got, gave in zip(prefetched(iter(given), CPU), given, strict=True))
+def test_cpu_microbatches_are_unchanged() -> None:
+    source = microbatches(5)
+    assert all(a is b for a, b in zip(prefetch_to_device(iter(source), CPU), source, strict=True))
 
 
-def test_on_a_cpu_nothing_is_read_ahead() -> None:
-    source = iter(shards(5))
-    ahead = prefetched(source, CPU)
+def test_cpu_does_not_prefetch() -> None:
+    source = iter(microbatches(5))
+    ahead = prefetch_to_device(source, CPU)
     next(ahead)
     assert next(source).number == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 2, 9])
-def test_on_a_gpu_every_shard_arrives_whole_and_in_order(count: int) -> None:
+def test_gpu_prefetch_preserves_data_and_order(count: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    got = list(prefetched(iter(shards(count)), device))
-    assert [shard.number for shard in got] == list(range(count))
-    for shard in got:
-        assert shard.data[0].device == device
-        assert shard.data[0].tolist() == [shard.number] * 4
-        assert shard.data[1]["length"].item() == shard.number
+    got = list(prefetch_to_device(iter(microbatches(count)), device))
+    assert [microbatch.number for microbatch in got] == list(range(count))
+    for microbatch in got:
+        assert microbatch.data[0].device == device
+        assert microbatch.data[0].tolist() == [microbatch.number] * 4
+        assert microbatch.data[1]["length"].item() == microbatch.number

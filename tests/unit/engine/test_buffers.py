@@ -1,19 +1,20 @@
-"""Buffers end a step as the mean over shards of what each shard made of what the step began with."""
+"""Buffers changed by a training forward: averaging, restoring, and training modes."""
 
 import pytest
 import torch
 from torch import nn
 
-from samestep.engine.buffers import ShardedBuffers, set_modes, training_modes
+from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.build import set_modes, training_modes
 
 
 class Counter(nn.Module):
-    """Buffers of every kind."""
+    """A module with one buffer of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
-        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("counter", torch.tensor(0))
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("flag", torch.tensor(True))
         self.register_buffer("table", torch.arange(3))
@@ -22,15 +23,15 @@ class Counter(nn.Module):
         self.register_buffer("absent", None)
 
 
-def test_floating_buffers_and_counters_are_averaged_and_nothing_else() -> None:
-    buffers = ShardedBuffers(Counter())
+def test_only_floating_point_buffers_and_counters_are_averaged() -> None:
+    buffers = MicrobatchBuffers(Counter())
     assert buffers.length == 3
     assert buffers.read().tolist() == [0, 0, 0]
 
 
-def test_a_written_vector_is_read_back() -> None:
+def test_read_returns_the_written_vector() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Counter())
-    buffers = ShardedBuffers(model)
+    buffers = MicrobatchBuffers(model)
     vector = torch.arange(float(buffers.length), dtype=torch.float64)
     buffers.write(vector)
     assert torch.equal(buffers.read(), vector)
@@ -39,18 +40,18 @@ def test_a_written_vector_is_read_back() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 12345, 2**40 + 1])
-def test_counters_that_agree_keep_their_value(count: int) -> None:
+def test_equal_counters_have_an_exact_mean(count: int) -> None:
     model = Counter()
-    buffers = ShardedBuffers(model)
-    for shards in range(1, 65):
+    buffers = MicrobatchBuffers(model)
+    for microbatches in range(1, 65):
         one = torch.tensor([0.5, 0.25, count], dtype=torch.float64)
-        buffers.write(sum([one] * shards) / shards)
-        assert (model.mean.tolist(), int(model.seen)) == ([0.5, 0.25], count)
+        buffers.write(sum([one] * microbatches) / microbatches)
+        assert (model.mean.tolist(), int(model.counter)) == ([0.5, 0.25], count)
 
 
-def test_restoring_gives_back_what_the_step_began_with() -> None:
+def test_restore_sets_the_values_at_the_beginning_of_the_step() -> None:
     model = nn.BatchNorm1d(3)
-    buffers = ShardedBuffers(model)
+    buffers = MicrobatchBuffers(model)
     model(torch.randn(4, 3))
     before = buffers.read()
     buffers.begin()
@@ -60,9 +61,9 @@ def test_restoring_gives_back_what_the_step_began_with() -> None:
     assert torch.equal(buffers.read(), before)
 
 
-def test_a_buffer_that_a_module_puts_in_anew_is_followed() -> None:
+def test_replaced_buffer_is_read_and_restored() -> None:
     model = Counter()
-    buffers = ShardedBuffers(model)
+    buffers = MicrobatchBuffers(model)
     buffers.begin()
     model.mean = torch.ones(2)
     assert buffers.read().tolist() == [1, 1, 0]
@@ -70,27 +71,27 @@ def test_a_buffer_that_a_module_puts_in_anew_is_followed() -> None:
     assert model.mean.tolist() == [0, 0]
 
 
-def test_a_module_that_is_used_twice_is_averaged_once() -> None:
+def test_shared_module_is_counted_once() -> None:
     norm = nn.BatchNorm1d(2)
-    assert ShardedBuffers(nn.Sequential(norm, norm)).length == 5
+    assert MicrobatchBuffers(nn.Sequential(norm, norm)).length == 5
 
 
-def test_a_model_without_buffers_has_an_empty_vector() -> None:
-    buffers = ShardedBuffers(nn.Linear(2, 2))
+def test_model_without_buffers_has_an_empty_vector() -> None:
+    buffers = MicrobatchBuffers(nn.Linear(2, 2))
     buffers.begin()
     buffers.restore()
     buffers.write(buffers.read())
     assert (buffers.length, buffers.read().shape) == (0, (0,))
 
 
-def test_every_module_is_set_to_training() -> None:
+def test_set_modes_sets_every_module_to_training() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)).eval()
     set_modes(training_modes(model))
     assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm2d])
-def test_a_frozen_norm_keeps_its_statistics(norm: type[nn.Module]) -> None:
+def test_frozen_norm_layer_stays_in_evaluation_mode(norm: type[nn.Module]) -> None:
     frozen = norm(2, affine=True).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Dropout())
     set_modes(training_modes(model))
@@ -98,7 +99,7 @@ def test_a_frozen_norm_keeps_its_statistics(norm: type[nn.Module]) -> None:
     assert model[1].training
 
 
-def test_a_norm_that_is_frozen_in_part_is_trained() -> None:
+def test_partly_frozen_norm_layer_is_in_training_mode() -> None:
     norm = nn.BatchNorm1d(2)
     norm.weight.requires_grad_(False)
     set_modes(training_modes(norm))

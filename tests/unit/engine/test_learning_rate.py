@@ -1,4 +1,4 @@
-"""A rate follows the global batch size by a rule that is said."""
+"""Learning rate as a function of the global batch size."""
 
 import math
 
@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.config import LearningRatePart, LearningRateRule
+from samestep.config import LearningRateConfig, LearningRateRule
 from samestep.engine.learning_rate import scale_rates, scaled_lr
 from samestep.errors import InputError
 
 sizes = st.integers(1, 2**20)
 
 
-def test_rules_are_the_published_ones() -> None:
+def test_rules_give_the_published_values() -> None:
     assert scaled_lr(0.1, 8192, rule="linear", base_batch_size=256) == pytest.approx(3.2)
     assert scaled_lr(0.1, 1024, rule="sqrt", base_batch_size=256) == pytest.approx(0.2)
     assert scaled_lr(0.1, 1024, rule="fixed") == 0.1
@@ -23,7 +23,7 @@ def test_rules_are_the_published_ones() -> None:
 
 
 @given(size=sizes, base=sizes, rate=st.floats(1e-6, 10))
-def test_square_root_twice_is_linear_and_the_base_changes_nothing(size: int, base: int, rate: float) -> None:
+def test_sqrt_twice_equals_linear_and_the_base_batch_size_keeps_the_rate(size: int, base: int, rate: float) -> None:
     linear = scaled_lr(rate, size, rule="linear", base_batch_size=base)
     once = scaled_lr(rate, size, rule="sqrt", base_batch_size=base)
     assert scaled_lr(once, size, rule="sqrt", base_batch_size=base) == pytest.approx(linear, rel=1e-12)
@@ -35,34 +35,34 @@ def test_square_root_twice_is_linear_and_the_base_changes_nothing(size: int, bas
     ("size", "rule", "base"),
     [(64, "linear", None), (64, "sqrt", None), (64, "sqrt", 0), (0, "linear", 256), (64, "fixed", 256), (64, "lin", 1)],
 )
-def test_what_makes_no_sense_is_refused(size: int, rule: LearningRateRule, base: int | None) -> None:
+def test_invalid_arguments_are_refused(size: int, rule: LearningRateRule, base: int | None) -> None:
     with pytest.raises(InputError) as error:
         scaled_lr(0.1, size, rule=rule, base_batch_size=base)
-    assert error.value.rule
-    assert error.value.do
+    assert error.value.expected
+    assert error.value.fix
 
 
-def test_each_group_of_an_optimizer_is_scaled() -> None:
+def test_every_parameter_group_is_scaled() -> None:
     first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.4}, {"params": [second]}], lr=0.1)
-    told = scale_rates(optimizer, 512, LearningRatePart(rule="sqrt", base_batch_size=256))
+    lines = scale_rates(optimizer, 512, LearningRateConfig(rule="sqrt", base_batch_size=256))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4 * math.sqrt(2), 0.1 * math.sqrt(2)])
-    assert told == (
+    assert lines == (
         "learning rate 0.565685 = 0.4 x sqrt(512/256) (sqrt)",
         "learning rate 0.141421 = 0.1 x sqrt(512/256) (sqrt)",
     )
 
 
-def test_fixed_says_nothing_and_does_nothing() -> None:
+def test_fixed_rule_changes_no_rate_and_returns_no_line() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert scale_rates(optimizer, 512, LearningRatePart()) == ()
+    assert scale_rates(optimizer, 512, LearningRateConfig()) == ()
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_optimizer_without_a_rate_is_refused() -> None:
+def test_optimizer_without_a_learning_rate_is_refused() -> None:
     class Rateless(torch.optim.Optimizer):
         def __init__(self) -> None:
             super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
 
     with pytest.raises(InputError, match="Rateless has no learning rate"):
-        scale_rates(Rateless(), 512, LearningRatePart(rule="linear", base_batch_size=256))
+        scale_rates(Rateless(), 512, LearningRateConfig(rule="linear", base_batch_size=256))

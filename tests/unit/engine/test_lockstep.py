@@ -1,4 +1,4 @@
-"""Tasks take turns, meet, and end together whatever happens."""
+"""Turns, exchanges, random generators and failures of tasks in lockstep."""
 
 import random
 import threading
@@ -10,9 +10,8 @@ import numpy
 import pytest
 import torch
 
-from samestep.engine.lockstep import Task, Track, run_in_lockstep
-from samestep.runtime.random_state import preserved_generators, seed_generators
-from samestep.runtime.threads import Threads
+from samestep.distributed.rng import preserved_generators, seed_generators
+from samestep.engine.lockstep import Task, Threads, Track, run_in_lockstep
 
 CPU = torch.device("cpu")
 answer_of: ContextVar[int] = ContextVar("answer_of", default=0)
@@ -20,32 +19,32 @@ answer_of: ContextVar[int] = ContextVar("answer_of", default=0)
 
 @pytest.fixture
 def threads() -> Iterator[Threads]:
-    made = Threads("test")
-    yield made
-    made.end()
+    threads = Threads("test")
+    yield threads
+    threads.end()
 
 
 def alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-")]
 
 
-def echo(said: list[Any]) -> list[Any]:
-    return list(said)
+def echo(messages: list[Any]) -> list[Any]:
+    return list(messages)
 
 
-def meeting(rounds: int, log: list[tuple[str, int, int]], number: int) -> Task:
+def exchanging(rounds: int, log: list[tuple[str, int, int]], number: int) -> Task:
     def task(track: Track) -> None:
         for turn in range(rounds):
             log.append(("before", number, turn))
-            log.append((f"heard {track.meet((number, turn))}", number, turn))
+            log.append((f"received {track.exchange((number, turn))}", number, turn))
 
     return task
 
 
-def test_tasks_take_turns_and_hear_what_all_said(threads: Threads) -> None:
+def test_tasks_take_turns_and_receive_the_result_of_the_exchange(threads: Threads) -> None:
     log: list[tuple[str, int, int]] = []
-    run_in_lockstep([meeting(2, log, number) for number in range(3)], echo, CPU, threads)
-    first, second = (f"heard {[(number, turn) for number in range(3)]}" for turn in range(2))
+    run_in_lockstep([exchanging(2, log, number) for number in range(3)], echo, CPU, threads)
+    first, second = (f"received {[(number, turn) for number in range(3)]}" for turn in range(2))
     assert log == [
         *[("before", number, 0) for number in range(3)],
         *[entry for number in range(3) for entry in ((first, number, 0), ("before", number, 1))],
@@ -53,56 +52,56 @@ def test_tasks_take_turns_and_hear_what_all_said(threads: Threads) -> None:
     ]
 
 
-def test_those_who_ended_say_nothing_and_the_last_meeting_is_empty(threads: Threads) -> None:
-    heard: list[list[Any]] = []
-    run_in_lockstep([meeting(rounds, [], rounds) for rounds in (1, 2)], heard.append, CPU, threads)
-    assert heard == [[(1, 0), (2, 0)], [None, (2, 1)], [None, None]]
+def test_ended_tasks_contribute_none(threads: Threads) -> None:
+    exchanges: list[list[Any]] = []
+    run_in_lockstep([exchanging(rounds, [], rounds) for rounds in (1, 2)], exchanges.append, CPU, threads)
+    assert exchanges == [[(1, 0), (2, 0)], [None, (2, 1)], [None, None]]
 
 
-def test_only_one_task_runs_at_a_time(threads: Threads) -> None:
+def test_one_task_runs_at_a_time(threads: Threads) -> None:
     running: list[int] = []
-    most: list[int] = []
+    counts: list[int] = []
 
     def task(track: Track) -> None:
         for _ in range(20):
             running.append(1)
-            most.append(len(running))
+            counts.append(len(running))
             sum(range(1000))
             running.pop()
-            track.meet(0)
+            track.exchange(0)
 
     run_in_lockstep([task] * 4, echo, CPU, threads)
-    assert max(most) == 1
+    assert max(counts) == 1
 
 
-def test_each_task_has_the_generators_for_itself(threads: Threads) -> None:
-    """With tasks that draw unevenly, and Gaussian numbers, of which two are made at a time."""
+def test_each_task_has_separate_generators(threads: Threads) -> None:
+    """Tasks draw different amounts; Gaussian numbers are generated in pairs."""
 
     def drawn(rounds: list[int]) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in rounds]
+        draws: list[list[float]] = [[] for _ in rounds]
 
         def task(track: Track, number: int) -> None:
             seed_generators(number)
             for _ in range(3):
                 for _ in range(rounds[number]):
-                    found[number] += [random.gauss(0, 1), float(numpy.random.normal()), float(torch.randn(()))]
-                track.meet(0)
+                    draws[number] += [random.gauss(0, 1), float(numpy.random.normal()), float(torch.randn(()))]
+                track.exchange(0)
 
         run_in_lockstep(
             [lambda track, number=number: task(track, number) for number in range(len(rounds))], echo, CPU, threads
         )
-        return found
+        return draws
 
     with preserved_generators():
         together, alone = drawn([1, 2, 3]), [drawn([1])[0], drawn([0, 2])[1], drawn([0, 0, 3])[2]]
     assert together == alone
 
 
-def test_tasks_see_the_state_of_the_thread_that_runs_them(threads: Threads) -> None:
-    found: list[Any] = []
+def test_tasks_have_the_thread_state_of_the_caller(threads: Threads) -> None:
+    states: list[Any] = []
 
     def task(track: Track) -> None:
-        found.append(
+        states.append(
             (
                 torch.is_grad_enabled(),
                 torch.is_autocast_enabled("cpu"),
@@ -120,13 +119,13 @@ def test_tasks_see_the_state_of_the_thread_that_runs_them(threads: Threads) -> N
     run_in_lockstep([task] * 2, echo, CPU, threads)
     inside = (False, True, torch.float16, "meta", torch.get_num_threads(), 42)
     outside = (True, False, torch.get_autocast_dtype("cpu"), "cpu", torch.get_num_threads(), 0)
-    assert found == [inside] * 2 + [outside] * 2
+    assert states == [inside] * 2 + [outside] * 2
 
 
-def test_the_callers_generators_stay_as_they_were(threads: Threads) -> None:
+def test_generators_of_the_caller_are_unchanged(threads: Threads) -> None:
     def task(track: Track) -> None:
         seed_generators(7)
-        track.meet(0)
+        track.exchange(0)
         draw()
 
     def draw() -> tuple[float, float, float]:
@@ -149,36 +148,36 @@ def fails_at(turn: int) -> Task:
         for now in range(3):
             if now == turn:
                 raise ArithmeticError(f"turn {turn}")
-            track.meet(now)
+            track.exchange(now)
 
     return task
 
 
 @pytest.mark.parametrize("turn", range(3))
-@pytest.mark.parametrize("place", range(3))
-def test_the_first_failure_ends_all_threads(threads: Threads, turn: int, place: int) -> None:
-    tidied: list[int] = []
+@pytest.mark.parametrize("index", range(3))
+def test_first_failure_ends_all_tasks(threads: Threads, turn: int, index: int) -> None:
+    finished: list[int] = []
 
-    def tidy(track: Track) -> None:
+    def clean_up(track: Track) -> None:
         try:
             fails_at(9)(track)
         finally:
-            tidied.append(1)
+            finished.append(1)
 
-    tasks: list[Task] = [tidy, tidy, tidy]
-    tasks[place] = fails_at(turn)
+    tasks: list[Task] = [clean_up] * 3
+    tasks[index] = fails_at(turn)
     with pytest.raises(ArithmeticError, match=f"turn {turn}"):
         run_in_lockstep(tasks, echo, CPU, threads)
     assert alive() == []
-    assert len(tidied) == (2 if turn else place)
+    assert len(finished) == (2 if turn else index)
 
 
-def test_a_task_that_catches_everything_ends_too(threads: Threads) -> None:
+def test_task_that_catches_all_exceptions_ends(threads: Threads) -> None:
     def stubborn(track: Track) -> None:
         for _ in range(3):
             try:
-                track.meet(0)
-            except BaseException:  # boundary: what a careless model does
+                track.exchange(0)
+            except BaseException:  # boundary: a model may do this
                 continue
 
     with pytest.raises(ArithmeticError):
@@ -186,8 +185,8 @@ def test_a_task_that_catches_everything_ends_too(threads: Threads) -> None:
     assert alive() == []
 
 
-def test_a_meeting_that_fails_ends_all_threads(threads: Threads) -> None:
-    def refuse(said: list[Any]) -> None:
+def test_failed_exchange_ends_all_threads(threads: Threads) -> None:
+    def refuse(messages: list[Any]) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
@@ -195,7 +194,7 @@ def test_a_meeting_that_fails_ends_all_threads(threads: Threads) -> None:
     assert alive() == []
 
 
-def test_an_interrupt_while_a_task_runs_ends_all_threads(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_ends_all_threads(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     wait: Callable[[Track], None] = Track.wait
     calls: list[int] = []
 
@@ -211,24 +210,24 @@ def test_an_interrupt_while_a_task_runs_ends_all_threads(threads: Threads, monke
     assert alive() == []
 
 
-def test_threads_stay_for_the_next_step_and_end_with_their_owner() -> None:
-    made = Threads("test")
-    seen: list[int] = []
+def test_threads_are_reused_and_end_with_their_owner() -> None:
+    threads = Threads("test")
+    identifiers: list[int] = []
 
     def task(track: Track) -> None:
-        seen.append(threading.get_ident())
+        identifiers.append(threading.get_ident())
 
     for _ in range(2):
-        run_in_lockstep([task] * 3, echo, CPU, made)
-    assert seen[:3] == seen[3:]
-    assert len(set(seen)) == len(alive()) == 3
-    del made
+        run_in_lockstep([task] * 3, echo, CPU, threads)
+    assert identifiers[:3] == identifiers[3:]
+    assert len(set(identifiers)) == len(alive()) == 3
+    del threads
     assert alive() == []
 
 
-def test_after_a_failure_the_next_step_works(threads: Threads) -> None:
+def test_lockstep_works_after_a_failure(threads: Threads) -> None:
     with pytest.raises(ArithmeticError):
         run_in_lockstep([fails_at(1), fails_at(9)], echo, CPU, threads)
     log: list[tuple[str, int, int]] = []
-    run_in_lockstep([meeting(1, log, number) for number in range(2)], echo, CPU, threads)
+    run_in_lockstep([exchanging(1, log, number) for number in range(2)], echo, CPU, threads)
     assert len(log) == 4

@@ -1,4 +1,4 @@
-"""Norm layers of shards that meet compute what one norm layer computes of all samples at once."""
+"""Synchronized norm layers of microbatches compute the same as one norm layer on all samples."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from lockstep import Shards
+from helpers.lockstep import Microbatches
 from samestep.errors import InputError
 
 CHANNELS = 3
@@ -29,25 +29,25 @@ OPTIONS: list[dict[str, Any]] = [
     {"track_running_stats": False},
     {"track_running_stats": False, "affine": False},
 ]
-sizes = st.lists(st.integers(1, 7), min_size=1, max_size=5).filter(lambda found: sum(found) > 1)
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1)
 
 
 class Activated(nn.BatchNorm2d):
-    """A norm layer whose forward does more, as some libraries have it."""
+    """A norm layer with an activation, as in some libraries."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return functional.leaky_relu(super().forward(inputs))
 
 
-class Own(nn.BatchNorm1d):
-    """A norm layer that does not use torch's."""
+class Custom(nn.BatchNorm1d):
+    """A norm layer that does not call the batch norm of torch."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return (inputs - inputs.mean(0)) / inputs.std(0)
 
 
 def plain(layer: nn.Module) -> nn.Module:
-    """The same layer, where torch's own runs on a CPU too."""
+    """Return a copy that also runs on CPUs: `BatchNorm2d` for `SyncBatchNorm`."""
     if not isinstance(layer, nn.SyncBatchNorm):
         return copy.deepcopy(layer)
     twin = nn.BatchNorm2d(CHANNELS, layer.eps, layer.momentum, layer.affine, layer.track_running_stats).double()
@@ -56,7 +56,7 @@ def plain(layer: nn.Module) -> nn.Module:
 
 
 def layer_of(kind: type[nn.Module], **options: Any) -> nn.Module:
-    """A layer in float64 whose weights and statistics are not those it was born with."""
+    """Return a layer in float64 with random weights and statistics."""
     layer = kind(CHANNELS, **options).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -67,110 +67,110 @@ def layer_of(kind: type[nn.Module], **options: Any) -> nn.Module:
 
 
 def data(sizes: list[int], shape: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    """Shards whose means and scales differ."""
+    """Return microbatches with different means and scales."""
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(size, CHANNELS, *shape, generator=generator, dtype=torch.float64) for size in sizes]
-    return [(1 + number) * part + 10 * number for number, part in enumerate(whole)]
+    parts = [torch.randn(size, CHANNELS, *shape, generator=generator, dtype=torch.float64) for size in sizes]
+    return [(1 + number) * part + 10 * number for number, part in enumerate(parts)]
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the largest element; where all is zero, absolute."""
+def distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest element; absolute if all elements are zero."""
     scale = float(expected.abs().max()) if expected.numel() else 1.0
-    return float((found - expected).abs().max()) / (scale or 1.0) if expected.numel() else 0.0
+    return float((tensor - expected).abs().max()) / (scale or 1.0) if expected.numel() else 0.0
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10)
 @given(sizes=sizes)
-def test_it_is_batch_norm_of_the_union(kind: str, options: dict[str, Any], sizes: list[int]) -> None:
-    made, shape = KINDS[kind]
-    layer = layer_of(made, **options)
+def test_result_equals_batch_norm_of_all_microbatches(kind: str, options: dict[str, Any], sizes: list[int]) -> None:
+    layer_type, shape = KINDS[kind]
+    layer = layer_of(layer_type, **options)
     reference = plain(layer)
     parts, slopes = data(sizes, shape), data(sizes, shape, seed=1)
     inputs = torch.cat(parts).requires_grad_()
     outputs = reference(inputs)
     outputs.backward(torch.cat(slopes))
 
-    found = Shards(layer, parts, slopes)
+    result = Microbatches(layer, parts, slopes)
 
-    assert distance(torch.cat([found.outputs[n] for n in range(len(parts))]), outputs.detach()) < 1e-12
+    assert distance(torch.cat([result.outputs[n] for n in range(len(parts))]), outputs.detach()) < 1e-12
     assert inputs.grad is not None
-    # Where few samples leave little to normalise, the gradient is what rounding leaves of large numbers.
-    ours = torch.cat([found.slopes[n] for n in range(len(parts))])
-    assert float((ours - inputs.grad).abs().max()) < 1e-12 * max(1.0, float(inputs.grad.abs().max()))
-    for mine, parameter in zip(found.gradients(layer), reference.parameters(), strict=True):
-        assert distance(mine, parameter.grad) < 1e-12
-    for replica in found.replicas.values():
-        for mine, buffer in zip(replica.module.buffers(), reference.buffers(), strict=True):
-            assert mine.dtype == buffer.dtype
-            assert distance(mine.double(), buffer.double()) < 1e-12
+    # With few samples, the gradient is the rounding error of differences of large numbers.
+    slope = torch.cat([result.slopes[n] for n in range(len(parts))])
+    assert float((slope - inputs.grad).abs().max()) < 1e-12 * max(1.0, float(inputs.grad.abs().max()))
+    for gradient, parameter in zip(result.gradients(layer), reference.parameters(), strict=True):
+        assert distance(gradient, parameter.grad) < 1e-12
+    for replica in result.replicas.values():
+        for tensor, buffer in zip(replica.module.buffers(), reference.buffers(), strict=True):
+            assert tensor.dtype == buffer.dtype
+            assert distance(tensor.double(), buffer.double()) < 1e-12
 
 
-def test_single_precision_is_as_close_to_the_truth_as_torch_is() -> None:
+def test_single_precision_is_as_accurate_as_torch() -> None:
     layer = layer_of(nn.BatchNorm2d)
     parts, slopes = data([5, 3, 7, 2], (4, 4)), data([5, 3, 7, 2], (4, 4), seed=1)
     inputs = torch.cat(parts).requires_grad_()
     layer(inputs).backward(torch.cat(slopes))
     single = layer_of(nn.BatchNorm2d).float()
-    found = Shards(single, [part.float() for part in parts], [slope.float() for slope in slopes])
+    result = Microbatches(single, [part.float() for part in parts], [slope.float() for slope in slopes])
     assert inputs.grad is not None
-    assert distance(torch.cat(list(found.slopes.values())).double(), inputs.grad) < 1e-6
-    for mine, parameter in zip(found.gradients(single), layer.parameters(), strict=True):
-        assert distance(mine.double(), parameter.grad) < 1e-6
+    assert distance(torch.cat(list(result.slopes.values())).double(), inputs.grad) < 1e-6
+    for gradient, parameter in zip(result.gradients(single), layer.parameters(), strict=True):
+        assert distance(gradient.double(), parameter.grad) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_keeps_its_type_and_counts_in_single(dtype: torch.dtype) -> None:
+def test_low_precision_keeps_its_type_and_computes_statistics_in_single(dtype: torch.dtype) -> None:
     layer = layer_of(nn.BatchNorm1d).float()
     parts = [part.to(dtype) for part in data([30, 20], ())]
-    found = Shards(layer, parts, [torch.ones_like(part) for part in parts])
+    result = Microbatches(layer, parts, [torch.ones_like(part) for part in parts])
     expected = functional.batch_norm(
         torch.cat(parts).double(), None, None, layer.weight.double(), layer.bias.double(), True
     )
-    outputs = torch.cat(list(found.outputs.values()))
+    outputs = torch.cat(list(result.outputs.values()))
     assert outputs.dtype == dtype
-    assert all(slope is not None and slope.dtype == dtype for slope in found.slopes.values())
+    assert all(slope is not None and slope.dtype == dtype for slope in result.slopes.values())
     torch.testing.assert_close(outputs.double(), expected.detach(), rtol=1e-2, atol=1e-2)
-    assert all(replica.module.running_mean.dtype == torch.float32 for replica in found.replicas.values())
+    assert all(replica.module.running_mean.dtype == torch.float32 for replica in result.replicas.values())
 
 
-def test_memory_formats_do_not_matter() -> None:
+def test_result_does_not_depend_on_the_memory_format() -> None:
     layer = layer_of(nn.BatchNorm2d)
     parts, slopes = data([4, 3], (3, 3)), data([4, 3], (3, 3), seed=1)
     last = [part.contiguous(memory_format=torch.channels_last) for part in parts]
-    one, other = Shards(layer, parts, slopes), Shards(layer, last, slopes)
+    one, other = Microbatches(layer, parts, slopes), Microbatches(layer, last, slopes)
     for number in range(2):
         torch.testing.assert_close(other.outputs[number], one.outputs[number], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(other.slopes[number], one.slopes[number], rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_that_does_more_than_torchs_still_does_it() -> None:
+def test_subclass_with_an_activation_applies_it() -> None:
     layer = layer_of(Activated)
     parts = data([4, 3], (2, 2))
-    found = Shards(layer, parts)
+    result = Microbatches(layer, parts)
     torch.testing.assert_close(
-        torch.cat(list(found.outputs.values())), layer(torch.cat(parts)).detach(), rtol=1e-12, atol=1e-12
+        torch.cat(list(result.outputs.values())), layer(torch.cat(parts)).detach(), rtol=1e-12, atol=1e-12
     )
 
 
 def test_evaluation_uses_running_statistics() -> None:
     layer = layer_of(nn.BatchNorm1d).eval()
     parts = data([4, 3], ())
-    found = Shards(layer, parts)
-    assert torch.equal(found.outputs[1], layer(parts[1]).detach())
+    result = Microbatches(layer, parts)
+    assert torch.equal(result.outputs[1], layer(parts[1]).detach())
 
 
-def test_inputs_that_need_no_gradient_get_none() -> None:
+def test_inputs_without_a_gradient() -> None:
     layer = nn.Sequential(nn.Embedding(5, CHANNELS).requires_grad_(False), layer_of(nn.BatchNorm1d)).double()
     parts = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
     slopes = data([3, 2], ())
-    found = Shards(layer, parts, slopes)
+    result = Microbatches(layer, parts, slopes)
     outputs = layer(torch.cat(parts))
     outputs.backward(torch.cat(slopes))
     assert (
         distance(
-            found.replicas[0].parameters[layer[1].weight].grad + found.replicas[1].parameters[layer[1].weight].grad,
+            result.replicas[0].parameters[layer[1].weight].grad + result.replicas[1].parameters[layer[1].weight].grad,
             layer[1].weight.grad,
         )
         < 1e-12
@@ -178,38 +178,41 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
 
 
 @pytest.mark.parametrize(("shape", "sizes"), [((), [1]), ((1, 1), [1])])
-def test_one_value_a_channel_is_refused(shape: tuple[int, ...], sizes: list[int]) -> None:
+def test_one_value_per_channel_is_refused(shape: tuple[int, ...], sizes: list[int]) -> None:
     kind = nn.BatchNorm2d if shape else nn.BatchNorm1d
-    with pytest.raises(InputError, match="one value a channel from the whole global batch"):
-        Shards(nn.Sequential(layer_of(kind)), data(sizes, shape))
+    with pytest.raises(InputError, match=r"'0' .* one value") as error:
+        Microbatches(nn.Sequential(layer_of(kind)), data(sizes, shape))
+    assert error.value.code == "E_NORM_LAYER"
 
 
-def test_one_value_a_channel_in_each_shard_is_enough() -> None:
-    found = Shards(layer_of(nn.BatchNorm1d), data([1, 1], ()))
-    assert torch.isfinite(found.outputs[0]).all()
+def test_one_value_per_channel_and_microbatch_is_accepted() -> None:
+    result = Microbatches(layer_of(nn.BatchNorm1d), data([1, 1], ()))
+    assert torch.isfinite(result.outputs[0]).all()
 
 
-def test_other_channels_are_refused() -> None:
-    with pytest.raises(InputError, match=r"'0' of 3 channels got 4"):
-        Shards(nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=False)), [torch.randn(3, 4)] * 2)
+def test_wrong_number_of_channels_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'0' of 3 channels received 4"):
+        Microbatches(nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=False)), [torch.randn(3, 4)] * 2)
 
 
-def test_a_layer_that_normalises_by_itself_is_refused() -> None:
-    with pytest.raises(InputError, match=r"'0' \(Own\) normalises in a way of its own"):
-        Shards(nn.Sequential(Own(CHANNELS)).double(), data([4, 3], ()))
+def test_layer_without_batch_norm_of_torch_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'0' \(Custom\)") as error:
+        Microbatches(nn.Sequential(Custom(CHANNELS)).double(), data([4, 3], ()))
+    assert error.value.code == "E_NORM_LAYER"
 
 
-def test_a_layer_whose_forward_was_replaced_is_refused() -> None:
+def test_layer_with_a_replaced_forward_is_refused() -> None:
     layer = layer_of(nn.BatchNorm1d)
     layer.forward = lambda inputs: inputs
-    with pytest.raises(InputError, match="in a way of its own"):
-        Shards(nn.Sequential(layer), data([4, 3], ()))
+    with pytest.raises(InputError, match="'0'") as error:
+        Microbatches(nn.Sequential(layer), data([4, 3], ()))
+    assert error.value.code == "E_NORM_LAYER"
 
 
-def test_the_model_itself_is_left_as_it_was() -> None:
+def test_model_is_unchanged() -> None:
     layer = layer_of(nn.BatchNorm1d)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    Shards(layer, data([4, 3], ()), data([4, 3], (), seed=1))
+    Microbatches(layer, data([4, 3], ()), data([4, 3], (), seed=1))
     assert type(layer) is nn.BatchNorm1d
     assert all(parameter.grad is None for parameter in layer.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())

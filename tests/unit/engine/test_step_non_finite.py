@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite changes nothing, and tells where it comes from."""
+"""Steps with a non-finite loss or gradient: reports, and unchanged state."""
 
 import math
 from typing import Any
@@ -8,150 +8,156 @@ import torch
 from torch import nn
 
 import samestep
-from batches import batch_of, random_batch, random_data
-from models import Normed, Root, seeded
-from samestep.config import StepRules
+from helpers.batches import batch_of, random_batch, random_data
+from helpers.models import Normed, Root, seeded
+from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
-from samestep.engine.step import Engine
+from samestep.engine.engine import Engine
 from samestep.errors import NonFiniteError
 
 World = samestep.World
 
 
-def engine_of(world: World, model: nn.Module, loss: Any = samestep.cross_entropy, **rules: Any) -> Engine:
+def engine_of(world: World, model: nn.Module, loss: Any = samestep.cross_entropy, **options: Any) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    return Engine(model, optimizer, loss, world=world, scheduler=scheduler, rules=StepRules(**rules))
+    return Engine(model, optimizer, loss, world=world, scheduler=scheduler, config=StepConfig(**options))
 
 
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    """Copies of weights, buffers and the optimizer's tensors."""
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return copies of weights, buffers and the tensors of the optimizer."""
     state = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     for index, slots in engine.optimizer.state_dict()["state"].items():
         state |= {f"{index}/{slot}": tensor.clone() for slot, tensor in slots.items()}
     return state
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
 
-def poisoned(world: World, rows: list[int], value: float = math.nan) -> GlobalBatch:
-    """A batch of 14 samples in 7 shards, some rows of which hold `value`."""
+def bad_loss_batch(world: World, rows: list[int], value: float = math.nan) -> GlobalBatch:
+    """Return 14 samples in 7 microbatches, with inputs equal to `value` in some rows."""
     inputs, targets = random_data(14)
     inputs[rows] = value
     return batch_of(world, inputs, targets, 7)
 
 
-def rooted(world: World, rows: list[int]) -> GlobalBatch:
-    """A batch whose loss is finite and whose gradient is not where a row has a zero."""
+def bad_gradient_batch(world: World, rows: list[int]) -> GlobalBatch:
+    """Return a batch with a finite loss; the gradients of some rows are not finite."""
     inputs, targets = random_data(14)
     inputs[rows, 0] = 0
     return batch_of(world, inputs, targets, 7)
 
 
-def test_a_bad_loss_names_shard_and_samples(alone: World) -> None:
+def test_bad_loss_is_reported_with_microbatch_and_samples(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Normed))
-    with pytest.raises(NonFiniteError) as stopped:
-        engine.step(poisoned(alone, [5]))
-    assert stopped.value.value == "step 1: the loss of shard 2 is not finite (loss nan; samples 104, 105)"
-    assert stopped.value.rule == "non_finite: stop ends the run before the weights change"
-    assert "non_finite: skip" in (stopped.value.do or "")
+    with pytest.raises(NonFiniteError) as error:
+        engine.step(bad_loss_batch(alone, [5]))
+    assert error.value.value == "step 1: the loss of microbatch 2 is not finite (loss nan; samples 104, 105)"
+    assert error.value.code == "E_NONFINITE"
+    assert "non_finite: skip" in (error.value.fix or "")
 
 
-def test_several_bad_losses_are_all_named(alone: World) -> None:
+def test_all_bad_losses_are_reported(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Normed))
     engine.step(random_batch(alone, 14, 7))
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss of shards 1, 4 .* samples 102, 103, 108, 109\)"):
-        engine.step(poisoned(alone, [2, 9]))
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss of microbatches 1, 4 .* samples 102, 103, 108, 109\)"):
+        engine.step(bad_loss_batch(alone, [2, 9]))
 
 
-def test_a_long_list_of_samples_is_cut(alone: World) -> None:
+def test_long_list_of_samples_is_shortened(alone: World) -> None:
     with pytest.raises(NonFiniteError, match=r"samples 100, 101, 102, 103, 104, 105, 106, 107 and 6 more\)"):
-        engine_of(alone, seeded(0, Normed)).step(poisoned(alone, list(range(14))))
+        engine_of(alone, seeded(0, Normed)).step(bad_loss_batch(alone, list(range(14))))
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_bad_gradient_names_parameter_shard_and_samples(alone: World, reduction: str) -> None:
+def test_bad_gradient_is_reported_with_parameter_microbatch_and_samples(alone: World, reduction: str) -> None:
     engine = engine_of(alone, seeded(0, Root), reduction=reduction)
-    with pytest.raises(NonFiniteError) as stopped:
-        engine.step(rooted(alone, [6]))
-    assert stopped.value.value == (
-        "step 1: the gradient of parameter scale is not finite, from shard 3 (samples 106, 107)"
+    with pytest.raises(NonFiniteError) as error:
+        engine.step(bad_gradient_batch(alone, [6]))
+    assert error.value.value == (
+        "step 1: the gradient of parameter scale is not finite, from microbatch 3 (samples 106, 107)"
     )
 
 
-def test_gradients_whose_norm_alone_overflows_are_told_apart(alone: World) -> None:
+def test_overflow_of_the_norm_is_reported(alone: World) -> None:
     model = nn.Linear(100, 1, bias=False)
     nn.init.zeros_(model.weight)
     engine = engine_of(alone, model, lambda outputs, targets: samestep.Loss(outputs.sum(), len(targets)))
     inputs = torch.full((4, 100), 1e38)
-    with pytest.raises(NonFiniteError, match="the whole model is not finite, though every shard's is finite alone"):
+    with pytest.raises(
+        NonFiniteError, match="the whole model is not finite, although each microbatch's gradient is finite"
+    ):
         engine.step(batch_of(alone, inputs, torch.zeros(4), 2))
 
 
 BAD = {
-    "loss": lambda world: (seeded(0, Normed), poisoned(world, [5]), random_batch(world, 14, 7)),
-    "infinite loss": lambda world: (seeded(0, Normed), poisoned(world, [5], math.inf), random_batch(world, 14, 7)),
-    "gradient": lambda world: (seeded(0, Root), rooted(world, [6]), rooted(world, [])),
+    "loss": lambda world: (seeded(0, Normed), bad_loss_batch(world, [5]), random_batch(world, 14, 7)),
+    "infinite loss": lambda world: (
+        seeded(0, Normed),
+        bad_loss_batch(world, [5], math.inf),
+        random_batch(world, 14, 7),
+    ),
+    "gradient": lambda world: (seeded(0, Root), bad_gradient_batch(world, [6]), bad_gradient_batch(world, [])),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("after", [0, 2], ids=["first step", "later"])
-def test_stopping_changes_nothing(alone: World, kind: str, after: int) -> None:
+@pytest.mark.parametrize("after", [0, 2], ids=["first step", "later step"])
+def test_stop_changes_no_state(alone: World, kind: str, after: int) -> None:
     model, bad, good = BAD[kind](alone)
     engine = engine_of(alone, model)
     for _ in range(after):
         engine.step(good)
-    before, generator = everything(engine), torch.get_rng_state()
+    before, generator = state_of(engine), torch.get_rng_state()
     with pytest.raises(NonFiniteError):
         engine.step(bad)
-    assert_same(everything(engine), before)
+    assert_equal(state_of(engine), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert engine.steps == after
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_skipping_changes_nothing_but_the_count_and_the_rate(alone: World, kind: str) -> None:
+def test_skip_changes_only_step_count_and_learning_rate(alone: World, kind: str) -> None:
     model, bad, good = BAD[kind](alone)
     engine = engine_of(alone, model, non_finite="skip")
     engine.step(good)
-    before = everything(engine)
+    before = state_of(engine)
     result = engine.step(bad)
-    assert_same(everything(engine), before)
+    assert_equal(state_of(engine), before)
     assert (result.skipped, result.step, result.lr, engine.steps) == (True, 2, 0.05, 2)
     after = engine.step(good)
     assert (after.skipped, after.step, after.lr) == (False, 3, 0.025)
     assert math.isfinite(after.loss)
 
 
-def test_a_step_after_a_skipped_one_is_as_if_there_had_been_none(alone: World) -> None:
+def test_skipped_step_does_not_affect_the_next_step(alone: World) -> None:
     skipping, other = (engine_of(alone, seeded(0, Normed), non_finite="skip") for _ in range(2))
     for engine in (skipping, other):
         engine.step(random_batch(alone, 14, 7))
-    skipping.step(poisoned(alone, [5]))
+    skipping.step(bad_loss_batch(alone, [5]))
     assert other.scheduler is not None
     other.steps += 1
     other.scheduler.step()
     for engine in (skipping, other):
         engine.step(random_batch(alone, 14, 7, seed=1))
-    assert_same(everything(skipping), everything(other))
+    assert_equal(state_of(skipping), state_of(other))
 
 
-def test_skipping_the_first_step_warns_of_nothing(alone: World) -> None:
-    """torch warns of a scheduler that steps before its optimizer: here that is meant."""
+def test_skipping_the_first_step_gives_no_warning(alone: World) -> None:
+    """Torch warns of a scheduler that steps before its optimizer; here this is intended."""
     engine = engine_of(alone, seeded(0, Normed), non_finite="skip")
-    assert engine.step(poisoned(alone, [5])).skipped
+    assert engine.step(bad_loss_batch(alone, [5])).skipped
     assert engine.step(random_batch(alone, 14, 7)).lr == 0.05
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "text"),
     [([math.nan, 1.0], "nan"), ([math.inf, 1.0], "inf"), ([-math.inf, 1.0], "-inf"), ([math.inf, -math.inf], "nan")],
 )
-def test_the_loss_of_a_skipped_step_is_told_as_it_is(alone: World, values: list[float], told: str) -> None:
+def test_result_of_a_skipped_step_has_the_non_finite_loss(alone: World, values: list[float], text: str) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(
@@ -159,17 +165,17 @@ def test_the_loss_of_a_skipped_step_is_told_as_it_is(alone: World, values: list[
         optimizer,
         lambda outputs, targets: samestep.Loss((outputs * 0 + targets).sum(), len(targets)),
         world=alone,
-        rules=StepRules(non_finite="skip"),
+        config=StepConfig(non_finite="skip"),
     )
     targets = torch.tensor([*values, 1.0, 1.0]).view(4, 1)
     result = engine.step(batch_of(alone, torch.ones(4, 1), targets, 4))
     assert result.skipped
-    assert str(result.loss) == told
+    assert str(result.loss) == text
 
 
-def test_clipping_does_not_hide_a_gradient_that_is_not_finite(alone: World) -> None:
+def test_clipping_does_not_hide_a_non_finite_gradient(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Root), clip_norm=1.0, non_finite="skip")
-    engine.step(rooted(alone, []))
-    before = everything(engine)
-    assert engine.step(rooted(alone, [6])).skipped
-    assert_same(everything(engine), before)
+    engine.step(bad_gradient_batch(alone, []))
+    before = state_of(engine)
+    assert engine.step(bad_gradient_batch(alone, [6])).skipped
+    assert_equal(state_of(engine), before)

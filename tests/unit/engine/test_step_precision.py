@@ -1,4 +1,4 @@
-"""Mixed precision follows the same step, and the scaler's own skipping is no failure."""
+"""Steps with bf16 and fp16, and the loss scaler."""
 
 import math
 from typing import Any
@@ -9,19 +9,21 @@ from torch import nn
 from torch.nn import functional
 
 import samestep
-from batches import batch_of, random_data
-from models import Perceptron, seeded
-from samestep.config import StepRules
-from samestep.engine.step import Engine
+from helpers.batches import batch_of, random_data
+from helpers.models import Perceptron, seeded
+from samestep.config import StepConfig
+from samestep.engine.engine import Engine
 from samestep.errors import NonFiniteError
 
 World = samestep.World
 
 
-def engine_of(world: World, precision: str, **rules: Any) -> Engine:
+def engine_of(world: World, precision: str, **options: Any) -> Engine:
     model = seeded(0, Perceptron, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return Engine(model, optimizer, samestep.cross_entropy, world=world, rules=StepRules(precision=precision, **rules))
+    return Engine(
+        model, optimizer, samestep.cross_entropy, world=world, config=StepConfig(precision=precision, **options)
+    )
 
 
 def batch_for(world: World, scale: float = 1.0) -> Any:
@@ -50,29 +52,29 @@ def test_low_precision_trains_like_full_precision(
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_outputs_are_of_the_precision_asked_for(alone: World, precision: str, dtype: torch.dtype) -> None:
-    seen = []
+def test_outputs_have_the_configured_precision(alone: World, precision: str, dtype: torch.dtype) -> None:
+    types = []
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-        seen.append(outputs.dtype)
+        types.append(outputs.dtype)
         return samestep.cross_entropy(outputs, targets)
 
     model = seeded(0, Perceptron, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = Engine(model, optimizer, loss, world=alone, rules=StepRules(precision=precision))
+    engine = Engine(model, optimizer, loss, world=alone, config=StepConfig(precision=precision))
     engine.step(batch_for(alone))
     engine.evaluate([batch_for(alone)])
-    assert set(seen) == {dtype}
+    assert set(types) == {dtype}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_the_norm_told_is_of_the_gradient_before_scaling(alone: World) -> None:
+def test_result_has_the_norm_of_the_unscaled_gradient(alone: World) -> None:
     full, low = engine_of(alone, "fp32"), engine_of(alone, "fp16")
     norms = [engine.step(batch_for(alone)).grad_norm for engine in (full, low)]
     assert norms[1] == pytest.approx(norms[0], rel=0.01)
 
 
-def test_clipping_is_of_the_gradient_before_scaling(alone: World) -> None:
+def test_unscaled_gradient_is_clipped(alone: World) -> None:
     engine = engine_of(alone, "fp16", clip_norm=0.01)
     before = weights_of(engine)
     engine.step(batch_for(alone))
@@ -80,7 +82,7 @@ def test_clipping_is_of_the_gradient_before_scaling(alone: World) -> None:
 
 
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
-def test_a_gradient_that_overflows_is_left_out_and_the_scale_falls(alone: World, non_finite: str) -> None:
+def test_overflow_skips_the_step_and_reduces_the_scale(alone: World, non_finite: str) -> None:
     engine = engine_of(alone, "fp16", non_finite=non_finite)
     engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 2.0**40})
     before = weights_of(engine)
@@ -95,14 +97,14 @@ def test_a_gradient_that_overflows_is_left_out_and_the_scale_falls(alone: World,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_loss_that_is_not_finite_is_no_matter_of_scaling(alone: World, precision: str) -> None:
+def test_non_finite_loss_is_an_error_in_every_precision(alone: World, precision: str) -> None:
     engine = engine_of(alone, precision)
-    with pytest.raises(NonFiniteError, match="the loss of shards 0, 1, 2, 3 is not finite"):
+    with pytest.raises(NonFiniteError, match="microbatches 0, 1, 2, 3 "):
         engine.step(batch_for(alone, math.inf))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_who_catches_a_stop_can_go_on(alone: World, precision: str) -> None:
+def test_training_can_continue_after_a_caught_error(alone: World, precision: str) -> None:
     engine = engine_of(alone, precision)
     with pytest.raises(NonFiniteError):
         engine.step(batch_for(alone, math.nan))
@@ -110,7 +112,7 @@ def test_who_catches_a_stop_can_go_on(alone: World, precision: str) -> None:
     assert (result.step, result.skipped) == (1, False)
 
 
-def test_a_loss_that_is_not_finite_may_be_skipped_under_fp16(alone: World) -> None:
+def test_non_finite_loss_can_be_skipped_with_fp16(alone: World) -> None:
     engine = engine_of(alone, "fp16", non_finite="skip")
     before = weights_of(engine)
     assert engine.step(batch_for(alone, math.nan)).skipped
@@ -118,12 +120,12 @@ def test_a_loss_that_is_not_finite_may_be_skipped_under_fp16(alone: World) -> No
     assert not engine.step(batch_for(alone)).skipped
 
 
-def test_a_gradient_that_overflows_without_scaling_stops(alone: World) -> None:
-    """bf16 has fp32's range: nothing to scale, so nothing to forgive."""
+def test_overflow_without_loss_scaling_is_an_error(alone: World) -> None:
+    """bf16 has the range of fp32 and uses no loss scaling."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = Engine(model, optimizer, functional.mse_loss, world=alone, rules=StepRules(precision="bf16"))
+    engine = Engine(model, optimizer, functional.mse_loss, world=alone, config=StepConfig(precision="bf16"))
     inputs = torch.full((4, 1), 1e30)
     with pytest.raises(NonFiniteError, match="gradient"):
         engine.step(batch_of(alone, inputs, torch.full((4, 1), 1e15), 2))

@@ -1,123 +1,126 @@
-"""A step ends the same way on every rank, and as it would on one."""
+"""Steps have the same result or error on every rank, and on one rank."""
 
 from typing import Any
 
 import pytest
 
-import ranks_step
 from samestep import launch
-from samestep.runtime.launch import RankError
+from samestep.launcher.launch import RankError
+from workers import step as ranks_step
 
 RANKS = [1, 3, 4]
-Found = dict[str, list[Any]]
+ByRank = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, Found]:
-    """What every rank found in every check, by the number of ranks."""
+def results() -> dict[int, ByRank]:
+    """Return the results of every check by the number of ranks."""
     return {ranks: launch(ranks_step.run_checks, processes=ranks) for ranks in RANKS}
 
 
-def by_all(found: dict[int, Found], check: str) -> list[Any]:
-    """What all ranks of all worlds found."""
-    return [value for ranks in RANKS for value in found[ranks][check]]
+def all_ranks(results: dict[int, ByRank], check: str) -> list[Any]:
+    """Return the results of `check` on all ranks of all worlds."""
+    return [value for ranks in RANKS for value in results[ranks][check]]
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_bad_loss_stops_all_ranks_with_the_same_words(found: dict[int, Found], reduction: str) -> None:
-    told = by_all(found, f"stops {reduction} loss")
-    assert {text.splitlines()[0] for text, _ in told} == {
-        "step 2: the loss of shards 1, 7 is not finite (loss nan; samples 102, 103, 116, 117, 118)"
+def test_bad_loss_is_reported_equally_on_all_ranks(results: dict[int, ByRank], reduction: str) -> None:
+    errors = all_ranks(results, f"stop {reduction} loss")
+    assert {text.splitlines()[0] for text, _ in errors} == {
+        "step 2: the loss of microbatches 1, 7 is not finite (loss nan; samples 102, 103, 116, 117, 118) [E_NONFINITE]"
     }
-    assert len({text for text, _ in told}) == 1
+    assert len({text for text, _ in errors}) == 1
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_bad_gradient_stops_all_ranks_with_the_same_words(found: dict[int, Found], reduction: str) -> None:
-    told = by_all(found, f"stops {reduction} gradient")
-    assert {text.splitlines()[0] for text, _ in told} == {
-        "step 2: the gradient of parameter scale is not finite, from shards 1, 7 (samples 102, 103, 116, 117, 118)"
+def test_bad_gradient_is_reported_equally_on_all_ranks(results: dict[int, ByRank], reduction: str) -> None:
+    errors = all_ranks(results, f"stop {reduction} gradient")
+    assert {text.splitlines()[0] for text, _ in errors} == {
+        "step 2: the gradient of parameter scale is not finite, from microbatches 1, 7 "
+        "(samples 102, 103, 116, 117, 118) [E_NONFINITE]"
     }
-    assert len({text for text, _ in told}) == 1
+    assert len({text for text, _ in errors}) == 1
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_stop_leaves_every_rank_as_it_was(found: dict[int, Found], reduction: str, kind: str) -> None:
-    assert all(unchanged for _, unchanged in by_all(found, f"stops {reduction} {kind}"))
+def test_stop_leaves_every_rank_unchanged(results: dict[int, ByRank], reduction: str, kind: str) -> None:
+    assert all(unchanged for _, unchanged in all_ranks(results, f"stop {reduction} {kind}"))
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_skipping_is_the_same_on_any_ranks(found: dict[int, Found], kind: str) -> None:
-    first, *others = by_all(found, f"skips exact {kind}")
+def test_skipped_steps_give_the_same_bits_on_any_number_of_ranks(results: dict[int, ByRank], kind: str) -> None:
+    first, *others = all_ranks(results, f"skip exact {kind}")
     assert [skipped for *_, skipped in first[0]] == [False, True, False]
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_skipping_is_the_same_on_all_ranks_under_fast(found: dict[int, Found], kind: str) -> None:
+def test_skipped_steps_are_equal_on_all_ranks_with_fast_reduction(results: dict[int, ByRank], kind: str) -> None:
     for ranks in RANKS:
-        first, *others = found[ranks][f"skips fast {kind}"]
+        first, *others = results[ranks][f"skip fast {kind}"]
         assert [skipped for *_, skipped in first[0]] == [False, True, False]
         assert all(other == first for other in others)
 
 
-def test_scaling_is_the_same_on_any_ranks(found: dict[int, Found]) -> None:
-    first, *others = by_all(found, "scaled")
-    skipped = [was for _, was in first[0]]
+def test_loss_scaling_is_the_same_on_any_number_of_ranks(results: dict[int, ByRank]) -> None:
+    first, *others = all_ranks(results, "reduced scale")
+    skipped = [flag for _, flag in first[0]]
     assert skipped[0]
     assert not skipped[-1]
     assert skipped == sorted(skipped, reverse=True)
     assert all(other == first for other in others)
 
 
-def test_shards_draw_the_same_on_any_ranks(found: dict[int, Found]) -> None:
-    alone = found[1]["draws"][0]
-    assert len(set(alone.values())) == ranks_step.SHARDS
+def test_microbatches_draw_the_same_on_any_number_of_ranks(results: dict[int, ByRank]) -> None:
+    alone = results[1]["draw"][0]
+    assert len(set(alone.values())) == ranks_step.MICROBATCHES
     for ranks in RANKS:
-        together = [entry for drawn in found[ranks]["draws"] for entry in drawn.items()]
-        assert len(together) == ranks_step.SHARDS
+        together = [entry for drawn in results[ranks]["draw"] for entry in drawn.items()]
+        assert len(together) == ranks_step.MICROBATCHES
         assert dict(together) == alone
 
 
-def test_what_is_drawn_outside_of_steps_is_the_same_on_any_ranks(found: dict[int, Found]) -> None:
-    first, *others = by_all(found, "draws outside")
+def test_draws_between_steps_are_the_same_on_any_number_of_ranks(results: dict[int, ByRank]) -> None:
+    first, *others = all_ranks(results, "draw between steps")
     assert len(set(first)) == 3
     assert all(other == first for other in others)
 
 
-def test_a_request_to_one_rank_is_told_to_all(found: dict[int, Found]) -> None:
-    assert all(told == [False, True] for told in by_all(found, "asked to end"))
+def test_stop_request_of_one_rank_reaches_all_ranks(results: dict[int, ByRank]) -> None:
+    assert all(stops == [False, True] for stops in all_ranks(results, "stop request"))
 
 
-def test_a_wish_to_save_of_rank_0_is_heard_by_all(found: dict[int, Found]) -> None:
-    assert all(told == [False, True, False] for told in by_all(found, "wants saved"))
+def test_save_request_of_rank_0_reaches_all_ranks(results: dict[int, ByRank]) -> None:
+    assert all(saves == [False, True, False] for saves in all_ranks(results, "save request"))
 
 
-def test_an_evaluation_that_one_rank_gives_up_is_given_up_by_all(found: dict[int, Found]) -> None:
-    first, *others = by_all(found, "given up")
+def test_stop_request_of_one_rank_ends_the_evaluation_on_all_ranks(results: dict[int, ByRank]) -> None:
+    first, *others = all_ranks(results, "stopped evaluation")
     assert first[0] is None
     assert first[1]["samples"] == 3 * ranks_step.SIZE
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_an_idle_parameter_is_refused_on_all_ranks(found: dict[int, Found], reduction: str) -> None:
-    assert set(by_all(found, f"idle parameter {reduction}")) == {"1 trained parameters took no part in the loss: idle"}
+def test_unused_parameter_is_refused_on_all_ranks(results: dict[int, ByRank], reduction: str) -> None:
+    ((code, value),) = set(all_ranks(results, f"idle parameter {reduction}"))
+    assert code == "E_UNUSED_PARAMETER"
+    assert value.endswith(": idle")
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 @pytest.mark.parametrize(
     ("used", "size"),
     [
-        pytest.param([0], 16, id="by the first"),
-        pytest.param([7], 16, id="by the last"),
-        pytest.param([0, 2, 3, 5, 6], 16, id="by all but each rank's last"),
-        pytest.param([1, 3, 4, 6, 7], 16, id="by all but each rank's first"),
-        pytest.param([2, 5], 3, id="by all but one of few"),
+        pytest.param([0], 16, id="first"),
+        pytest.param([7], 16, id="last"),
+        pytest.param([0, 2, 3, 5, 6], 16, id="all but the last of each rank"),
+        pytest.param([1, 3, 4, 6, 7], 16, id="all but the first of each rank"),
+        pytest.param([2, 5], 3, id="two of three microbatches with samples"),
     ],
 )
-def test_a_layer_that_only_some_shards_use_ends_the_run(used: list[int], size: int, reduction: str) -> None:
-    with pytest.raises(RankError, match=r"2 trained parameters took no part in the loss.*: sometimes") as failed:
-        launch(ranks_step.use_a_layer_in, used, reduction, size, processes=3)
-    assert failed.value.exit_code == 2
+def test_layer_used_by_some_microbatches_only_is_refused(used: list[int], size: int, reduction: str) -> None:
+    with pytest.raises(RankError, match=r": sometimes.weight, sometimes.bias \[E_UNUSED_PARAMETER\]") as error:
+        launch(ranks_step.use_layer_in, used, reduction, size, processes=3)
+    assert error.value.exit_code == 2

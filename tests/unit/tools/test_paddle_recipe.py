@@ -1,4 +1,4 @@
-"""A YAML file of PaddleViT's ViT becomes a recipe, and every key of it is accounted for."""
+"""Tests of the conversion of PaddleViT's YAML files: recipe, keys, refusals, tables of the documentation."""
 
 import itertools
 from pathlib import Path
@@ -9,12 +9,13 @@ import yaml
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
-from samestep.recipes.parse import load_recipe, make_recipe, recipe_data
-from samestep.recipes.weights.paddle import NAMES
-from samestep.tools.convert.keys import DEFAULTS, OLD_NAMES, REASONS, TARGETS
-from samestep.tools.convert.recipe import ConvertedRecipe, convert_recipe
+from samestep.recipes.recipe_files import load_recipe, make_recipe, recipe_data
+from samestep.tools.convert import KEYS, OLD_NAMES, ConvertedRecipe, convert_recipe
+from samestep.zoo.paddle import NAMES
 
-# The form of image_classification/ViT/configs/vit_base_patch32_384.yaml.
+TARGETS = {name: key.targets for name, key in KEYS.items() if key.targets}
+REASONS = {name: key.reason for name, key in KEYS.items() if key.reason}
+# Structure of image_classification/ViT/configs/vit_base_patch32_384.yaml.
 NESTED: dict[str, Any] = {
     "DATA": {"IMAGE_SIZE": 384, "CROP_PCT": 1.0},
     "MODEL": {
@@ -42,32 +43,31 @@ NESTED: dict[str, Any] = {
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """`{"A.B": 1}` as `{"A": {"B": 1}}`."""
-    whole: dict[str, Any] = {}
+    """Return `{"A": {"B": 1}}` for `{"A.B": 1}`."""
+    root: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, leaf = key.split(".")
-        place = whole
+        node = root
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return whole
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return root
 
 
-def converted(folder: Path, flat: dict[str, Any], devices: int | None = 8) -> ConvertedRecipe:
+def convert(folder: Path, flat: dict[str, Any], devices: int | None = 8) -> ConvertedRecipe:
     path = folder / "paddle.yaml"
     path.write_text(yaml.safe_dump(nested(flat)), encoding="utf-8")
     return convert_recipe(path, devices)
 
 
 def recipe_of(folder: Path, flat: dict[str, Any], devices: int = 8) -> Recipe:
-    return make_recipe(converted(folder, flat, devices).recipe, (), origin="a test")
+    return make_recipe(convert(folder, flat, devices).recipe, (), origin="a test")
 
 
-def test_a_file_as_it_is(tmp_path: Path) -> None:
+def test_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "vit_base_patch32_384.yaml"
     path.write_text(yaml.safe_dump(NESTED), encoding="utf-8")
-    found = convert_recipe(path, 4)
-    recipe = make_recipe(found.recipe, (), origin="a test")
+    recipe = make_recipe(convert_recipe(path, 4).recipe, (), origin="a test")
     assert recipe.batch_size == 256 * 2 * 4
     assert (recipe.model.name, recipe.model.pretrained) == ("timm:vit_base_patch32_384", None)
     assert recipe.model.options == {
@@ -92,21 +92,21 @@ def test_a_file_as_it_is(tmp_path: Path) -> None:
     assert (recipe.epochs, recipe.step.clip_norm, recipe.step.precision) == (300, 1.0, "fp32")
 
 
-def test_what_is_written_is_the_recipe_under_its_account(tmp_path: Path) -> None:
-    found = converted(tmp_path, {"TRAIN.NUM_EPOCHS": 7})
+def test_written_file_is_the_recipe_with_a_comment_per_key(tmp_path: Path) -> None:
+    converted = convert(tmp_path, {"TRAIN.NUM_EPOCHS": 7})
     path = tmp_path / "mine.yaml"
-    path.write_text(found.to_text("paddle.yaml"), encoding="utf-8")
-    assert load_recipe(str(path)) == make_recipe(found.recipe, (), origin="a test")
+    path.write_text(converted.to_text("paddle.yaml"), encoding="utf-8")
+    assert load_recipe(str(path)) == make_recipe(converted.recipe, (), origin="a test")
     text = path.read_text(encoding="utf-8")
     assert "# TRAIN.NUM_EPOCHS = 7 -> epochs\n" in text
     assert "# MODEL.DROPPATH = 0.1 (PaddleViT's default) -> model.options.drop_path_rate\n" in text
-    assert all(f"# {account}\n" in text for account in found.accounts)
+    assert all(f"# {key}\n" in text for key in converted.keys)
 
 
-# --- every key -------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------
 
-# Another value of each key that decides something, and what else must be said for it to do so.
-OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+# Another value of each key with a target, and the other keys that it requires.
+OTHER_VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "DATA.BATCH_SIZE": (64, {}),
     "TRAIN.ACCUM_ITER": (1, {}),
     "DATA.DATA_PATH": ("/somewhere", {}),
@@ -145,10 +145,12 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SEED": (3, {}),
     "AMP": (True, {}),
 }
-# What the key is before, where leaving it out is no recipe.
-FIRST = {"TRAIN.MODEL_EMA_DECAY": {"TRAIN.MODEL_EMA_DECAY": 0.5}}
-# What a key changes besides what it is said to decide: options that only one of two optimizers has.
-BESIDES = {"TRAIN.OPTIMIZER.NAME": {"optimizer.options.betas", "optimizer.options.eps", "optimizer.options.momentum"}}
+# Previous value of a key, if the recipe is invalid without the key.
+PREVIOUS = {"TRAIN.MODEL_EMA_DECAY": {"TRAIN.MODEL_EMA_DECAY": 0.5}}
+# Further changed keys: options of only one of two optimizers.
+ALSO_CHANGED = {
+    "TRAIN.OPTIMIZER.NAME": {"optimizer.options.betas", "optimizer.options.eps", "optimizer.options.momentum"}
+}
 
 
 def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
@@ -158,128 +160,128 @@ def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", TARGETS)
-def test_a_key_decides_what_the_table_says_and_nothing_else(tmp_path: Path, key: str) -> None:
-    value, more = OTHERS[key]
-    before = leaves(recipe_data(recipe_of(tmp_path, {**more, **FIRST.get(key, {})})))
-    found = converted(tmp_path, {**more, key: value})
-    after = leaves(recipe_data(make_recipe(found.recipe, (), origin="a test")))
+def test_key_sets_its_targets_only(tmp_path: Path, key: str) -> None:
+    value, required = OTHER_VALUES[key]
+    before = leaves(recipe_data(recipe_of(tmp_path, {**required, **PREVIOUS.get(key, {})})))
+    converted = convert(tmp_path, {**required, key: value})
+    after = leaves(recipe_data(make_recipe(converted.recipe, (), origin="a test")))
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    allowed = {*TARGETS[key], *BESIDES.get(key, ())}
+    allowed = {*TARGETS[key], *ALSO_CHANGED.get(key, ())}
     unexpected = {name for name in changed if not any(f"{name}.".startswith(f"{target}.") for target in allowed)}
     assert changed
     assert not unexpected
-    (account,) = [account for account in found.accounts if account.key == key]
-    assert account.is_given
+    (result,) = [result for result in converted.keys if result.key == key]
+    assert not result.is_default
     if value is not None:
-        assert set(account.targets) <= set(TARGETS[key])
-        assert account.targets
+        assert set(result.targets) <= set(TARGETS[key])
+        assert result.targets
 
 
 @pytest.mark.parametrize("key", REASONS)
-def test_a_key_without_a_counterpart_changes_nothing_and_says_why(tmp_path: Path, key: str) -> None:
+def test_key_without_equivalent_is_omitted_with_a_reason(tmp_path: Path, key: str) -> None:
     values = {"MODEL.TYPE": "vit", "DATA.IMAGE_CHANNELS": 3, "MODEL.ATTN_HEAD_SIZE": 64}
-    whole = {"DATA.BATCH_SIZE_EVAL", "DATA.NUM_WORKERS", "TRAIN.LAST_EPOCH"}
-    value = values.get(key, 5 if key in whole else "1e-5" if key == "TRAIN.WARMUP_START_LR" else "cifar10")
-    found = converted(tmp_path, {key: value})
-    assert found.recipe == converted(tmp_path, {}).recipe
-    (account,) = [account for account in found.accounts if account.key == key]
-    assert not account.targets
-    assert str(account).endswith(f": left out, {REASONS[key]}")
+    integers = {"DATA.BATCH_SIZE_EVAL", "DATA.NUM_WORKERS", "TRAIN.LAST_EPOCH"}
+    value = values.get(key, 5 if key in integers else "1e-5" if key == "TRAIN.WARMUP_START_LR" else "cifar10")
+    converted = convert(tmp_path, {key: value})
+    assert converted.recipe == convert(tmp_path, {}).recipe
+    (result,) = [result for result in converted.keys if result.key == key]
+    assert not result.targets
+    assert str(result).endswith(f": omitted, {REASONS[key]}")
 
 
-def test_every_key_has_one_of_both() -> None:
-    assert set(TARGETS) | set(REASONS) == set(DEFAULTS)
+def test_every_key_has_targets_or_a_reason() -> None:
+    assert set(TARGETS) | set(REASONS) == set(KEYS)
     assert not set(TARGETS) & set(REASONS)
-    assert set(OLD_NAMES.values()) <= set(DEFAULTS)
-    assert set(OTHERS) == set(TARGETS)
+    assert set(OLD_NAMES.values()) <= set(KEYS)
+    assert set(OTHER_VALUES) == set(TARGETS)
 
 
-def test_accounts_are_of_every_key_once(tmp_path: Path) -> None:
+def test_every_key_is_reported_once(tmp_path: Path) -> None:
     flat = {"DATA.NUM_WORKERS": 3, "MODEL.TRANS.DEPTH": 3, "TRAIN.OPTIMIZER.MOMENTUM": 0.5, "SAVE_FREQ": 1}
-    accounts = converted(tmp_path, flat).accounts
-    given = [account.key for account in accounts if account.is_given]
-    assert sorted(given) == sorted(flat), "under the names that the file has"
-    keys = [OLD_NAMES.get(account.key, account.key) for account in accounts]
+    results = convert(tmp_path, flat).keys
+    assert sorted(result.key for result in results if not result.is_default) == sorted(flat)
+    keys = [OLD_NAMES.get(result.key, result.key) for result in results]
     assert len(keys) == len(set(keys))
-    (unused,) = [account for account in accounts if account.key == "TRAIN.OPTIMIZER.MOMENTUM"]
-    assert "left out, nothing follows from it" in str(unused), "AdamW has none"
+    (momentum,) = [result for result in results if result.key == "TRAIN.OPTIMIZER.MOMENTUM"]
+    assert "omitted, no effect" in str(momentum), "AdamW has no momentum"
 
 
 @pytest.mark.parametrize("key", OLD_NAMES)
-def test_older_names_mean_the_same(tmp_path: Path, key: str) -> None:
-    value, _ = OTHERS.get(OLD_NAMES[key], (64, {}))
-    assert converted(tmp_path, {key: value}).recipe == converted(tmp_path, {OLD_NAMES[key]: value}).recipe
+def test_old_names_are_synonyms(tmp_path: Path, key: str) -> None:
+    value, _ = OTHER_VALUES.get(OLD_NAMES[key], (64, {}))
+    assert convert(tmp_path, {key: value}).recipe == convert(tmp_path, {OLD_NAMES[key]: value}).recipe
 
 
-def test_files_that_a_file_includes_come_before_it(tmp_path: Path) -> None:
+def test_file_overrides_its_base(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("TRAIN: {NUM_EPOCHS: 5, BASE_LR: 0.002}\nSEED: 1", encoding="utf-8")
     assert recipe_of(tmp_path, {"BASE": ["base.yaml"], "TRAIN.NUM_EPOCHS": 6}).epochs == 6
     assert recipe_of(tmp_path, {"BASE": ["base.yaml"], "TRAIN.NUM_EPOCHS": 6}).step.seed == 1
     assert recipe_of(tmp_path, {"BASE": [""], "SEED": 2}).step.seed == 2
     with pytest.raises(RecipeError, match="includes itself"):
-        converted(tmp_path, {"BASE": ["paddle.yaml"]})
+        convert(tmp_path, {"BASE": ["paddle.yaml"]})
 
 
-# --- what is refused -------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
-def test_the_number_of_devices_must_be_said(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"DATA\.BATCH_SIZE is 64 samples a device, accumulated over 3") as error:
-        converted(tmp_path, {"DATA.BATCH_SIZE": 64, "TRAIN.ACCUM_ITER": 3}, None)
-    assert "--devices-meant 8 makes it 1536" in str(error.value.do)
+def test_number_of_devices_is_required(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"DATA\.BATCH_SIZE is 64 samples per device, accumulated over 3") as error:
+        convert(tmp_path, {"DATA.BATCH_SIZE": 64, "TRAIN.ACCUM_ITER": 3}, None)
+    assert error.value.code == "E_BATCH_SIZE"
+    assert "--devices-meant 8, for a batch_size of 1536" in str(error.value.fix)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 16])
-def test_as_many_ranks_as_devices_can_train_it(tmp_path: Path, devices: int) -> None:
+def test_recipe_supports_one_rank_per_device(tmp_path: Path, devices: int) -> None:
     recipe = recipe_of(tmp_path, {"DATA.BATCH_SIZE": 32, "TRAIN.ACCUM_ITER": 1}, devices)
-    assert (recipe.batch_size, recipe.shards) == (32 * devices, max(8, devices))
+    assert (recipe.batch_size, recipe.microbatches) == (32 * devices, max(8, devices))
 
 
 REFUSED = {
-    "another model": ({"MODEL.TYPE": "Swin"}, "MODEL.TYPE is Swin"),
-    "an unknown key": ({"MODEL.TRANS.WINDOW_SIZE": 7}, "MODEL.TRANS.WINDOW_SIZE is not a key"),
-    "a slip": ({"TRAIN.NUM_EPOCH": 7}, "TRAIN.NUM_EPOCH is not a key"),
-    "grey images": ({"DATA.IMAGE_CHANNELS": 1}, "DATA.IMAGE_CHANNELS is 1"),
-    "other heads": ({"MODEL.ATTN_HEAD_SIZE": 32}, "MODEL.ATTN_HEAD_SIZE is 32"),
-    "another schedule": ({"TRAIN.LR_SCHEDULER.NAME": "multi-step"}, "NAME is multi-step"),
-    "another optimizer": ({"TRAIN.OPTIMIZER.NAME": "Lamb"}, "NAME is Lamb"),
-    "a rate that rises": ({"TRAIN.BASE_LR": 1e-4}, "TRAIN.END_LR is 0.0005"),
-    "no rate": ({"TRAIN.BASE_LR": 0.0}, "TRAIN.BASE_LR is 0.0"),
-    "an average of no decay": ({"TRAIN.MODEL_EMA": True}, "TRAIN.MODEL_EMA_DECAY is None"),
-    "text for a number": ({"DATA.BATCH_SIZE": "many"}, "DATA.BATCH_SIZE is 'many'"),
-    "true for a number": ({"TRAIN.NUM_EPOCHS": True}, "TRAIN.NUM_EPOCHS is True"),
-    "a fraction": ({"TRAIN.NUM_EPOCHS": 2.5}, "TRAIN.NUM_EPOCHS is 2.5"),
-    "a mapping": ({"DATA.BATCH_SIZE.X": 1}, "DATA.BATCH_SIZE.X is not a key"),
-    "a section without keys": ({"DATA": 3}, "DATA is not a key"),
+    "other model": ({"MODEL.TYPE": "Swin"}, "MODEL.TYPE is Swin"),
+    "unknown key": ({"MODEL.TRANS.WINDOW_SIZE": 7}, "MODEL.TRANS.WINDOW_SIZE is not a key"),
+    "typo": ({"TRAIN.NUM_EPOCH": 7}, "TRAIN.NUM_EPOCH is not a key"),
+    "gray images": ({"DATA.IMAGE_CHANNELS": 1}, "DATA.IMAGE_CHANNELS is 1"),
+    "other head size": ({"MODEL.ATTN_HEAD_SIZE": 32}, "MODEL.ATTN_HEAD_SIZE is 32"),
+    "other schedule": ({"TRAIN.LR_SCHEDULER.NAME": "multi-step"}, "NAME is multi-step"),
+    "other optimizer": ({"TRAIN.OPTIMIZER.NAME": "Lamb"}, "NAME is Lamb"),
+    "rising learning rate": ({"TRAIN.BASE_LR": 1e-4}, "TRAIN.END_LR is 0.0005"),
+    "zero learning rate": ({"TRAIN.BASE_LR": 0.0}, "TRAIN.BASE_LR is 0.0"),
+    "EMA without decay": ({"TRAIN.MODEL_EMA": True}, "TRAIN.MODEL_EMA_DECAY is None"),
+    "text instead of number": ({"DATA.BATCH_SIZE": "many"}, "DATA.BATCH_SIZE is 'many'"),
+    "boolean instead of number": ({"TRAIN.NUM_EPOCHS": True}, "TRAIN.NUM_EPOCHS is True"),
+    "fraction": ({"TRAIN.NUM_EPOCHS": 2.5}, "TRAIN.NUM_EPOCHS is 2.5"),
+    "mapping": ({"DATA.BATCH_SIZE.X": 1}, "DATA.BATCH_SIZE.X is not a key"),
+    "section without keys": ({"DATA": 3}, "DATA is not a key"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_no_recipe_can_say_is_refused(tmp_path: Path, kind: str) -> None:
-    flat, said = REFUSED[kind]
-    with pytest.raises(RecipeError, match=said.replace(".", r"\.")):
-        converted(tmp_path, flat)
+def test_refused_file(tmp_path: Path, kind: str) -> None:
+    flat, message = REFUSED[kind]
+    with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
+        convert(tmp_path, flat)
 
 
-# --- the page --------------------------------------------------------------------------------------------
+# --- documentation --------------------------------------------------------------------------------------------
 
 
-def rows_of_the_page() -> dict[str, str]:
-    """The second column of the tables of docs/vit.md, by each thing in the first."""
-    page = (Path(__file__).parents[3] / "docs" / "vit.md").read_text(encoding="utf-8")
+def documented_rows() -> dict[str, str]:
+    """Return the second column of the tables in docs/guides/vit.md by the entries of the first column."""
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "vit.md").read_text(encoding="utf-8")
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     return {key.strip("` "): second for first, second in cells for key in first.split(", ")}
 
 
-def test_the_page_says_what_becomes_of_every_key() -> None:
-    rows = rows_of_the_page()
+def test_documentation_has_every_key() -> None:
+    rows = documented_rows()
     for key, targets in TARGETS.items():
         assert rows[key] == ", ".join(f"`{target}`" for target in targets)
-    for key, why in REASONS.items():
-        assert rows[key] == why
+    for key, reason in REASONS.items():
+        assert rows[key] == reason
 
 
-def test_the_page_has_every_name_of_an_array() -> None:
-    rows = rows_of_the_page()
-    for paddle, ours in NAMES.items():
-        assert rows[paddle.replace("{}", "N")] == f"`{ours.replace('{}', 'N')}`"
+def test_documentation_has_every_array_name() -> None:
+    rows = documented_rows()
+    for paddle, timm in NAMES.items():
+        assert rows[paddle.replace("{}", "N")] == f"`{timm.replace('{}', 'N')}`"

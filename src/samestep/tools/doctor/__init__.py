@@ -1,1 +1,1 @@
-"""What a careful person checks before training on several devices."""
+"""Checks of a machine before training."""

@@ -1,86 +1,89 @@
-"""What somebody means to run here, as far as the machine has to bear it."""
+"""Planned processes with their use of memory, threads and files, and findings about the machine for this plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-# What a rank takes that trains nothing yet: its own import of torch, a small model, an optimizer.
+from samestep.units import plural
+
+# An idle rank: torch, a small model, an optimizer.
 RANK_BYTES = 512 << 20
-# 32 images of 224 x 224 pixels in float32 are 18 MiB.
-SHARD_BYTES = 20 << 20
+# 32 float32 images of 224 x 224 pixels take 18 MiB.
+MICROBATCH_BYTES = 20 << 20
 WORKER_BYTES = 256 << 20
-# Training and evaluation each have workers of their own, which stay.
-LOADERS = 2
-# Shards that each worker of torch's DataLoader makes ahead, and the one that is being read.
-SHARDS_AHEAD = 3
+# Training and evaluation have separate, persistent workers.
+_LOADERS = 2
+# A DataLoader worker prefetches two microbatches; a third is being read.
+_MICROBATCHES_IN_FLIGHT = 3
+
+Verdict = Literal["pass", "info", "warn", "fail"]
+_SEVERITY: tuple[Verdict, ...] = ("info", "pass", "warn", "fail")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run.
+    """Planned processes on this machine."""
 
-    Attributes:
-        runs: the folder of runs.
-        processes: ranks on this machine.
-        workers: loader processes a rank.
-        threads: intra-operation threads a rank, `step.threads` of a recipe.
-        rank_bytes: memory that one rank takes.
-        worker_bytes: memory that one worker takes for itself.
-        shard_bytes: what a worker hands over at a time.
-    """
-
-    runs: Path
-    processes: int = 1
-    workers: int = 0
-    threads: int = 1
-    rank_bytes: int = RANK_BYTES
-    worker_bytes: int = WORKER_BYTES
-    shard_bytes: int = SHARD_BYTES
+    runs: Path  # runs folder
+    processes: int = 1  # ranks on this machine
+    workers: int = 0  # loader workers per rank
+    threads: int = 1  # intra-op threads per rank, `step.threads` of a recipe
+    rank_bytes: int = RANK_BYTES  # memory per rank
+    worker_bytes: int = WORKER_BYTES  # private memory per worker
+    microbatch_bytes: int = MICROBATCH_BYTES  # size of one microbatch from a worker
 
     @property
     def memory(self) -> int:
-        """What ranks and workers take together."""
-        return self.processes * (self.rank_bytes + LOADERS * self.workers * self.worker_bytes)
+        """Bytes of all ranks and workers."""
+        return self.processes * (self.rank_bytes + _LOADERS * self.workers * self.worker_bytes)
 
     @property
     def shared_memory(self) -> int:
-        """What shards take that workers have handed over and nobody has used yet."""
-        return self.processes * self.workers * SHARDS_AHEAD * self.shard_bytes
+        """Bytes of prefetched microbatches in shared memory."""
+        return self.processes * self.workers * _MICROBATCHES_IN_FLIGHT * self.microbatch_bytes
 
     @property
     def tasks(self) -> int:
-        """Processes and threads that the kernel counts.
-
-        Measured: a rank had 14, for gloo, its launcher's watch, checkpoints and curves; a worker 3.
-        """
-        return self.processes * (16 + self.threads + LOADERS * 3 * self.workers)
+        """Processes and threads; measured: 14 per rank (gloo, heartbeat, checkpoints, loggers), 3 per worker."""
+        return self.processes * (16 + self.threads + _LOADERS * 3 * self.workers)
 
     @property
-    def files(self) -> int:
-        """Files that a rank holds open: its own, connections to the others, pipes and shared memory of its workers.
+    def open_files(self) -> int:
+        """Open files per rank: connections, pipes and shared memory of workers.
 
         Measured: 33 in one of two ranks, 53 in one of four with a worker, 67 in one of two with two workers.
         """
-        return 32 + 4 * self.processes + LOADERS * 10 * self.workers
+        return 32 + 4 * self.processes + _LOADERS * 10 * self.workers
 
     def __str__(self) -> str:
-        ranks = f"{self.processes} rank{'s' if self.processes > 1 else ''}"
+        workers = plural(self.workers, "worker") if self.workers else "no workers"
         each = " each" if self.processes > 1 else ""
-        workers = f"{self.workers or 'no'} worker{'' if self.workers == 1 else 's'}"
-        return f"{ranks} with {self.threads} thread{'s' if self.threads > 1 else ''} and {workers}{each}"
+        return f"{plural(self.processes, 'rank')} with {plural(self.threads, 'thread')} and {workers}{each}"
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What somebody says of what is to run.
+class Finding:
+    """One line of the report."""
 
-    Attributes:
-        plan: all but ranks and workers.
-        processes: ranks on this machine; None for as many as `--processes auto` would start.
-        workers: a rank; None for as many as a recipe takes that reads files.
-    """
+    name: str  # subject of the check
+    # `info`: no judgement. `warn`: a run works, but slowly or differently than expected. `fail`: a run fails, hangs or
+    # loses data.
+    verdict: Verdict
+    value: str
+    expected: str | None = None  # rule for a warning or a failure
+    fix: str | None = None  # action for a warning or a failure
 
-    plan: Plan
-    processes: int | None = None
-    workers: int | None = None
+
+def judged(name: str, verdict: Verdict, value: str, expected: str, fix: str) -> Finding:
+    """Return a finding, with `expected` and `fix` only for a warning or a failure."""
+    return (
+        Finding(name, verdict, value, expected, fix) if verdict in ("warn", "fail") else Finding(name, verdict, value)
+    )
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """Return the most severe verdict; `pass` for no findings."""
+    return max((finding.verdict for finding in findings), key=_SEVERITY.index, default="pass")

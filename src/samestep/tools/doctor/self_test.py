@@ -1,90 +1,125 @@
-"""Ranks that are started as a run's are, meet, sum, and take shards from workers."""
+"""Short run of real ranks: all-reduce, and microbatches from a worker."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from samestep.errors import SamestepError
-from samestep.runtime.by_name import ByName
-from samestep.runtime.launch import launch
-from samestep.tools.doctor.finding import Finding, fails, informs, passes, size_text
-from samestep.tools.doctor.plan import Plan
-from samestep.tools.doctor.probe_facts import Met, TorchView
+import psutil
 
-_PROBE = "samestep.tools.doctor.probe"
-_PATIENCE_SECONDS = 40.0
-_MOST_RANKS = 8
+from samestep.errors import RunError, SamestepError
+from samestep.launcher.launch import launch
+from samestep.launcher.pickling import ByName
+from samestep.tools.doctor.gpus import TorchDevices
+from samestep.tools.doctor.plan import Finding, Plan, judged
+from samestep.units import format_bytes
+
+_HANG_AFTER_SECONDS = 40.0
+_MAX_RANKS = 8
+# A worker that cannot send a microbatch reports on its own stderr only.
+_WORKER_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """How it went.
+    """Result of the self-test: a summary, or the report of a failure."""
 
-    Attributes:
-        view: what torch sees; None where no rank could be asked.
-        met: what ranks found; None where they did not come that far.
-        failed: the report of what went wrong, if something did.
-    """
-
-    view: TorchView | None = None
-    met: Met | None = None
-    failed: str | None = None
+    devices: TorchDevices
+    summary: str = ""
+    error: str | None = None
 
 
 def run_self_test(plan: Plan, preload: Sequence[str]) -> SelfTest:
-    """Ask one rank what torch sees, then let ranks meet: one a GPU where there are several, else two on the CPU.
+    """Read torch's devices in one rank, then run one rank per GPU, or two ranks on the CPU with fewer than two GPUs.
 
-    Args:
-        preload: what the process imports that ranks are forked from.
+    `preload` are the modules that the fork server imports.
     """
-    view = None
+    devices = TorchDevices()
     try:
-        view = _torch_view(preload)
-        gpus = len(view.gpus)
-        count, device = (min(gpus, _MOST_RANKS), "cuda") if gpus > 1 else (2, "cpu")
-        return SelfTest(view, _meet(device, plan, count, preload))
-    except (SamestepError, OSError, EOFError, RuntimeError) as error:  # the last: no more threads may be started
-        return SelfTest(view, failed=str(error) or type(error).__name__)
+        devices = launch(ByName(__name__, "read_devices"), processes=1, preload=preload, hang_after=_HANG_AFTER_SECONDS)
+        gpus = len(devices.gpus)
+        summary = launch(
+            ByName(__name__, "run_rank"),
+            "cuda" if gpus > 1 else "cpu",
+            plan.microbatch_bytes,
+            processes=min(gpus, _MAX_RANKS) if gpus > 1 else 2,
+            preload=preload,
+            hang_after=_HANG_AFTER_SECONDS,
+        )
+        return SelfTest(devices, summary)
+    except (SamestepError, OSError, EOFError, RuntimeError) as error:  # RuntimeError: the user's limit of threads
+        return SelfTest(devices, error=str(error) or type(error).__name__)
 
 
-def _torch_view(preload: Sequence[str]) -> TorchView:
-    asked = ByName(_PROBE, "torch_view")
-    view: TorchView = launch(asked, processes=1, preload=preload, hang_after=_PATIENCE_SECONDS)
-    return view
+def read_devices() -> TorchDevices:
+    """Compute on each GPU that torch sees; runs in a rank, since CUDA must not initialize in the parent process."""
+    import torch
+
+    _silence_stderr()
+    if torch.version.cuda is None:
+        return TorchDevices()
+    try:
+        torch.cuda.init()
+        indices = range(torch.cuda.device_count())
+        for index in indices:
+            torch.ones(1, device=f"cuda:{index}").item()
+    except RuntimeError as error:  # no driver, an old driver, a lost GPU, no kernels for this GPU generation
+        return TorchDevices(error=str(error).splitlines()[0])
+    return TorchDevices(tuple(torch.cuda.get_device_name(index) for index in indices))
 
 
-def _meet(device: str, plan: Plan, ranks: int, preload: Sequence[str]) -> Met:
-    asked, patience = ByName(_PROBE, "meet"), _PATIENCE_SECONDS
-    met: Met = launch(asked, device, plan.shard_bytes, processes=ranks, preload=preload, hang_after=patience)
-    return met
+def _silence_stderr() -> None:
+    """Drop messages of C++ code and workers; the finding reports the error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def run_rank(device: str, microbatch_bytes: int) -> str:
+    """Sum over all ranks and receive microbatches from a worker; runs in every rank.
+
+    Returns:
+        Summary for the report.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    from samestep.launcher.session import start
+
+    _silence_stderr()
+    with start(device="cuda" if device == "cuda" else "cpu") as world:
+        values = torch.full((1024,), world.rank + 1.0, device=world.device)
+        world.all_reduce(values)
+        expected = world.size * (world.size + 1) / 2
+        if bool((values != expected).any()):
+            wrong = float(values[values != expected][0])
+            raise RunError(f"the sum of 1 to {world.size} over {world.size} ranks is {wrong:g}, not {expected:g}")
+        microbatches = [torch.full((microbatch_bytes,), value, dtype=torch.uint8) for value in range(2)]
+        loader: DataLoader[torch.Tensor] = DataLoader(
+            microbatches,  # type: ignore[arg-type]  # torch accepts any sequence
+            batch_size=None,
+            num_workers=1,
+            multiprocessing_context="fork",
+            timeout=_WORKER_SECONDS,
+        )
+        for index, microbatch in enumerate(loader):
+            if not bool((microbatch == index).all()):
+                raise RunError(f"a worker sent a microbatch of {index}, received {microbatch.unique().tolist()}")
+        name, resident = "GPUs" if device == "cuda" else "the CPU", format_bytes(psutil.Process().memory_info().rss)
+        return f"{world.size} ranks on {name} connected, summed and received microbatches; {resident} per rank"
 
 
 def check_self_test(test: SelfTest | None) -> Iterator[Finding]:
-    """Whether ranks started, met and computed."""
-    name = "self-test"
+    """Check that the ranks started, connected and computed the correct sum."""
     if test is None:
-        yield informs(name, "left out: --quick, a loopback interface that is down, or rank 0 of this job does it")
+        yield Finding("self-test", "info", "skipped: --quick, no loopback interface, or a rank other than 0")
         return
-    if test.failed is not None:
-        yield fails(
-            name,
-            test.failed.splitlines()[0],
-            rule="two ranks start, meet over loopback, sum, and take a shard from a worker",
-            do="mend what fails in the lines above; if nothing does, send the report: samestep doctor --bundle FILE",
-        )
-    elif test.met is not None and test.met.wrong is not None:
-        ranks = test.met.ranks
-        yield fails(
-            name,
-            f"{ranks} ranks summed 1 to {ranks} and got {test.met.wrong:g}",
-            rule=f"{ranks * (ranks + 1) // 2}",
-            do="do not train here: look at NCCL's version and environment, the driver, and the memory of the GPUs",
-        )
-    elif test.met is not None:
-        where = "GPUs" if test.met.device == "cuda" else "the CPU"
-        yield passes(
-            name,
-            f"{test.met.ranks} ranks on {where} met, summed and took shards from workers; "
-            f"each held {size_text(test.met.resident)}",
-        )
+    yield judged(
+        "self-test",
+        "pass" if test.error is None else "fail",
+        test.summary if test.error is None else test.error.splitlines()[0],
+        "ranks start, connect, sum, and receive a microbatch from a worker",
+        "fix the failures above; if there are none, do not train on this machine, and send a report: samestep doctor "
+        "--bundle FILE",
+    )

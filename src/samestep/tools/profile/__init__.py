@@ -1,1 +1,1 @@
-"""Where the time of a recipe's step goes, which rank the others wait for, and what would help: `samestep profile`."""
+"""Profiler of training steps: `samestep profile`."""

@@ -1,179 +1,337 @@
-"""What costs a step time that it would not have to, each with what it would save at most.
+"""Causes of lost time in a step, each with an upper bound of the possible saving.
 
-Every estimate comes from what was measured of these steps, or tried on these ranks; none is looked up. What saves less
-than a tenth of a step is not told.
+Every estimate follows from measurements of these steps or from timings on these ranks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from math import ceil
 from statistics import mean, median
 
-from samestep.tools.profile.advice import Advice, Cause, milliseconds
-from samestep.tools.profile.calling import device_waits, host_bound
-from samestep.tools.profile.critical import Phases, computing_seconds, saved
-from samestep.tools.profile.measured import Measured
-from samestep.tools.profile.sending import communication, synchronisation, tiny_buckets
-from samestep.tools.profile.straggler import straggler
+from samestep.tools.profile.measurements import Measurements, PhaseSeconds, computing_seconds
+from samestep.units import format_bytes, plural
+from samestep.units import format_milliseconds as ms
 
-# Of a step: what an advice has to save at most, at least.
-_WORTH_TELLING = 0.1
-_MOST = 3
-# A rank is slow if a shard takes it longest in so many steps.
-_AGAIN_AND_AGAIN = 0.7
-_MOST_WORKERS = 8
-# What checkpoints may cost of a step once they are seldom enough.
-_CHECKPOINT_SHARE = 0.02
+_LEAST_SAVING = 0.1  # of a step; smaller savings are not reported
+_MAX_ADVICE = 3
+_SLOW_RANK_SHARE = 0.7  # share of steps in which a slow rank has the slowest microbatches
+_MAX_WORKERS = 8
+_CHECKPOINT_SHARE = 0.02  # acceptable share of checkpoints in the time of a step
+_MANY_MESSAGES = 4  # times as many messages as torch's buckets
+_HOST_SHARE = 0.4  # least share of a step for the advice about the host
+_ENGINE_SYNCHRONISATIONS = 6  # waits of the engine for its GPU per step: loss, norm, data
 
 
-def advise(found: Measured) -> list[Advice]:
-    """At most three, what saves most first; empty where nothing stands out."""
-    told = [each for cause in _CAUSES if (each := cause(found)) is not None]
-    worth = [each for each in told if each.seconds >= _WORTH_TELLING * found.step_seconds]
-    return sorted(worth, key=lambda each: -each.seconds)[:_MOST]
+class Cause(StrEnum):
+    """Cause of lost time."""
+
+    LOADER = "slow loader"
+    RANK = "slow rank"
+    SYNCHRONISATION = "synchronisation every step"
+    BUCKETS = "tiny buckets"
+    CHECKPOINT = "checkpoint stall"
+    HOST = "host-bound"
+    UNEVEN = "uneven microbatches"
+    COMMUNICATION = "communication"
 
 
-def slow_loader(found: Measured) -> Advice | None:
-    """A rank waits for its batch."""
-    most = saved(found, lambda _, phases: phases["data"])
-    if not most:
+@dataclass(frozen=True)
+class Advice:
+    """One cause with the measured evidence, a recommended change, and an upper bound of the saving per step."""
+
+    cause: Cause
+    seconds: float
+    evidence: str
+    do: str
+    estimate: str
+
+    def share(self, measured: Measurements) -> float:
+        """Return the saving as a part of the slowest rank's step."""
+        return self.seconds / measured.slowest_seconds
+
+
+def advise(measured: Measurements) -> list[Advice]:
+    """Return at most three remedies, the largest saving first; empty if no cause stands out."""
+    candidates = [advice for check in _CHECKS if (advice := check(measured)) is not None]
+    worthwhile = [advice for advice in candidates if advice.share(measured) >= _LEAST_SAVING]
+    return sorted(worthwhile, key=lambda advice: -advice.seconds)[:_MAX_ADVICE]
+
+
+# --- loading, ranks, checkpoints ---
+
+
+def slow_loader(measured: Measurements) -> Advice | None:
+    """Check for ranks that wait for data."""
+    wait = measured.saving(lambda _, phases: phases["data"])
+    if not wait:
         return None
-    waits, step = [phases["data"] for phases in found.phases], found.step_seconds
-    slowest = max(range(found.size), key=lambda rank: waits[rank])
-    making, rest = found.costs.batch, max(step - most, 1e-6)
-    workers, do = _loaders(found, most, rest)
-    then = rest + making if workers == 0 else max(rest, making / workers)
-    told = f"; with --workers {workers} it would take {milliseconds(then)}" if then < step else ""
+    waits, step = [phases["data"] for phases in measured.phases], measured.step_seconds
+    loading, rest = measured.costs.batch, max(step - wait, 1e-6)
+    workers, remedy = _loader_workers(measured, wait, rest)
+    improved = rest + loading if workers == 0 else max(rest, loading / workers)
+    estimate = f"without this wait a step would take {ms(rest)}"
+    if improved < step:
+        wait = step - improved
+        estimate += f"; with --workers {workers}: {ms(improved)}"
     return Advice(
         Cause.LOADER,
-        step - then if then < step else most,
-        f"rank {slowest} waits {milliseconds(waits[slowest])} of {milliseconds(step)} a step for its batch; to make "
-        f"one takes {milliseconds(making)}",
-        do,
-        f"without that wait a step would take {milliseconds(rest)}{told}",
+        wait,
+        f"rank {waits.index(max(waits))} waits {ms(max(waits))} of {ms(step)} per step for its batch; loading one "
+        f"takes {ms(loading)}",
+        remedy,
+        estimate,
     )
 
 
-def _loaders(found: Measured, waited: float, rest: float) -> tuple[int, str]:
-    """How many loader processes a rank should have, and what to do.
-
-    Args:
-        waited: seconds of a step that the wait for data costs.
-        rest: seconds of a step without.
-    """
-    now, cores, making = found.around.workers, found.around.cores, found.costs.batch
-    ranks = f"{cores} cores for {found.size} rank{'s' if found.size > 1 else ''}"
-    if now and making < waited / 2:
-        return 0, f"--workers 0 (now {now}): making a batch takes less than having it from another process"
-    enough = min(_MOST_WORKERS, ceil(making / rest))
-    if enough <= now:
-        cheaper = "make samples cheaper (smaller files, decoded or resized once beforehand), or use a faster disk"
-        return now, f"{cheaper}; more loaders than {now} do not help: this machine has {ranks}"
-    do = f"--workers {enough} (now {now}): loading then goes on beside the step"
-    if enough > max(1, cores // found.size - 1):
-        do += f"; this machine has {ranks}, so it only helps as far as loading waits for disks or networks"
-    return enough, do
+def _loader_workers(measured: Measurements, wait: float, rest: float) -> tuple[int, str]:
+    """Return the recommended number of loader processes and the advice; `wait` and `rest` are parts of a step."""
+    current, cores, loading = measured.conditions.workers, measured.conditions.cores, measured.costs.batch
+    machine = f"this machine has {plural(cores, 'core')} for {plural(measured.size, 'rank')}"
+    if current and loading < wait / 2:
+        return 0, f"--workers 0 (now {current}): loading a batch is faster than receiving it from another process"
+    enough = min(_MAX_WORKERS, ceil(loading / rest))
+    if enough <= current:
+        return current, (
+            "make samples cheaper (smaller files, decoded or resized in advance), or use a faster disk; more than "
+            f"{plural(current, 'loader')} will not help: {machine}"
+        )
+    remedy = f"--workers {enough} (now {current}), to load in parallel to the step"
+    if enough > max(1, cores // measured.size - 1):
+        remedy += f"; {machine}, so this helps only if loading waits for disks or networks"
+    return enough, remedy
 
 
-def slow_rank(found: Measured) -> Advice | None:
-    """One rank needs longer for a shard than the others."""
-    if found.size == 1:
+def slow_rank(measured: Measurements) -> Advice | None:
+    """Check for a rank that needs more time per microbatch than the others."""
+    # Steps in which every rank has microbatches: the last batch of an epoch may be too small.
+    steps = [same for same in zip(*measured.ranks, strict=True) if all(step.microbatches for step in same)]
+    if measured.size == 1 or not steps:
         return None
-    costs = _seconds_a_shard(found)
-    if costs is None:
+    costs = [[computing_seconds(step.phases) / step.microbatches for step in same] for same in steps]
+    typical = [median(column) for column in zip(*costs, strict=True)]
+    rank = typical.index(max(typical))
+    if sum(row.index(max(row)) == rank for row in costs) < _SLOW_RANK_SHARE * len(costs):
         return None
-    typical = [median(each) for each in costs]
-    rank = max(range(found.size), key=lambda each: typical[each])
-    slowest = [max(range(found.size), key=lambda each: same[each]) for same in zip(*costs, strict=True)]
-    if slowest.count(rank) < _AGAIN_AND_AGAIN * len(slowest):
-        return None
-    others = median(value for each, value in enumerate(typical) if each != rank)
-    shards = mean(step.shards for step in found.ranks[rank])
-    more = (typical[rank] - others) * shards
-    seconds = saved(found, lambda each, phases: min(more, computing_seconds(phases)) if each == rank else 0.0)
-    late = straggler(found)
-    where = f", most of it in {late.phase}" if late is not None and late.rank == rank else ""
+    others = median(typical[:rank] + typical[rank + 1 :])
+    excess = (typical[rank] - others) * mean(step.microbatches for step in measured.ranks[rank])
+    late = measured.straggler
+    phase = f", mostly in {late.phase}" if late is not None and late.rank == rank else ""
     return Advice(
         Cause.RANK,
-        seconds,
-        f"a shard takes rank {rank} {milliseconds(typical[rank])} and the others {milliseconds(others)}{where}",
-        f"look at the device of rank {rank} and what else runs there (samestep doctor), and for code that does more "
-        f"on rank {rank}",
-        f"as fast as the others, rank {rank} would be done {milliseconds(more)} a step sooner",
+        measured.saving(lambda other, phases: min(excess, computing_seconds(phases)) if other == rank else 0.0),
+        f"a microbatch takes {ms(typical[rank])} on rank {rank} and {ms(others)} on the others{phase}",
+        f"check the device of rank {rank} and other programs on it (samestep doctor), and code that does more on rank "
+        f"{rank}",
+        f"at the speed of the others, rank {rank} would finish {ms(excess)} earlier per step",
     )
 
 
-def uneven_shards(found: Measured) -> Advice | None:
-    """Some ranks have more shards than others."""
-    counts = [mean(step.shards for step in steps) for steps in found.ranks]
+def uneven_microbatches(measured: Measurements) -> Advice | None:
+    """Check for ranks with more microbatches than others."""
+    counts = [mean(step.microbatches for step in steps) for steps in measured.ranks]
     most, average = max(counts), mean(counts)
-    if not average or most - min(counts) < 0.5:
+    if most - min(counts) < 0.5:
         return None
-    part = 1 - average / most
+    share = 1 - average / most
 
-    def less(rank: int, phases: Phases) -> float:
-        made_here = phases["data"] if found.around.workers == 0 else 0.0
-        return part * (computing_seconds(phases) + made_here) if counts[rank] == most else 0.0
+    def reduction(rank: int, phases: PhaseSeconds) -> float:
+        loading = phases["data"] if measured.conditions.workers == 0 else 0.0
+        return share * (computing_seconds(phases) + loading) if counts[rank] == most else 0.0
 
-    seconds = saved(found, less)
     return Advice(
         Cause.UNEVEN,
-        seconds,
-        f"ranks compute {', '.join(f'{count:g}' for count in counts)} shards of a step",
-        f"a number of processes that divides the {found.around.shards} shards",
-        f"of what the rank with most shards does for them, {part:.0%} would be done by others",
+        measured.saving(reduction),
+        f"ranks compute {', '.join(f'{count:g}' for count in counts)} microbatches of a step",
+        f"a number of processes that divides the {measured.conditions.microbatches} microbatches",
+        f"other ranks would take over {share:.0%} of the work of the rank with the most microbatches",
     )
 
 
-def checkpoint_stall(found: Measured) -> Advice | None:
-    """Training stands still while a checkpoint is copied, or waits for the one before."""
-    every = found.around.checkpoint_every
-    seconds = saved(found, lambda _, phases: phases["checkpoint"])
+def checkpoint_stall(measured: Measurements) -> Advice | None:
+    """Check for training that waits for the copy of a checkpoint, or for the previous checkpoint."""
+    every = measured.conditions.checkpoint_every
+    seconds = measured.saving(lambda _, phases: phases["checkpoint"])
     if every is None or not seconds:
         return None
-    stall = max(phases["checkpoint"] for phases in found.phases) * every
-    rest = max(found.step_seconds - seconds, 1e-6)
-    written = found.around.save_seconds or stall
-    seldom = max(every + 1, ceil(stall / (_CHECKPOINT_SHARE * rest)), ceil(written / rest))
+    stall = max(phases["checkpoint"] for phases in measured.phases) * every
+    rest = max(measured.step_seconds - seconds, 1e-6)
+    written = measured.conditions.save_seconds or stall
+    interval = max(every + 1, ceil(stall / (_CHECKPOINT_SHARE * rest)), ceil(written / rest))
+    power = 10 ** (len(str(interval)) - 1)
+    rounded = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= interval)
     return Advice(
         Cause.CHECKPOINT,
-        seconds * (1 - every / seldom),
-        f"every {every} step{'s' if every > 1 else ''} training stands still for {milliseconds(stall)}; a checkpoint "
-        f"is on the disk after {milliseconds(written)}",
-        f"--checkpoint-every {_rounded(seldom)}, or --lose-at-most 5m: only the copy of the state is waited for, if "
-        "the one before is written by then",
-        f"a step without it would take {milliseconds(rest)}",
+        seconds * (1 - every / interval),
+        f"training stops for {ms(stall)} every {plural(every, 'step')}; a checkpoint is on disk after {ms(written)}",
+        f"--checkpoint-every {rounded}, or --max-lost-work 5m: training waits only for the copy of the state if the "
+        "previous checkpoint is written by then",
+        f"without checkpoints a step would take {ms(rest)}",
     )
 
 
-def _seconds_a_shard(found: Measured) -> list[list[float]] | None:
-    """What a shard took each rank in each step in which all of them had some; None where there is no such step."""
-    whole = [place for place, same in enumerate(zip(*found.ranks, strict=True)) if all(step.shards for step in same)]
-    if not whole:
+# --- communication ---
+
+
+def synchronisation(measured: Measurements) -> Advice | None:
+    """Check for collectives of user code in every step."""
+    sites = Counter((c.name, c.site) for step in measured.steps for c in step.collectives if c.site is not None)
+    steps = len(measured.steps)
+    if sum(any(c.site is not None for c in step.collectives) for step in measured.steps) < steps / 2:
         return None
-    return [
-        [computing_seconds(of_rank[place]) / steps[place].shards for place in whole]
-        for of_rank, steps in zip(found.by_step, found.ranks, strict=True)
-    ]
+    [((name, site), _)] = sites.most_common(1)
+    more = f" and {plural(len(sites) - 1, 'other line')}" if len(sites) > 1 else ""
+    inside = measured.in_user_collectives
+    return Advice(
+        Cause.SYNCHRONISATION,
+        inside - _wait_for_straggler(measured, in_user_code=True),
+        f"{site} calls {name}{more}: {sites.total() / steps:g} collectives per step, {ms(inside)} of "
+        f"{ms(measured.step_seconds)}",
+        "accumulate on each rank, and communicate once in many steps or once per epoch; engine.step returns the loss "
+        "summed over ranks",
+        "time in these collectives, without waits for a slow rank; other waits may move to later collectives",
+    )
 
 
-def _rounded(number: int) -> int:
-    """Up to one that people would choose: 1, 2 or 5 and zeros."""
-    power = 1
-    while 5 * power < number:
-        power *= 10
-    return next(digit * power for digit in (1, 2, 5) if digit * power >= number)
+def tiny_buckets(measured: Measurements) -> Advice | None:
+    """Check for gradients in many more messages than necessary."""
+    costs, bucket_mb = measured.costs, measured.conditions.bucket_mb
+    if measured.conditions.strategy != "ddp" or measured.size == 1:
+        return None
+    in_background = [sum(c.is_background and c.site is None for c in step.collectives) for step in measured.steps]
+    messages = median(in_background) - 1  # without the message of the step's statistics
+    if messages < _MANY_MESSAGES * costs.messages or not costs.gradient_bytes:
+        return None
+    exposed = measured.exposed - _wait_for_straggler(measured, in_user_code=False)
+    setting = "" if bucket_mb is None else f", strategy.bucket_mb is {bucket_mb:g}"
+    return Advice(
+        Cause.BUCKETS,
+        exposed - costs.gradients,
+        f"gradients are sent in {messages:,.0f} messages of {format_bytes(costs.gradient_bytes / messages)} on "
+        f"average{setting}; ranks wait {ms(exposed)} per step for them",
+        f"leave strategy.bucket_mb out: torch's default needs {plural(costs.messages, 'message')}",
+        f"all gradients in {plural(costs.messages, 'message')} took {ms(costs.gradients)} on these ranks",
+    )
 
 
-_CAUSES: tuple[Callable[[Measured], Advice | None], ...] = (
+def communication(measured: Measurements) -> Advice | None:
+    """Check for slow communication in messages of a good size."""
+    conditions, costs = measured.conditions, measured.costs
+    if measured.size == 1 or not measured.lateness.steps or tiny_buckets(measured) is not None:
+        return None
+    exposed = seconds = measured.exposed - mean(measured.lateness.waited)  # waits for later ranks have other causes
+    estimate = "without these messages, at best"
+    if conditions.joins_norms:
+        content = "the exchange of the statistics of each batch norm layer"
+        remedy = "step.batch_norm=microbatch (a key of the recipe: results change), or fewer processes"
+    elif not conditions.is_known_inside:
+        content = "gathered parameters and reduced gradients of the divided model"
+        remedy = (
+            "fewer, larger microbatches (parameters are gathered for each; results change with microbatches), "
+            "--strategy ddp if the model fits on a device, or fewer processes"
+        )
+    elif conditions.strategy == "ddp" and conditions.hook == "none":
+        seconds = min(exposed, costs.gradients) / 2
+        content = f"{format_bytes(costs.gradient_bytes)} of gradients"
+        remedy = (
+            "strategy.hook=bf16, which sends half of the bytes (rounded), step.reduction=fast, or a larger batch_size"
+        )
+        estimate = "half of the bytes take half of the time, at best"
+    else:
+        return None
+    return Advice(Cause.COMMUNICATION, seconds, f"ranks wait {ms(exposed)} per step for {content}", remedy, estimate)
+
+
+def _wait_for_straggler(measured: Measurements, *, in_user_code: bool) -> float:
+    """Return the mean wait of a rank for the straggler, in collectives of user code or of the engine."""
+    late, lateness = measured.straggler, measured.lateness
+    if late is None:
+        return 0.0
+    inside = lateness.caused_in_user_code[late.rank]
+    return (inside if in_user_code else late.seconds - inside) * (measured.size - 1) / measured.size
+
+
+# --- host and GPU ---
+
+
+def host_bound(measured: Measurements) -> Advice | None:
+    """Check for many small operators, whose calls take more time than their computation.
+
+    On a GPU (not run on hardware yet), also for code that waits for the GPU in each microbatch, after which the GPU
+    waits for the host.
+    """
+    conditions, summaries, step = measured.conditions, measured.traced.values(), measured.step_seconds
+    idle = _idle_seconds(measured)
+    if idle is not None and (count := _user_synchronisations(measured)):
+        return Advice(
+            Cause.SYNCHRONISATION,
+            idle,
+            f"the host waits for the GPU {count + _ENGINE_SYNCHRONISATIONS:.0f} times per step, {count:.0f} of them "
+            f"not in the engine; the GPU is idle for {ms(idle)} of {ms(step)}",
+            "remove .item(), .cpu(), print and if of tensors from model and loss; "
+            "torch.cuda.set_sync_debug_mode('warn') lists their lines",
+            "the GPU would never be idle, at best",
+        )
+    if not summaries or not conditions.is_apart:
+        return None
+    computing = mean(computing_seconds(phases) for phases in measured.phases)
+    called = computing + mean(phases["optimizer"] for phases in measured.phases)
+    if idle is not None:
+        host, evidence = idle, f"the GPU is idle for {ms(idle)} of {ms(step)} per step"
+    else:
+        # A share of processor time, not of wall time: other programs on the machine must not count.
+        phases = ("forward", "backward", "optimizer")
+        cpu = min(sum(part.cpu for part in own.segments if part.phase in phases) for own in measured.steps)
+        working = min(summary.working_seconds for summary in summaries)
+        host = max(0.0, 1 - working / max(cpu, 1e-9)) * called
+        small, count = mean(summary.small for summary in summaries), mean(summary.count for summary in summaries)
+        evidence = (
+            f"{small:,.0f} of {count:,.0f} operators per step take less than 20 µs; the others take {ms(working)} of "
+            f"{ms(cpu)} processor time of forward, backward and optimizer"
+        )
+    if host < _HOST_SHARE * step:
+        return None
+    microbatches = conditions.microbatches / measured.size
+    if microbatches > 1:
+        host *= computing / max(called, 1e-9) * (1 - 1 / microbatches)
+        remedy = (
+            f"fewer, larger microbatches: microbatches={measured.size} for {plural(measured.size, 'rank')} (a key of "
+            "the recipe: batch norm groups, dropout and therefore results change)"
+        )
+        estimate = f"one microbatch per rank and step instead of {microbatches:g} needs as many times fewer calls"
+    else:
+        remedy = "a larger batch_size per microbatch (a key of the recipe: results change)"
+        estimate = "the cost of calls does not depend on the number of samples"
+    remedy += "" if conditions.is_compiled else ", or step.compile=true, which needs fewer operators"
+    if conditions.threads > 1 and conditions.device == "cpu":
+        remedy += f", or fewer threads than {conditions.threads}"
+    return Advice(Cause.HOST, host, evidence, remedy, estimate)
+
+
+def _idle_seconds(measured: Measurements) -> float | None:
+    """Return the idle time of a GPU in forward, backward and optimizer; None on a CPU."""
+    busy = [summary.busy_seconds for summary in measured.traced.values() if summary.busy_seconds is not None]
+    if measured.conditions.device != "cuda" or not busy:
+        return None
+    return max(0.0, mean(computing_seconds(phases) + phases["optimizer"] for phases in measured.phases) - mean(busy))
+
+
+def _user_synchronisations(measured: Measurements) -> float:
+    """Return the waits for the GPU per step outside of the engine; 0 if fewer than one per microbatch."""
+    count = mean(summary.synchronisations for summary in measured.traced.values()) - _ENGINE_SYNCHRONISATIONS
+    return count if count >= max(1.0, mean(step.microbatches for step in measured.steps)) else 0.0
+
+
+_CHECKS: tuple[Callable[[Measurements], Advice | None], ...] = (
     slow_loader,
     slow_rank,
-    uneven_shards,
+    uneven_microbatches,
     synchronisation,
     tiny_buckets,
     checkpoint_stall,
     host_bound,
-    device_waits,
     communication,
 )

@@ -1,170 +1,163 @@
-"""What every rank of a profile does: it trains some steps, as `samestep train` would, and notes where time goes."""
+"""Measured training steps on one rank of `samestep profile`."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, replace
+from math import ceil
+from statistics import mean, median
+from timeit import repeat
 from typing import Any
 
-from samestep.checkpoint.background import Saved, Saver
+import torch
+from torch.profiler import record_function
+
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.state import Progress, pack
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Recipe
+from samestep.config import Recipe, Reduction
 from samestep.data.batch import GlobalBatch
-from samestep.engine.observer import observe
-from samestep.recipes.build import Built, build, world_of
-from samestep.recipes.parse import recipe_data
-from samestep.runtime.gather import all_gather
-from samestep.runtime.processors import read_processors
-from samestep.runtime.world import World
-from samestep.tools.profile.clock import clock_of
-from samestep.tools.profile.costs import costs
-from samestep.tools.profile.measured import Circumstances, Costs, Measured, Ran, Traced
-from samestep.tools.profile.plan import Plan
-from samestep.tools.profile.spans import Spans
-from samestep.tools.profile.steps import Step
-from samestep.tools.profile.tracing import Tracing, mark
+from samestep.distributed.resources import read_processors
+from samestep.distributed.world import World, all_gather
+from samestep.launcher.job import process_state
+from samestep.recipes.builder import Built, build, start_world
+from samestep.recipes.recipe_files import recipe_data
+from samestep.strategies.fast_reduction import backend_all_reduce
+from samestep.strategies.reduction import MicrobatchTree, tree_all_reduce
+from samestep.tools.profile.measurements import Conditions, Costs, Measurements, ProfilerSummary, Step
+from samestep.tools.profile.profile import CHECKPOINTS, TENSORBOARD, Plan
+from samestep.tools.profile.recorder import RankProfiler, SpanRecorder
+from samestep.tools.profile.trace import CLOCK_MARK
 
-CHECKPOINTS = "checkpoints"
+# Size of a bucket of torch's DDP, and of its first bucket, which is small to be sent early.
+_BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
+_LOADING_TRIALS, _REDUCTION_TRIALS = 2, 5
 
 
-class Trial:
-    """One rank's part."""
+class _Trial:
+    """Training steps of one rank, with checkpoints; `save_seconds` are the times until these were on disk."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, built: Built, world: World, spans: Spans) -> None:
-        self._plan, self._built, self._world, self._spans = plan, built, world, spans
+    def __init__(self, recipe: Recipe, plan: Plan, built: Built, world: World, recorder: SpanRecorder) -> None:
+        self._plan, self._built, self._world, self._recorder = plan, built, world, recorder
         self._recipe = recipe_data(recipe)
         self._batches = built.train.endless()
-        self._save_seconds: list[float] = []
-        folder = CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep)
-        self._saver = Saver(folder, self._saved, world.pulse.tick)
         self._step = 0
-        self.largest: GlobalBatch | None = None
+        self.largest_batch: GlobalBatch | None = None
+        self.save_seconds: list[float] = []
+        self._writer = AsyncCheckpointWriter(
+            CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep),
+            lambda saved: self.save_seconds.append(saved.seconds),
+            world.context.status.heartbeat,
+        )
 
-    def run(self, stack: ExitStack) -> tuple[list[Step], list[Step], Tracing | None, float] | None:
-        """All steps; those that were noted, those under torch's profiler, and its trace. None: asked to end."""
-        plan, spans = self._plan, self._spans
-        stack.enter_context(self._saver)
-        stack.enter_context(spans.listening())
-        if not self._steps(plan.wait + plan.warmup):
-            return None
-        self._world.barrier()
-        spans.is_on = True
-        if not self._steps(plan.active):
-            return None
-        noted, spans.steps = spans.steps, []
-        tracing, when = None, 0.0
-        if plan.looks_at(self._world.rank):
-            tracing = Tracing(self._world.rank, self._world.device, plan.folder, warmup=plan.warmup, traced=plan.traced)
-        if plan.traced:
-            with tracing.running() if tracing is not None else nullcontext(lambda: None) as next_step:
-                for number in range(plan.warmup + plan.traced):
-                    spans.is_on = number >= plan.warmup
+    def run(self, profiler: RankProfiler | None) -> tuple[list[Step], list[Step], float] | None:
+        """Return measured steps, traced steps and the time of the clock mark; None if a stop was requested."""
+        plan, recorder = self._plan, self._recorder
+        with self._writer, recorder.recording_collectives():
+            if not self._train(plan.wait + plan.warmup):
+                return None
+            self._world.barrier()
+            recorder.is_on = True
+            if not self._train(plan.active):
+                return None
+            measured, recorder.steps = recorder.steps, []
+            mark = 0.0
+            with profiler or nullcontext():
+                for number in range(plan.warmup + plan.traced if plan.traced else 0):
+                    recorder.is_on = number >= plan.warmup
                     if number == plan.warmup:
-                        when = mark(time.perf_counter)
-                    if not self._steps(1):
+                        with record_function(CLOCK_MARK):
+                            mark = time.perf_counter()
+                    if not self._train(1):
                         return None
-                    next_step()
-        spans.is_on = False
-        return noted, spans.steps, tracing, when
+                    if profiler is not None:
+                        profiler.step()
+            recorder.is_on = False
+            return measured, recorder.steps, mark
 
-    @property
-    def save_seconds(self) -> float | None:
-        """How long a checkpoint takes until it is on the disk; None where none is."""
-        return sum(self._save_seconds) / len(self._save_seconds) if self._save_seconds else None
-
-    def _steps(self, count: int) -> bool:
-        """So many steps; whether nobody has asked to end."""
-        spans = self._spans
-        for _ in range(count):
+    def _train(self, steps: int) -> bool:
+        """Train some steps; return False if a stop was requested."""
+        recorder = self._recorder
+        for _ in range(steps):
             self._step += 1
-            with spans.step(self._step):
-                spans.enter("data")
+            with recorder.step(self._step):
+                recorder.enter("data")
                 batch = next(self._batches)
-                if self.largest is None or batch.size > self.largest.size:
-                    self.largest = batch
-                spans.enter("other")
+                if self.largest_batch is None or batch.size > self.largest_batch.size:
+                    self.largest_batch = batch
+                recorder.enter("other")
                 if self._built.engine.step(batch).stop:
                     return False
                 self._save(batch)
         return True
 
     def _save(self, batch: GlobalBatch) -> None:
-        self._saver.look()
+        self._writer.poll()
         every, engine = self._plan.options.checkpoint_every, self._built.engine
         if not every or self._step % every:
             return
-        self._spans.enter("checkpoint")
+        self._recorder.enter("checkpoint")
         progress = Progress(step=self._step, cursor=batch.end, recipe=self._recipe)
         if self._world.is_main:
-            self._saver.save(self._step, lambda: pack(engine.training, progress))
+            self._writer.save(self._step, lambda: pack(engine.training, progress))
         else:
             pack(engine.training, progress, keep=False)
-        self._spans.enter("other")
-
-    def _saved(self, saved: Saved) -> None:
-        self._save_seconds.append(saved.seconds)
+        self._recorder.enter("other")
 
 
-def profile_rank(recipe: Recipe, plan: Plan) -> Ran | None:
-    """Train and note; what all ranks have noted, on rank 0, and nothing if somebody asked to end.
+def profile_rank(recipe: Recipe, plan: Plan) -> Measurements | None:
+    """Train on this rank and gather the measurements of all ranks; return None if a stop was requested.
 
     Raises:
-        InputError: the recipe cannot be run so.
+        InputError: the recipe cannot run on this number of ranks.
     """
-    options = plan.options
-    with (
-        world_of(recipe, options) as world,
-        ExitStack() as stack,
-    ):
-        spans = Spans(world, clock_of(world.device))
-        observe(spans)  # for the life of this process, which a trial has for itself
-        built = build(recipe, options, world)
-        trial = Trial(recipe, plan, built, world, spans)
-        found = trial.run(stack)
-        if found is None:
+    with start_world(recipe, plan.options) as world:
+        recorder = SpanRecorder(world)
+        process_state.callbacks.append(recorder)  # never removed: the process ends with the trial
+        built = build(recipe, plan.options, world)
+        trial = _Trial(recipe, plan, built, world, recorder)
+        profiler = None
+        if plan.traces(world.rank):
+            folder = plan.folder / TENSORBOARD
+            profiler = RankProfiler(world.rank, world.device, folder, warmup=plan.warmup, traced=plan.traced)
+        result = trial.run(profiler)
+        if result is None:
             return None
-        steps, slower, tracing, when = found
-        traced = tracing.found if tracing is not None else None
-        assert trial.largest is not None, "there is one active step at least"
-        said: list[Any] = all_gather(
-            [
-                [step.as_data() for step in steps],
-                [step.as_data() for step in slower],
-                asdict(traced) if traced is not None else None,
-                when,
-                asdict(costs(built.engine, built.train, trial.largest, world)),
-            ],
-            world,
+        assert trial.largest_batch is not None, "a plan has at least one active step"
+        measured, traced, mark = result
+        own: dict[str, Any] = {
+            "measured": [astuple(step) for step in measured],
+            "traced": [astuple(step) for step in traced],
+            "mark": mark,
+            "summary": asdict(profiler.summary) if profiler is not None and profiler.summary is not None else None,
+            "costs": asdict(_measure_costs(built, trial.largest_batch, world)),
+        }
+        rows = all_gather(own, world)
+        steps, traced_steps = (
+            [[Step.of(*step) for step in row[key]] for row in rows] for key in ("measured", "traced")
         )
-        return _put_together(said, circumstances(recipe, plan, built, world, spans, trial.save_seconds))
+        profiled = {rank: row for rank, row in enumerate(rows) if row["summary"] is not None}
+        slowest = {key: max(row["costs"][key] for row in rows) for key in ("batch", "gradients")}
+        return Measurements(
+            steps,
+            {rank: ProfilerSummary(**row["summary"]) for rank, row in profiled.items()},
+            replace(Costs(**own["costs"]), **slowest),
+            _conditions(recipe, plan, built, world, recorder, trial.save_seconds),
+            traced_steps,
+            {rank: row["mark"] for rank, row in profiled.items()},
+        )
 
 
-def _put_together(said: list[Any], around: Circumstances) -> Ran:
-    traced = {rank: Traced(**each[2]) for rank, each in enumerate(said) if each[2] is not None}
-    every = [Costs(**each[4]) for each in said]
-    slowest = replace(
-        every[0], batch=max(each.batch for each in every), gradients=max(each.gradients for each in every)
-    )
-    return Ran(
-        Measured([[Step.from_data(step) for step in each[0]] for each in said], traced, slowest, around),
-        [[Step.from_data(step) for step in each[1]] for each in said],
-        {rank: said[rank][3] for rank in traced},
-    )
-
-
-def circumstances(
-    recipe: Recipe, plan: Plan, built: Built, world: World, spans: Spans, save_seconds: float | None
-) -> Circumstances:
-    """What advice depends on."""
-    cores = read_processors().usable
-    return Circumstances(
+def _conditions(
+    recipe: Recipe, plan: Plan, built: Built, world: World, recorder: SpanRecorder, save_seconds: list[float]
+) -> Conditions:
+    return Conditions(
         workers=built.train.workers,
-        cores=cores,
+        cores=read_processors().usable,
         checkpoint_every=plan.options.checkpoint_every,
-        save_seconds=save_seconds,
-        shards=recipe.shards,
+        save_seconds=mean(save_seconds) if save_seconds else None,
+        microbatches=recipe.microbatches,
         batch_size=recipe.batch_size,
         strategy=built.engine.strategy,
         device=world.device.type,
@@ -172,7 +165,45 @@ def circumstances(
         hook=recipe.strategy.hook,
         threads=recipe.step.threads,
         is_compiled=recipe.step.compile,
-        is_apart=spans.is_apart,
-        joins_norms=spans.joins_norms,
-        is_known_inside=not world.layout.is_split,
+        is_apart=recorder.is_sequential,
+        joins_norms=recorder.joins_norms,
+        is_known_inside=not world.mesh_shape.splits_model,
     )
+
+
+# --- costs ---
+
+
+def _measure_costs(built: Built, batch: GlobalBatch, world: World) -> Costs:
+    """Time the loading of a batch and the all-reduce of all gradients. Collective."""
+    world.barrier()
+    loading = min(repeat(lambda: built.train.reload(batch), number=1, repeat=_LOADING_TRIALS))
+    size = sum(p.numel() * p.element_size() for p in built.engine.model.parameters() if p.requires_grad)
+    buckets = bucket_count(size)
+    seconds = 0.0
+    if world.data.size > 1 and not world.mesh_shape.splits_model:
+        world.barrier()
+        seconds = _all_reduce_seconds(world.data, batch.microbatches, built.engine.config.reduction, size, buckets)
+    return Costs(loading, seconds, buckets, size)
+
+
+def bucket_count(size: int) -> int:
+    """Return the number of buckets of torch's DDP for `size` bytes of gradients."""
+    return 1 if size <= _FIRST_BUCKET_BYTES else 1 + ceil((size - _FIRST_BUCKET_BYTES) / _BUCKET_BYTES)
+
+
+def _all_reduce_seconds(world: World, microbatches: int, reduction: Reduction, size: int, buckets: int) -> float:
+    tree = MicrobatchTree(microbatches, microbatches)
+    elements = max(1, size // 4 // buckets)
+    gradients = [torch.zeros(elements, device=world.device) for _ in tree.cover(world.rank, world.size)]
+
+    def run() -> None:
+        for _ in range(buckets):
+            if reduction == "exact":
+                tree_all_reduce(world, tree, gradients, gradients[0])
+            else:
+                backend_all_reduce(world, gradients[0])
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+
+    return median(repeat(run, number=1, repeat=_REDUCTION_TRIALS))

@@ -1,1 +1,1 @@
-"""`samestep report`: one page of HTML about one run or several, which needs nothing else."""
+"""`samestep report`: HTML page about runs."""

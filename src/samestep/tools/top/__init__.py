@@ -1,1 +1,1 @@
-"""`samestep top`: what a run is doing, seen from its directory alone."""
+"""`samestep top`: state of a run, read from its directory."""

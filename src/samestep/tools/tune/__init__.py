@@ -1,1 +1,1 @@
-"""What a machine decides about a run, found by short trials: `samestep tune`."""
+"""Tuning of loader settings for a recipe on this machine: `samestep tune`."""

@@ -1,198 +1,197 @@
-"""Which setting is the fastest, found by few and short turns.
+"""Search of the fastest loader setting in few and short trials.
 
-Turns are compared within a round only, in which all settings have one after the other, every second round backwards: a
-machine that gets slower does so for all of them. A setting's score is the median over rounds of its samples a second
-against those of one setting that has a turn in every round.
-
-Three things save time. Where steps do not wait for data though there are no workers, nothing is looked for: workers
-could gain no more than the wait. Numbers of workers are doubled only for as long as that pays. And longer looks are for
-the few that are near the best, fewer of them each round.
+Trials are compared only within a round, in which every setting has one trial, in reverse order in every second round:
+a machine that becomes slower affects all settings alike. Three rules save time: there is no search if steps without
+workers do not wait for data, which is all that workers could save; the number of workers is doubled only while that
+pays; later rounds contain only the best settings, fewer in each round.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from samestep.tools.timed import Spread, Timed
-from samestep.tools.tune.setting import Setting
+from samestep.tools.timing import Spread, Timing
+from samestep.tools.tune.settings import Setting
 
-Measure = Callable[[Setting], Timed]
+Measure = Callable[[Setting], Timing]
 
-SMALL = 0.02  # of a step: what no setting can gain is not looked for
-ALIKE = 0.02  # settings that differ by less are as fast as each other
-_WORTH = 1.04  # what twice as many workers must gain, for more to be looked at
-_MOST = 0.5  # of a step: where so much is left to gain, one more disappointment is borne
-_FAR = 0.65  # of the best: not looked at again
-_KEPT = (5, 3, 2, 2)  # how many go into each round of the final
-_NEAR = (0.0, 0.9, 0.94, 0.96)  # of the best: what they must have reached before, on a quiet machine
-_STEADY, _ENOUGH = 0.05, 3  # where turns of a setting differ by less, so many rounds are enough
-_WILD = 0.3  # no more is put down to the machine
+SMALL = 0.02  # share of a step; a smaller possible gain ends the search
+ALIKE = 0.02  # relative difference of settings that count as equally fast
+_PAYS = 1.04  # least speed-up of more workers for a continued climb
+_MUCH = 0.5  # share of a step; while the wait for data is longer, one more step of the climb without gain is allowed
+_FAR = 0.65  # relative speed below which a setting gets no second trial
+_FINALISTS = (5, 3, 2, 2)  # largest number of settings in each round of the final
+_NEAR = (0.0, 0.9, 0.94, 0.96)  # least score of a setting in each of these rounds, without noise
+_STEADY, _ENOUGH = 0.05, 3  # with less noise than this, so many rounds are enough
+_MAX_NOISE = 0.3
 
 
 @dataclass
-class Found:
-    """What was found of settings.
+class SearchResult:
+    """Trials of a search."""
 
-    Attributes:
-        default: what a run has where nobody says anything.
-        rounds: the turns of each round; the first one begins with the default.
-        chosen: the fastest; of those that are as fast, the default, or else the one with the fewest workers.
-        reason: why nothing else was looked at, where that is so.
-    """
-
-    default: Setting
-    rounds: list[dict[Setting, Timed]] = field(default_factory=list)
-    chosen: Setting | None = None
-    reason: str = ""
+    default: Setting  # setting of a run without options
+    rounds: list[dict[Setting, Timing]] = field(default_factory=list)  # the first begins with the default
+    chosen: Setting | None = None  # the fastest; of equally fast ones the default, or else that with the fewest workers
+    reason: str = ""  # why there was no search, if so
 
     @property
     def settings(self) -> list[Setting]:
-        """Those that had a turn, in order."""
-        return sorted({setting for turns in self.rounds for setting in turns})
+        """Settings with a trial, in order."""
+        return sorted({setting for trials in self.rounds for setting in trials})
 
     @property
-    def turns(self) -> int:
-        """How many there were."""
-        return sum(len(turns) for turns in self.rounds)
+    def trial_count(self) -> int:
+        """Number of trials."""
+        return sum(len(trials) for trials in self.rounds)
 
-    def of(self, setting: Setting) -> list[Timed]:
-        """The turns of a setting."""
-        return [turns[setting] for turns in self.rounds if setting in turns]
+    def trials(self, setting: Setting) -> list[Timing]:
+        """Return the trials of a setting."""
+        return [trials[setting] for trials in self.rounds if setting in trials]
 
     @property
-    def anchor(self) -> Setting:
-        """The best of the first round, which has a turn in each other one."""
-        return max(self.rounds[0], key=lambda each: self.rounds[0][each].samples_per_second)
+    def reference(self) -> Setting:
+        """The fastest setting of the first round, which has a trial in every later round."""
+        return max(self.rounds[0], key=lambda setting: self.rounds[0][setting].samples_per_second)
 
     def speed(self, setting: Setting) -> Spread:
-        """Samples a second; of the anchor as they were, of others by what they were against it in the same rounds."""
-        own = Spread.of([timed.samples_per_second for timed in self.of(self.anchor)])
-        return own if setting == self.anchor else self.against(setting, self.anchor).times(own.median)
+        """Return samples per second; except for the reference, from ratios to the reference in the same rounds."""
+        own = Spread.of([timing.samples_per_second for timing in self.trials(self.reference)])
+        return own if setting == self.reference else self.ratio(setting, self.reference) * own.median
 
     def data_share(self, setting: Setting) -> float:
-        """How much of a step is the wait for data."""
-        return statistics.median(timed.data_share for timed in self.of(setting))
+        """Return the share of a step spent waiting for data."""
+        return statistics.median(timing.data_share for timing in self.trials(setting))
 
-    def against(self, setting: Setting, other: Setting, rounds: slice = slice(None)) -> Spread:
-        """A setting's samples a second in those of another one, over the rounds in which both had a turn."""
-        both = [turns for turns in self.rounds[rounds] if setting in turns and other in turns]
-        return Spread.of([t[setting].samples_per_second / t[other].samples_per_second for t in both])
+    def ratios(self, setting: Setting, other: Setting, rounds: slice = slice(None)) -> list[float]:
+        """Return the speed relative to `other` in each round with trials of both."""
+        both = [trials for trials in self.rounds[rounds] if setting in trials and other in trials]
+        return [trials[setting].samples_per_second / trials[other].samples_per_second for trials in both]
 
-    def against_default(self, setting: Setting) -> Spread:
-        """A setting's samples a second in those of the default; by way of the anchor, where no round has both."""
-        if any(setting in turns and self.default in turns for turns in self.rounds):
-            return self.against(setting, self.default)
-        return self.against(setting, self.anchor).times(self.against(self.anchor, self.default).median)
+    def ratio(self, setting: Setting, other: Setting, rounds: slice = slice(None)) -> Spread:
+        """Return the speed relative to `other`, over rounds with trials of both."""
+        return Spread.of(self.ratios(setting, other, rounds))
+
+    def ratio_to_default(self, setting: Setting) -> Spread:
+        """Return the speed relative to the default; by way of the reference if no round has both."""
+        if self.ratios(setting, self.default):
+            return self.ratio(setting, self.default)
+        return self.ratio(setting, self.reference) * self.ratio(self.reference, self.default).median
 
     def verdict(self, setting: Setting) -> str:
-        """What is to be said of a setting, in a word or two."""
+        """Return the verdict on a setting in a few words."""
         if setting == self.chosen:
             return "chosen"
         assert self.chosen is not None
-        score = self.against_default(setting).median / self.against_default(self.chosen).median
+        score = self.ratio_to_default(setting).median / self.ratio_to_default(self.chosen).median
         return "slower" if score < 1 - ALIKE else "as fast" if score <= 1 + ALIKE else "not steadily faster"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        assert self.chosen is not None
+        rows = [
+            {
+                **asdict(setting),
+                "samples_per_second": asdict(self.speed(setting)),
+                "against_default": asdict(self.ratio_to_default(setting)),
+                "data_share": self.data_share(setting),
+                "verdict": self.verdict(setting),
+                "turns": [
+                    {"round": number, **asdict(trials[setting])}
+                    for number, trials in enumerate(self.rounds)
+                    if setting in trials
+                ],
+            }
+            for setting in self.settings
+        ]
+        choice = {"choice": asdict(self.chosen), "default": asdict(self.default), "reason": self.reason}
+        return {**choice, "turns": self.trial_count, "settings": rows}
 
-def search(measure: Measure, settings: Sequence[Setting], default: Setting) -> Found:
-    """Find the fastest of `settings`.
 
-    Args:
-        measure: takes one turn of a setting.
-        default: has turns, whether it is one of `settings` or not.
-    """
-    found = Found(default, [{}])
-    first = found.rounds[0]
-    first[default] = measure(default)
+def search(measure: Measure, settings: Sequence[Setting], default: Setting) -> SearchResult:
+    """Search the fastest of `settings` and `default`; `measure` has one trial of a setting."""
+    first = {default: measure(default)}
+    result = SearchResult(default, [first])
     if not default.workers and first[default].data_share <= SMALL:
-        found.rounds.append({default: measure(default)})
-        if found.data_share(default) <= SMALL:
-            found.chosen = default
-            found.reason = "batches are there before they are needed, so no other setting can be faster"
-            return found
+        result.rounds.append({default: measure(default)})
+        if result.data_share(default) <= SMALL:
+            result.chosen = default
+            result.reason = "batches are ready before they are needed, so no other setting can be faster"
+            return result
     best = _climb(measure, settings, first)
-    _final(measure, found, _finalists(settings, first, best), best)
-    found.chosen = _fastest(found, best)
-    return found
+    _final(measure, result, _finalists(settings, first, best), best)
+    result.chosen = _fastest(result, best)
+    return result
 
 
-def _climb(measure: Measure, settings: Sequence[Setting], turns: dict[Setting, Timed]) -> Setting:
-    """Twice as many workers again and again, for as long as that pays; the best of them."""
+def _climb(measure: Measure, settings: Sequence[Setting], trials: dict[Setting, Timing]) -> Setting:
+    """Double the number of workers while that pays; return the fastest setting."""
     shortest = min(setting.prefetch for setting in settings)
     ladder = sorted({setting for setting in settings if setting.prefetch == shortest or not setting.workers})
-    best, since, last = ladder[0], 0, -1
+    best, failures, last = ladder[0], 0, -1
     for setting in ladder:
         if setting.workers < 2 * last:
             continue
         last = setting.workers
-        if setting not in turns:
-            turns[setting] = measure(setting)
-        pays = turns[setting].samples_per_second > _WORTH * turns[best].samples_per_second
-        best, since = (setting, 0) if pays or setting == best else (best, since + 1)
-        share = turns[setting].data_share
-        # One worker beside nothing is often slower: batches change hands, and no two are made at once.
-        is_patient = share > _MOST or not best.workers
-        if share <= SMALL or since == (3 if is_patient else 2):
+        if setting not in trials:
+            trials[setting] = measure(setting)
+        pays = trials[setting].samples_per_second > _PAYS * trials[best].samples_per_second
+        best, failures = (setting, 0) if pays or setting == best else (best, failures + 1)
+        share = trials[setting].data_share
+        # One worker is often slower than none: it adds the transfer of batches and loads no two at once.
+        is_patient = share > _MUCH or not best.workers
+        if share <= SMALL or failures == (3 if is_patient else 2):
             break
-    return max(turns, key=lambda setting: turns[setting].samples_per_second)
+    return max(trials, key=lambda setting: trials[setting].samples_per_second)
 
 
-def _finalists(settings: Sequence[Setting], turns: dict[Setting, Timed], best: Setting) -> list[Setting]:
-    """The best so far, its neighbours that had no turn yet, and what came near to it, likeliest first."""
-    speeds = {setting: timed.samples_per_second for setting, timed in turns.items()}
-    alike = [setting for setting in settings if setting.prefetch == best.prefetch]
-    neighbours = [
-        *sorted((s for s in alike if s.workers > best.workers), key=lambda s: s.workers)[:1],
-        *sorted((s for s in alike if s.workers < best.workers), key=lambda s: -s.workers)[:1],
-    ]
-    waits = turns[best].data_share > SMALL
-    longer = [setting for setting in settings if setting.workers == best.workers and setting != best]
-    if not waits:  # more of anything gains nothing; fewer workers may do
-        neighbours, longer = neighbours[-1:] if neighbours[-1:] < [best] else [], []
-    near = sorted((s for s in speeds if speeds[s] > _FAR * speeds[best] and s != best), key=lambda s: -speeds[s])
-    found = [best, *near[:1], *neighbours, *longer[:1], *near[1:]]
-    return [s for s in dict.fromkeys(found) if s not in speeds or speeds[s] > _FAR * speeds[best]]
+def _finalists(settings: Sequence[Setting], trials: dict[Setting, Timing], best: Setting) -> list[Setting]:
+    """Return the best setting, its neighbors without a trial and settings of similar speed, the most likely first."""
+    speeds = {setting: timing.samples_per_second for setting, timing in trials.items()}
+    same_prefetch = sorted(s for s in settings if s.prefetch == best.prefetch)
+    more = [s for s in same_prefetch if s.workers > best.workers][:1]
+    fewer = [s for s in same_prefetch if s.workers < best.workers][-1:]
+    more_prefetch = [s for s in settings if s.workers == best.workers and s != best][:1]
+    if trials[best].data_share <= SMALL:  # only fewer workers can gain
+        more = more_prefetch = []
+    similar = sorted((s for s in speeds if speeds[s] > _FAR * speeds[best] and s != best), key=lambda s: -speeds[s])
+    candidates = dict.fromkeys([best, *similar[:1], *more, *fewer, *more_prefetch, *similar[1:]])
+    return [s for s in candidates if s not in speeds or speeds[s] > _FAR * speeds[best]]
 
 
-def _final(measure: Measure, found: Found, settings: list[Setting], best: Setting) -> None:
-    """Rounds of fewer and fewer settings, the best of the climb in all of them; more rounds where turns differ."""
-    for number, (kept, near) in enumerate(zip(_KEPT, _NEAR, strict=True)):
+def _final(measure: Measure, result: SearchResult, settings: list[Setting], best: Setting) -> None:
+    """Add rounds of fewer and fewer settings, with `best` in all of them; more rounds if trials differ."""
+    for number, (count, near) in enumerate(zip(_FINALISTS, _NEAR, strict=True)):
         if number:
-            noise = _noise(found, best)
-            scores = {setting: found.against(setting, best, slice(1, None)).median for setting in settings}
+            noise = _noise(result, best)
+            scores = {setting: result.ratio(setting, best, slice(1, None)).median for setting in settings}
             settings = sorted(scores, key=lambda setting: -scores[setting])
             settings = [setting for setting in settings if scores[setting] >= (near - noise) * scores[settings[0]]]
             if number >= _ENOUGH and noise < _STEADY:
                 return
-        settings = settings[:kept]
+        settings = settings[:count]
         if settings == [best]:
             return
-        turns: dict[Setting, Timed] = {}
-        for setting in sorted({*settings, best}, reverse=number % 2 == 0):
-            turns[setting] = measure(setting)
-        found.rounds.append(turns)
+        order = sorted({*settings, best}, reverse=number % 2 == 0)
+        result.rounds.append({setting: measure(setting) for setting in order})
 
 
-def _noise(found: Found, best: Setting) -> float:
-    """By how much a ratio differs from one round to the next, as a rule."""
-    ratios = [
-        [
-            turns[setting].samples_per_second / turns[best].samples_per_second
-            for turns in found.rounds
-            if setting in turns
-        ]
-        for setting in found.settings
-        if setting != best
-    ]
-    reach = [(max(several) - min(several)) / (max(several) + min(several)) for several in ratios if len(several) > 1]
-    return min(_WILD, statistics.median(reach)) if reach else 0.0
+def _noise(result: SearchResult, best: Setting) -> float:
+    """Return the typical relative difference of a ratio between rounds."""
+    differences = []
+    for setting in result.settings:
+        ratios = result.ratios(setting, best)
+        if setting != best and len(ratios) > 1:
+            differences.append((max(ratios) - min(ratios)) / (max(ratios) + min(ratios)))
+    return min(_MAX_NOISE, statistics.median(differences)) if differences else 0.0
 
 
-def _fastest(found: Found, best: Setting) -> Setting:
-    """The fastest of the last round: who left before had fewer turns, and may have been lucky in them."""
-    final = slice(1, None) if len(found.rounds) > 1 else slice(None)
-    scores = {setting: found.against(setting, best, final).median for setting in found.rounds[-1]}
-    most = max(scores.values())
-    alike = [setting for setting, score in scores.items() if score >= (1 - ALIKE) * most]
-    return found.default if found.default in alike else min(alike)
+def _fastest(result: SearchResult, best: Setting) -> Setting:
+    """Return the fastest setting of the last round: earlier ones had fewer trials, and may have been lucky."""
+    final = slice(1, None) if len(result.rounds) > 1 else slice(None)
+    scores = {setting: result.ratio(setting, best, final).median for setting in result.rounds[-1]}
+    alike = [setting for setting, score in scores.items() if score >= (1 - ALIKE) * max(scores.values())]
+    return result.default if result.default in alike else min(alike)

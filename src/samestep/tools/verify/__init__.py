@@ -1,1 +1,1 @@
-"""`samestep verify`: the evidence that N processes compute what one does, and the cause where they do not."""
+"""`samestep verify`: evidence that N processes compute the same as one, and causes of differences."""

@@ -1,46 +1,27 @@
-"""One verification: the runs, their comparison, and the causes of what differs."""
+"""Verification of one subject, and its certificate: JSON, a table for the terminal, and a self-contained HTML page."""
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
+from typing import Any
 
 from samestep.errors import InputError
-from samestep.runtime.launch import RankError
-from samestep.tools.verify.attribute import attribute
-from samestep.tools.verify.causes import Finding
-from samestep.tools.verify.compare import compare
-from samestep.tools.verify.cuts import cut_finding, cut_notes
-from samestep.tools.verify.difference import Comparison
-from samestep.tools.verify.lab import Conditions, Lab
-from samestep.tools.verify.plan import Subject
-from samestep.tools.verify.printed import printed_note
-from samestep.tools.verify.record import Record
+from samestep.launcher.launch import RankError
+from samestep.loggers.logger import to_json
+from samestep.tools.verify.attribution import Attribution
+from samestep.tools.verify.causes import Finding, additivity_finding, additivity_notes
+from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
+from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
+from samestep.units import plural
 
-
-@dataclass(frozen=True)
-class Verification:
-    """What was found.
-
-    Attributes:
-        comparisons: each further number of processes against the first.
-        findings: the causes of what does not hold; empty where all holds.
-        notes: what was not looked at, and why.
-    """
-
-    subject: Subject
-    conditions: Conditions
-    reference: Record
-    comparisons: tuple[Comparison, ...]
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether every run computed what the first one did, and the loss adds up."""
-        return not self.findings
+FORMAT = 2
 
 
 def verify(
@@ -51,64 +32,195 @@ def verify(
     *,
     kill_at: int | None = None,
     resume_on: int | None = None,
-    checks_losses: bool = True,
+    checks_additivity: bool = True,
     preload: tuple[str, ...] = (),
-    tell: Callable[[str], None] = lambda text: None,
-) -> Verification:
-    """Run the subject on each number of processes and compare with the first.
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Run the subject on each number of processes, compare with the first, and return the certificate as plain data.
 
     Args:
-        folder: trials write into a folder of their own in it, which is removed at the end.
-        kill_at: each number is also killed in this step and gone on with on `resume_on` processes.
-        checks_losses: a loss that depends on how a batch is cut counts as a mistake.
-        tell: hears what is run next.
+        subject: recipe or script.
+        processes: numbers of processes; the first is the reference.
+        conditions: settings of all trials.
+        folder: parent of a temporary folder for trials.
+        kill_at: repeat each run with a kill in this step and a resume on `resume_on` processes.
+        resume_on: number of processes after the kill.
+        checks_additivity: report a loss that depends on the division of a batch as a mistake.
+        preload: modules that all ranks import.
+        progress: called with a description before each run.
 
     Raises:
         RankError: the subject fails on the first number of processes.
-        InputError: a script made no engine.
+        InputError: a script made no training step.
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
-        lab = Lab(subject, conditions, Path(trials), preload=preload, tell=tell)
-        reference = _reference(lab, processes[0], checks_losses)
-        others = [lab.trial(number, reference=reference) for number in processes[1:]] or [lab.again(reference)]
+        runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
+        reference = _run_reference(runner, processes[0], checks_additivity)
+        others = [runner.run(number, reference) for number in processes[1:]] or [runner.repeat(reference)]
         if kill_at is not None:
             assert resume_on is not None
-            others += [lab.killed(number, kill_at, resume_on, reference) for number in processes]
-        comparisons = tuple(compare(reference, other, conditions.tolerance) for other in others)
-        findings = _findings(lab, reference, others, comparisons)
-        notes = printed_note(reference, others)
-    if subject.recipe is not None and subject.recipe.strategy.remark is not None:
-        notes += (subject.recipe.strategy.remark,)
-    cuts = reference.noted("additivity")
-    found = cut_finding(cuts)
-    findings += [found] if found is not None else []
-    notes += cut_notes(cuts) if checks_losses else ("whether the loss is the sum of its pieces was not looked at",)
-    return Verification(subject, conditions, reference, comparisons, tuple(findings), notes)
+            others += [runner.run_killed(number, kill_at, resume_on, reference) for number in processes]
+        comparisons = [compare(reference, other, conditions.tolerance) for other in others]
+        findings = _attribute_first(runner, reference, others, comparisons)
+        notes = output_note(reference, others)
+    if subject.recipe is not None and subject.recipe.strategy.gradient_note is not None:
+        notes += (subject.recipe.strategy.gradient_note,)
+    checks = reference.notes("additivity")
+    finding = additivity_finding(checks)
+    findings += [finding] if finding is not None else []
+    notes += additivity_notes(checks) if checks_additivity else ("the additivity of the loss was not checked",)
+    return {
+        **_conditions_data(subject, conditions, reference, holds=not findings),
+        "comparisons": [_comparison_data(comparison) for comparison in comparisons],
+        "evaluation": [note["values"] for note in reference.notes("evaluation")],
+        "findings": [finding.data() for finding in findings],
+        "notes": list(notes),
+        "environment": _environment(reference),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
-def _reference(lab: Lab, processes: int, checks_losses: bool) -> Record:
-    reference = lab.trial(processes, cuts_losses=checks_losses)
+def output_note(reference: Record, others: Sequence[Record]) -> tuple[str, ...]:
+    """Return a note on the first line that a script prints on rank 0 and that depends on the number of processes."""
+    for other in others:
+        pairs = zip(_output(reference), _output(other), strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if first is not None and not other.label and other.failure is None:
+            return (
+                f"rank 0 prints {first[0]!r} on {reference.processes} and {first[1]!r} on {other.processes} processes; "
+                "values that the script computes without the engine are not verified",
+            )
+    return ()
+
+
+def _output(record: Record) -> list[str]:
+    """Return the lines that rank 0 of a script printed."""
+    file = record.folder / "output-0.log"
+    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+
+
+def _run_reference(runner: TrialRunner, processes: int, checks_additivity: bool) -> Record:
+    reference = runner.run(processes, checks_additivity=checks_additivity)
     if reference.failure is not None and reference.failure.kind != "UnusedParameterError":
         raise RankError(reference.failure)
     if reference.failure is None and not reference.steps:
         raise InputError(
-            f"{lab.subject.name} made no step with samestep.Engine",
-            rule="what is verified is what the engine does: samestep.start, Engine and loader",
-            do="see docs/own-loop.md",
+            f"{runner.subject.name} made no step with samestep.Engine",
+            expected="a script that trains with samestep.start, Engine and loader",
+            fix="see docs/start/own-loop.md",
+            code="E_VERIFY_NO_STEP",
         )
     return reference
 
 
-def _findings(
-    lab: Lab, reference: Record, others: Sequence[Record], comparisons: Sequence[Comparison]
+def _attribute_first(
+    runner: TrialRunner, reference: Record, others: Sequence[Record], comparisons: Sequence[Comparison]
 ) -> list[Finding]:
-    """The cause of the first comparison that fails; the others mostly fail for the same one."""
+    """Return the cause of the first comparison that fails; the other comparisons mostly fail for the same cause."""
     if reference.failure is not None:
-        return [attribute(lab, reference, reference, None)]
+        return [Attribution(runner, reference, reference).find(None)]
     for other, comparison in zip(others, comparisons, strict=True):
         first = comparison.first
         if first is not None and other.failure is not None and first.stage == "evaluation":
-            first = None  # it did not get there
+            first = None  # the run failed before its evaluations
         if first is not None or other.failure is not None:
-            return [attribute(lab, reference, other, first)]
+            return [Attribution(runner, reference, other).find(first)]
     return []
+
+
+def _conditions_data(subject: Subject, conditions: Conditions, reference: Record, holds: bool) -> dict[str, Any]:
+    config, is_double = reference.config, conditions.interventions.double
+    steps = [step.main for step in reference.steps.values()]
+    return {
+        "format": FORMAT,
+        "holds": holds,
+        "subject": subject.name,
+        "arguments": list(subject.arguments),
+        "reference": plural(reference.processes, "process"),
+        "level": "bits" if conditions.tolerance is None else f"{conditions.tolerance:g} relative",
+        "double": is_double,
+        "reduction": config.get("reduction"),
+        "batch_norm": config.get("batch_norm"),
+        "precision": "float64" if is_double else config.get("precision"),
+        "steps": [step["step"] for step in steps],
+        "samples": sum(len(step["order"]) for step in steps),
+        "microbatches": steps[0]["microbatches_of_batch"] if steps else None,
+    }
+
+
+def _environment(reference: Record) -> dict[str, Any]:
+    return {
+        "device": reference.engine.get("device"),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "samestep": version("samestep"),
+        "threads": sorted({threads for step in reference.steps.values() for threads in step.threads}),
+    }
+
+
+def write_certificate(data: dict[str, Any], folder: Path) -> None:
+    """Write `certificate.json` and `certificate.html`."""
+    from jinja2 import Environment, StrictUndefined
+
+    (folder / "certificate.json").write_text(to_json(data), encoding="utf-8")
+    template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
+    (folder / "certificate.html").write_text(page.render(**data, title=summary(data)), encoding="utf-8")
+
+
+def summary(data: dict[str, Any]) -> str:
+    """Return the result in one sentence."""
+    if data["holds"]:
+        equality = "bit for bit" if data["level"] == "bits" else f"within {data['level']}"
+        return f"holds: {len(data['comparisons']) + 1} runs computed the same, {equality}"
+    causes = "; ".join(finding["cause"] for finding in data["findings"])
+    return f"does not hold: {causes}"
+
+
+def table(data: dict[str, Any]) -> str:
+    """Return the verdicts with one line per quantity and one column per run."""
+    runs = data["comparisons"]
+    labels = [_short(run["processes"]) for run in runs]
+    columns = [max(len(label), 9) + 2 for label in labels]
+    width = max(len(name) for name in QUANTITIES.values()) + 2
+    rows = {f"against {data['reference'].partition(' ')[0]}, on": labels}
+    rows |= {name: [run["quantities"][name] for run in runs] for name in QUANTITIES.values()}
+    return "\n".join(
+        name.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
+        for name, cells in rows.items()
+    )
+
+
+def explanation(data: dict[str, Any]) -> str:
+    """Return findings and notes as text."""
+    lines = []
+    for finding in data["findings"]:
+        lines.append(f"cause: {finding['cause']}")
+        if finding["where"]:
+            lines.append(f"  first:    {finding['where']}")
+        for number, evidence in enumerate(finding["evidence"]):
+            lines.append(f"  {'evidence:' if number == 0 else '         '} {indent(evidence, ' ' * 12).strip()}")
+        lines.append(f"  fix:      {finding['fix']}")
+    lines += [f"note: {note}" for note in data["notes"]]
+    return "\n".join(lines)
+
+
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    first_bit = first_of(comparison.differences)
+    distances = {name: comparison.distance(key) for key, name in QUANTITIES.items()}
+    return {
+        "processes": comparison.label,
+        "holds": comparison.first is None,
+        "first_difference": first_bit.location if first_bit else None,
+        "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
+        "distances": {name: None if size is None else f"{size:.1e}" for name, size in distances.items()},
+        "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
+    }
+
+
+def _short(label: str) -> str:
+    """Return `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`."""
+    first, _, rest = label.partition(", killed in step ")
+    return f"{first} > {rest.rpartition(' ')[2]}" if rest else first.partition(" ")[0]

@@ -1,98 +1,83 @@
-"""What is judged of processors, memory, limits and the clock, by facts that are planted."""
+"""Tests of the checks of processors, memory and limits."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from samestep.runtime.processors import Processors
-from samestep.tools.doctor.clock import Clock, check_clock, read_clock
-from samestep.tools.doctor.finding import Finding, informs, passes, size_text, warns, worst
-from samestep.tools.doctor.limits import Limits, check_files, check_locked_memory, check_sizes, check_tasks
-from samestep.tools.doctor.memory import Memory, check_address_space, check_memory, check_shared_memory
-from samestep.tools.doctor.plan import Plan
-from samestep.tools.doctor.processors import check_load, check_processors
+from samestep.distributed.resources import Processors
+from samestep.tools.doctor.machine import Resources, check_limits, check_memory, check_processors
+from samestep.tools.doctor.plan import Finding, Plan, judged, worst
 
 GIB = 1 << 30
 PLAN = Plan(Path("runs"), processes=4, workers=2, threads=1)
-SOUND = Memory(total=64 * GIB, available=60 * GIB, shared_total=32 * GIB, shared_free=32 * GIB)
-
-
-def test_a_quota_below_what_is_there() -> None:
-    found = check_processors(Processors(online=64, allowed=64, quota=2.5))
-    assert (found.verdict, found.value.split(":")[0]) == ("info", "2 of 64")
-    assert check_processors(Processors(64, 64, 0.5)).verdict == "warn"
-    assert check_processors(Processors(64, 64, 64.0)).verdict == "pass"
-    assert check_processors(Processors(64, 8)).verdict == "info"
+SUFFICIENT = Resources(64 * GIB, 60 * GIB, shm_total=32 * GIB, shm_free=32 * GIB)
 
 
 @pytest.mark.parametrize(
     ("processors", "verdicts"),
     [
-        (Processors(16, 16), ["pass", "info"]),
-        (Processors(4, 4), ["pass", "warn"]),  # 4 ranks and 8 workers
-        (Processors(16, 16, 1.0), ["warn", "warn"]),
+        (Processors(online=64, allowed=64, quota=64.0), ["pass", "pass"]),
+        (Processors(online=64, allowed=8), ["info", "pass"]),
+        (Processors(online=64, allowed=64, quota=2.5), ["info", "warn"]),
+        (Processors(online=64, allowed=64, quota=0.5), ["warn", "warn"]),
     ],
 )
-def test_load(processors: Processors, verdicts: list[str]) -> None:
-    assert [finding.verdict for finding in check_load(processors, PLAN)] == verdicts
+def test_processors(processors: Processors, verdicts: list[str]) -> None:
+    assert [finding.verdict for finding in check_processors(processors, PLAN)] == verdicts
 
 
-def test_memory_of_machine_and_group() -> None:
-    assert check_memory(SOUND, PLAN).verdict == "pass"
-    assert check_memory(replace(SOUND, available=PLAN.memory - 1), PLAN).verdict == "fail"
-    assert check_memory(replace(SOUND, available=PLAN.memory + 1), PLAN).verdict == "warn"
-    found = check_memory(replace(SOUND, group=8 * GIB, group_left=GIB), PLAN)
-    assert found.verdict == "fail"
-    assert "1 GiB left by the control group's limit" in found.value
-    assert check_memory(SOUND, replace(PLAN, workers=10, worker_bytes=2 * GIB)).verdict == "fail"
+def test_processors_rounds_a_quota_down() -> None:
+    finding = next(check_processors(Processors(online=64, allowed=64, quota=2.5), PLAN))
+    assert finding.value.startswith("2 of 64")
+
+
+def memory_verdicts(resources: Resources, plan: Plan = PLAN) -> list[str]:
+    """Return the verdicts on memory and shared memory."""
+    return [finding.verdict for finding in check_memory(resources, plan)]
+
+
+def test_memory_of_machine_and_control_group() -> None:
+    assert memory_verdicts(SUFFICIENT) == ["pass", "pass"]
+    assert memory_verdicts(replace(SUFFICIENT, memory_available=PLAN.memory - 1)) == ["fail", "pass"]
+    assert memory_verdicts(replace(SUFFICIENT, memory_available=PLAN.memory + 1)) == ["warn", "pass"]
+    finding = next(check_memory(replace(SUFFICIENT, cgroup_memory=GIB), PLAN))
+    assert finding.verdict == "fail"
+    assert "1 GiB left in the control group" in finding.value
+    assert memory_verdicts(SUFFICIENT, replace(PLAN, workers=10, worker_bytes=2 * GIB)) == ["fail", "pass"]
 
 
 def test_shared_memory() -> None:
-    assert check_shared_memory(SOUND, PLAN).verdict == "pass"
-    container = replace(SOUND, shared_total=64 << 20, shared_free=64 << 20)
-    assert check_shared_memory(container, PLAN).verdict == "fail"
-    assert check_shared_memory(container, replace(PLAN, workers=0)).verdict == "warn"
-    assert check_shared_memory(replace(SOUND, shared_total=None), PLAN).verdict == "info"
+    container = replace(SUFFICIENT, shm_total=64 << 20, shm_free=64 << 20)
+    assert memory_verdicts(container) == ["pass", "fail"]
+    assert memory_verdicts(container, replace(PLAN, workers=0)) == ["pass", "warn"]
+    assert memory_verdicts(replace(SUFFICIENT, shm_total=None)) == ["pass", "info"]
 
 
-def test_address_space() -> None:
-    assert check_address_space(SOUND, gpus=8).verdict == "pass"
-    limited = replace(SOUND, addresses=16 * GIB)
-    assert check_address_space(limited, gpus=0).verdict == "info"
-    assert check_address_space(limited, gpus=1).verdict == "fail"
+@pytest.mark.parametrize(
+    ("open_files", "tasks", "verdicts"),
+    [
+        (None, None, ["pass"]),
+        (20000, None, ["pass"]),
+        (512, None, ["warn"]),
+        (64, None, ["fail"]),
+        (None, 50, ["pass", "fail"]),
+        (None, 5000, ["pass"]),
+    ],
+)
+def test_limits(open_files: int | None, tasks: int | None, verdicts: list[str]) -> None:
+    resources = replace(SUFFICIENT, open_files=open_files, cgroup_tasks=tasks)
+    assert [finding.verdict for finding in check_limits(resources, PLAN)] == verdicts
 
 
-def test_limits() -> None:
-    assert check_files(Limits(files=20000), PLAN).verdict == "pass"
-    assert check_files(Limits(files=512), PLAN).verdict == "warn"
-    assert check_files(Limits(files=64), PLAN).verdict == "fail"
-    assert check_files(Limits(), PLAN).verdict == "pass"
-    assert [each.verdict for each in check_tasks(Limits(tasks=4096, tasks_now=4000), PLAN)] == ["fail"]
-    assert [each.verdict for each in check_tasks(Limits(group_tasks_left=50), PLAN)] == ["pass", "fail"]
-    assert check_locked_memory(Limits(locked=65536)).verdict == "pass"
-    assert check_locked_memory(Limits(locked=65536, has_infiniband=True)).verdict == "warn"
-    assert [each.verdict for each in check_sizes(Limits(file_size=5 * GIB, core=0))] == ["pass", "warn", "info"]
-    assert "no limit" in [each.value for each in check_sizes(Limits())][-1]
-
-
-def test_clock() -> None:
-    now = time.time()
-    assert check_clock(read_clock()).verdict == "pass"
-    assert check_clock(Clock(now, 0.02, 0.0)).verdict == "fail"
-    assert check_clock(Clock(now, -3600.0, 0.02)).verdict == "warn"
-    assert "1970-01-02" in check_clock(Clock(86400.0, 0.02, 0.02)).value
-
-
-def test_the_worst_counts() -> None:
-    good, told, bad = passes("a", "b"), informs("a", "b"), warns("a", "b", rule="c", do="d")
+def test_worst_verdict() -> None:
+    pass_, info_, warn = Finding("a", "pass", "b"), Finding("a", "info", "b"), Finding("a", "warn", "b", "c", "d")
     assert worst([]) == "pass"
-    assert worst([told, good]) == "pass"
-    assert worst([bad, good]) == "warn"
-    assert worst([bad, Finding("a", "fail", "b"), good]) == "fail"
+    assert worst([info_, pass_]) == "pass"
+    assert worst([warn, pass_]) == "warn"
+    assert worst([warn, Finding("a", "fail", "b"), pass_]) == "fail"
 
 
-def test_sizes_are_told_short() -> None:
-    shown = [size_text(size) for size in (0, 1000, 64 << 20, 1.5 * GIB, 300 * GIB, 2 << 40)]
-    assert shown == ["0 bytes", "1000 bytes", "64 MiB", "1.5 GiB", "300 GiB", "2.0 TiB"]
+def test_expectation_and_fix_belong_to_warnings_and_failures() -> None:
+    assert judged("a", "pass", "b", "c", "d") == Finding("a", "pass", "b")
+    assert judged("a", "warn", "b", "c", "d") == Finding("a", "warn", "b", "c", "d")

@@ -1,21 +1,17 @@
-"""What is told of steps that lose time in one way, and how much it would save."""
+"""Tests of the advice for steps that lose time in one way, and of the estimated savings."""
 
 from dataclasses import replace
 
 import pytest
 
-from profile_steps import AROUND, BUSY, measured, step, summed
-from samestep.tools.profile.advice import Cause
-from samestep.tools.profile.calling import host_bound
-from samestep.tools.profile.causes import advise, checkpoint_stall, slow_loader
-from samestep.tools.profile.measured import Measured
-from samestep.tools.profile.sending import tiny_buckets
-from samestep.tools.profile.steps import Meeting, Step
+from helpers.profile_steps import BUSY, CONDITIONS, all_reduce, make_step, measured
+from samestep.tools.profile.causes import Cause, advise, checkpoint_stall, host_bound, slow_loader, tiny_buckets
+from samestep.tools.profile.measurements import Collective, Measurements, Step
 
 
 def sound(forward: float = 0.05, **parts: float) -> Step:
-    """A step of 100 ms that computes, and what `parts` add to it in seconds."""
-    return step(
+    """Return a step of 100 ms, with changed durations of some phases in seconds."""
+    return make_step(
         ("data", parts.get("data", 0.001)),
         ("forward", forward),
         ("backward", 0.04),
@@ -25,128 +21,136 @@ def sound(forward: float = 0.05, **parts: float) -> Step:
     )
 
 
-def test_nothing_is_told_of_a_sound_step() -> None:
+def test_sound_step_gets_no_advice() -> None:
     assert advise(measured([sound()] * 4, [sound()] * 4)) == []
     assert advise(measured([sound()] * 4)) == []
 
 
-def test_a_loader_of_which_half_a_step_waits_saves_half_with_enough_workers() -> None:
-    found = measured([sound(data=0.11)] * 4, [sound(communication=0.113)] * 4, batch=0.11)
-    [told] = advise(found)
-    assert told.cause == Cause.LOADER
-    assert told.seconds == pytest.approx(0.1, abs=0.01)
-    assert "rank 0 waits" in told.evidence
-    assert "--workers 2 (now 0)" in told.do
+def test_wait_of_half_a_step_for_data_is_saved_by_enough_workers() -> None:
+    [advice] = advise(measured([sound(data=0.11)] * 4, [sound(communication=0.113)] * 4, batch=0.11))
+    assert advice.cause == Cause.LOADER
+    assert advice.seconds == pytest.approx(0.1, abs=0.01)
+    assert "rank 0 waits" in advice.evidence
+    assert "--workers 2 (now 0)" in advice.do
 
 
 @pytest.mark.parametrize(
-    ("now", "batch", "do", "then"),
+    ("workers", "batch", "remedy", "improved"),
     [
-        (0, 4.0, "--workers 8 (now 0)", 0.5),  # more would be needed than anybody has
+        (0, 4.0, "--workers 8 (now 0)", 0.5),  # more than the maximum would be necessary
         (2, 0.3, "--workers 4 (now 2)", 0.099),
         (4, 0.3, "make samples cheaper", 0.099),
         (1, 0.01, "--workers 0 (now 1)", 0.109),  # the process costs more than the batch
     ],
 )
-def test_loaders_are_as_many_as_a_batch_takes(now: int, batch: float, do: str, then: float) -> None:
-    told = slow_loader(measured([sound(data=batch if now == 0 else 0.2)] * 4, batch=batch, workers=now))
-    assert told is not None
-    assert told.do.startswith(do)
-    step = 0.099 + (batch if now == 0 else 0.2)
-    assert told.seconds == pytest.approx(step - then, abs=0.002)
+def test_number_of_workers_follows_from_the_cost_of_a_batch(
+    workers: int, batch: float, remedy: str, improved: float
+) -> None:
+    wait = batch if workers == 0 else 0.2
+    advice = slow_loader(measured([sound(data=wait)] * 4, batch=batch, workers=workers))
+    assert advice is not None
+    assert advice.do.startswith(remedy)
+    assert advice.seconds == pytest.approx(0.099 + wait - improved, abs=0.002)
 
 
-def test_a_rank_whose_shards_take_longest_each_time_is_named() -> None:
-    found = measured([sound()] * 4, [sound(forward=0.15)] * 4, [sound()] * 4)
-    told = advise(found)[0]
-    assert told.cause == Cause.RANK
-    assert told.seconds == pytest.approx(0.1)
-    assert "rank 1" in told.do
+def test_rank_with_the_slowest_microbatches_in_every_step_is_named() -> None:
+    advice = advise(measured([sound()] * 4, [sound(forward=0.15)] * 4, [sound()] * 4))[0]
+    assert advice.cause == Cause.RANK
+    assert advice.seconds == pytest.approx(0.1)
+    assert "rank 1" in advice.do
 
 
-def test_a_last_batch_that_leaves_a_rank_without_shards_hides_no_slow_rank() -> None:
-    rest = replace(sound(), shards=0)
-    found = measured([*[sound()] * 4, rest], [sound(forward=0.15)] * 5)
-    assert advise(found)[0].cause == Cause.RANK
+def test_last_batch_without_microbatches_on_a_rank_does_not_hide_a_slow_rank() -> None:
+    rest = replace(sound(), microbatches=0)
+    assert advise(measured([*[sound()] * 4, rest], [sound(forward=0.15)] * 5))[0].cause == Cause.RANK
 
 
-def test_a_rank_that_takes_longest_once_is_not() -> None:
-    found = measured([sound()] * 4, [sound(forward=0.5), *[sound()] * 3])
-    assert advise(found) == []
+def test_rank_that_is_slow_once_is_not_named() -> None:
+    assert advise(measured([sound()] * 4, [sound(forward=0.5), *[sound()] * 3])) == []
 
 
-def test_a_rank_with_more_shards_is_not_slow() -> None:
-    more = [replace(sound(forward=0.095), shards=3)] * 4
-    less = [replace(sound(forward=0.05), shards=2)] * 4
-    [told] = advise(measured(more, less, shards=5))
-    assert told.cause == Cause.UNEVEN
-    assert "3, 2 shards" in told.evidence
+def test_rank_with_more_microbatches_is_not_slow() -> None:
+    more = [replace(sound(forward=0.095), microbatches=3)] * 4
+    fewer = [replace(sound(forward=0.05), microbatches=2)] * 4
+    [advice] = advise(measured(more, fewer, microbatches=5))
+    assert advice.cause == Cause.UNEVEN
+    assert "3, 2 microbatches" in advice.evidence
 
 
-def test_collectives_of_the_users_own_are_told_with_their_line() -> None:
-    logged = tuple(
-        Meeting("all_reduce (sum) of 1 float32", "losses.py:7", False, 0.01 * n, 0.01 * n + 0.009) for n in (1, 2, 3)
-    )
-    found = measured(*[[step(("forward", 0.05), ("backward", 0.04), meetings=logged)] * 4] * 2)
-    [told] = advise(found)
-    assert told.cause == Cause.SYNCHRONISATION
-    assert told.seconds == pytest.approx(0.027)
-    assert told.evidence.startswith("losses.py:7 asks for all_reduce (sum) of 1 float32: 3 collectives a step")
+def test_collectives_of_user_code_are_reported_with_their_line() -> None:
+    name = "all_reduce (sum) of 1 float32"
+    logged = tuple(Collective(name, "losses.py:7", False, 0.01 * n, 0.01 * n + 0.009) for n in (1, 2, 3))
+    steps = [make_step(("forward", 0.05), ("backward", 0.04), collectives=logged)] * 4
+    [advice] = advise(measured(steps, steps))
+    assert advice.cause == Cause.SYNCHRONISATION
+    assert advice.seconds == pytest.approx(0.027)
+    assert advice.evidence.startswith(f"losses.py:7 calls {name}: 3 collectives per step")
 
 
-def test_many_messages_are_told_by_what_one_would_take() -> None:
-    many = tuple(summed(0.1 + 0.001 * n, 0.101 + 0.001 * n) for n in range(50))
-    one = step(("forward", 0.05), ("backward", 0.05), ("communication", 0.05), meetings=many)
-    found = measured(*[[one] * 4] * 2, bucket_mb=0.01)
-    told = tiny_buckets(found)
-    assert told is not None
-    assert told.seconds == pytest.approx(0.05 - 0.001)
-    assert "49 messages" in told.evidence
-    assert "strategy.bucket_mb is 0.01" in told.evidence
-    few = step(("forward", 0.05), ("backward", 0.05), ("communication", 0.05), meetings=many[:3])
-    assert tiny_buckets(measured(*[[few] * 4] * 2)) is None
+def test_many_messages_are_compared_with_one() -> None:
+    many = tuple(all_reduce(0.1 + 0.001 * n, 0.101 + 0.001 * n) for n in range(50))
+    phases = ("forward", 0.05), ("backward", 0.05), ("communication", 0.05)
+    steps = [make_step(*phases, collectives=many)] * 4
+    advice = tiny_buckets(measured(steps, steps, bucket_mb=0.01))
+    assert advice is not None
+    assert advice.seconds == pytest.approx(0.05 - 0.001)
+    assert "49 messages" in advice.evidence
+    assert "strategy.bucket_mb is 0.01" in advice.evidence
+    few = [make_step(*phases, collectives=many[:3])] * 4
+    assert tiny_buckets(measured(few, few)) is None
 
 
-def test_checkpoints_are_to_be_as_seldom_as_they_cost_next_to_nothing() -> None:
-    found = measured([sound(checkpoint=0.3)] * 4, [sound()] * 4, checkpoint_every=1, save_seconds=0.5)
-    told = checkpoint_stall(found)
-    assert told is not None
-    assert told.seconds == pytest.approx(0.3, rel=0.05)
-    assert "--checkpoint-every 200" in told.do
-    assert advise(found)[0].cause == Cause.CHECKPOINT
+def test_checkpoint_interval_makes_checkpoints_cheap() -> None:
+    stalls = measured([sound(checkpoint=0.3)] * 4, [sound()] * 4, checkpoint_every=1, save_seconds=0.5)
+    advice = checkpoint_stall(stalls)
+    assert advice is not None
+    assert advice.seconds == pytest.approx(0.3, rel=0.05)
+    assert "--checkpoint-every 200" in advice.do
+    assert advise(stalls)[0].cause == Cause.CHECKPOINT
 
 
-def test_a_core_that_computes_little_of_what_it_is_given_is_the_bottleneck() -> None:
-    found = measured([sound()] * 4, [sound()] * 4)
-    assert host_bound(found) is None
+def test_stall_after_the_last_collective_is_no_longer_than_the_steps() -> None:
+    """Other ranks wait for a stall in their next step, so the last stall is in the steps of one rank only."""
+    stalled = make_step(("forward", 0.001), ("checkpoint", 1.0))
+    waits = [make_step(("forward", 0.001)), *[make_step(("communication", 1.0), ("forward", 0.001))] * 3]
+    result = measured([stalled] * 4, waits, checkpoint_every=1, save_seconds=1.0)
+    [advice] = advise(result)
+    assert advice.cause == Cause.CHECKPOINT
+    assert advice.seconds > result.step_seconds
+    assert 0.9 < advice.share(result) < 1
+
+
+def test_processor_time_outside_of_large_operators_is_host_bound() -> None:
+    result = measured([sound()] * 4, [sound()] * 4)
+    assert host_bound(result) is None
     tiny = replace(BUSY, small=900, count=910, working_seconds=0.0095)
-    told = host_bound(Measured(found.ranks, {0: tiny}, found.costs, found.around))
-    assert told is not None
-    assert told.seconds == pytest.approx(0.9 * 0.09 / 2, rel=0.01)  # two shards a rank become one
-    assert "shards=2" in told.do
+    advice = host_bound(replace(result, traced={0: tiny}))
+    assert advice is not None
+    assert advice.seconds == pytest.approx(0.9 * 0.09 / 2, rel=0.01)  # one microbatch per rank instead of two
+    assert "microbatches=2" in advice.do
 
 
-def test_at_most_three_are_told_the_greatest_first() -> None:
-    logged = (Meeting("barrier", "losses.py:7", False, 0.2, 0.3),)
-    one = replace(sound(data=0.1, checkpoint=0.4), meetings=logged)
-    late = replace(sound(data=0.1, forward=0.25, checkpoint=0.4), meetings=logged)
-    told = advise(measured([one] * 4, [late] * 4, checkpoint_every=1))
-    assert len(told) == 3
-    assert told[0].cause == Cause.CHECKPOINT
-    assert [each.seconds for each in told] == sorted((each.seconds for each in told), reverse=True)
+def test_at_most_three_causes_the_largest_saving_first() -> None:
+    logged = (Collective("barrier", "losses.py:7", False, 0.2, 0.3),)
+    one = replace(sound(data=0.1, checkpoint=0.4), collectives=logged)
+    late = replace(sound(data=0.1, forward=0.25, checkpoint=0.4), collectives=logged)
+    result = advise(measured([one] * 4, [late] * 4, checkpoint_every=1))
+    assert len(result) == 3
+    assert result[0].cause == Cause.CHECKPOINT
+    assert [advice.seconds for advice in result] == sorted((advice.seconds for advice in result), reverse=True)
 
 
-def test_a_gpu_that_idles_is_the_hosts_fault_or_that_of_who_makes_the_host_wait() -> None:
-    """Read from numbers; not run on hardware yet."""
+def test_idle_gpu_is_caused_by_the_host_or_by_synchronization() -> None:
+    """Synthetic numbers; not run on hardware yet."""
     steps = [sound()] * 4
     idle = replace(BUSY, busy_seconds=0.02, synchronisations=4)
-    around = replace(AROUND, device="cuda", shards=2)
+    conditions = replace(CONDITIONS, device="cuda", microbatches=2)
     costs = measured(steps).costs
-    [told] = advise(Measured([steps], {0: idle}, costs, around))
-    assert told.cause == Cause.HOST
-    assert told.seconds == pytest.approx((0.095 - 0.02) * 0.09 / 0.095 / 2, rel=0.01)
-    [told] = advise(Measured([steps], {0: replace(idle, synchronisations=40)}, costs, around))
-    assert told.cause == Cause.SYNCHRONISATION
-    assert told.seconds == pytest.approx(0.095 - 0.02, rel=0.01)
+    [advice] = advise(Measurements([steps], {0: idle}, costs, conditions))
+    assert advice.cause == Cause.HOST
+    assert advice.seconds == pytest.approx((0.095 - 0.02) * 0.09 / 0.095 / 2, rel=0.01)
+    [advice] = advise(Measurements([steps], {0: replace(idle, synchronisations=40)}, costs, conditions))
+    assert advice.cause == Cause.SYNCHRONISATION
+    assert advice.seconds == pytest.approx(0.095 - 0.02, rel=0.01)
     busy = replace(idle, busy_seconds=0.094, synchronisations=40)
-    assert advise(Measured([steps], {0: busy}, costs, around)) == []
+    assert advise(Measurements([steps], {0: busy}, costs, conditions)) == []

@@ -1,4 +1,4 @@
-"""The search, on machines that are made up: how good what it finds is, and what it costs."""
+"""Tests of the search on simulated machines: quality and cost of the result."""
 
 import random
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.timed import Timed
-from samestep.tools.tune.search import ALIKE, SMALL, Found, search
-from samestep.tools.tune.setting import PREFETCH, WORKERS, Setting, grid
+from samestep.tools.timing import Timing
+from samestep.tools.tune.search import ALIKE, SMALL, SearchResult, search
+from samestep.tools.tune.settings import PREFETCH, WORKERS, Setting, grid
 
 GRID = grid(WORKERS, PREFETCH)
 ROUNDS, STEPS, WARMUP, SECONDS = 5, 20, 2, 0.5
@@ -19,9 +19,15 @@ NONE = Setting(0)
 
 @dataclass
 class Machine:
-    """Steps of `compute` seconds, batches of `data` seconds that workers share; `steal` is what each costs the ranks.
+    """Simulated machine.
 
-    `jitter` is how much longer a wait gets where little is made ahead; `noise` and `drift` are of each turn.
+    Attributes:
+        compute: seconds of a step without loading.
+        data: seconds to load a batch, divided among the workers.
+        jitter: relative increase of the loading time with a short prefetch.
+        steal: relative increase of `compute` per worker.
+        noise: standard deviation of the logarithm of a trial's duration.
+        drift: mean change of the logarithm per trial.
     """
 
     compute: float = 0.1
@@ -36,41 +42,41 @@ class Machine:
         self.random, self.load, self.clock = random.Random(self.seed), 1.0, 0.0
 
     def step(self, setting: Setting) -> tuple[float, float]:
-        """Seconds of a step, and those of them that it waits."""
+        """Return the seconds of a step, and of the wait for data in it."""
         if not setting.workers:
             return self.compute + self.data, self.data
-        made = self.data / setting.workers * (1 + self.jitter / setting.workers / setting.prefetch)
+        loaded = self.data / setting.workers * (1 + self.jitter / setting.workers / setting.prefetch)
         computed = self.compute * (1 + self.steal * setting.workers)
-        return max(made, computed), max(0.0, made - computed)
+        return max(loaded, computed), max(0.0, loaded - computed)
 
-    def turn(self, setting: Setting, steps: int | None = None) -> Timed:
-        """A turn as ranks take it: for about half a second, or for so many steps."""
+    def trial(self, setting: Setting, steps: int | None = None) -> Timing:
+        """Return a trial of about half a second, or of `steps` steps."""
         seconds, wait = self.step(setting)
         self.load *= self.random.lognormvariate(self.drift, self.noise / 2)
-        seen = seconds * self.load * self.random.lognormvariate(0, self.noise)
-        count = steps or max(2, min(STEPS, round(SECONDS / seen)))
-        self.clock += (count + WARMUP) * seen + 0.2 + 0.1 * setting.workers
-        return Timed(seen, wait / seconds, 64 / seen)
+        measured = seconds * self.load * self.random.lognormvariate(0, self.noise)
+        count = steps or max(2, min(STEPS, round(SECONDS / measured)))
+        self.clock += (count + WARMUP) * measured + 0.2 + 0.1 * setting.workers
+        return Timing(measured, wait / seconds, 64 / measured)
 
-    def lost(self, setting: Setting | None) -> float:
-        """How much slower than the best a setting is in truth."""
+    def loss(self, setting: Setting | None) -> float:
+        """Return how much slower a setting is than the best, without noise."""
         assert setting is not None
-        return 1 - min(self.step(each)[0] for each in GRID) / self.step(setting)[0]
+        return 1 - min(self.step(other)[0] for other in GRID) / self.step(setting)[0]
 
     def grid_seconds(self) -> float:
-        """What looking at everything costs here."""
+        """Return the time of a search over the full grid."""
         before = self.clock
         for setting in GRID * ROUNDS:
-            self.turn(setting, STEPS)
+            self.trial(setting, STEPS)
         return self.clock - before
 
 
-def found_on(machine: Machine, default: Setting = NONE) -> Found:
-    return search(machine.turn, GRID, default)
+def search_on(machine: Machine, default: Setting = NONE) -> SearchResult:
+    return search(machine.trial, GRID, default)
 
 
-def some(noise: float, count: int) -> list[Machine]:
-    """Machines of all kinds: data from a thousandth to twenty times of what computing takes."""
+def make_machines(noise: float, count: int) -> list[Machine]:
+    """Return machines with loading times from a thousandth to twenty times the computing time."""
     draw = random.Random(1)
     return [
         Machine(
@@ -86,12 +92,12 @@ def some(noise: float, count: int) -> list[Machine]:
 
 
 @pytest.mark.parametrize(("noise", "enough"), [(0.0, 0.99), (0.03, 0.97), (0.1, 0.93)])
-def test_it_comes_within_five_percent_of_the_best_in_a_tenth_of_the_time_of_a_grid(noise: float, enough: float) -> None:
-    machines = some(noise, 200)
+def test_result_is_within_5_percent_of_the_best_in_a_tenth_of_the_time_of_a_grid(noise: float, enough: float) -> None:
+    machines = make_machines(noise, 200)
     is_near, is_short = [], []
     for machine in machines:
-        found = found_on(machine)
-        is_near.append(machine.lost(found.chosen) <= 0.05)
+        result = search_on(machine)
+        is_near.append(machine.loss(result.chosen) <= 0.05)
         spent = machine.clock
         is_short.append(spent <= machine.grid_seconds() / 10)
     assert sum(is_near) >= enough * len(machines)
@@ -109,72 +115,64 @@ def test_it_comes_within_five_percent_of_the_best_in_a_tenth_of_the_time_of_a_gr
     ),
     st.sampled_from(GRID),
 )
-def test_on_a_quiet_machine_it_is_near_the_best_whatever_that_is_and_however_it_drifts(
-    machine: Machine, default: Setting
-) -> None:
-    found = found_on(machine, default)
-    # What is left unlooked at and what is taken for as fast may add up.
-    assert machine.lost(found.chosen) <= 0.05 + SMALL + ALIKE
-    assert found.turns <= len(GRID) * ROUNDS / 5
-    assert set(found.settings) <= {*GRID, default}
+def test_result_is_near_the_best_on_machines_without_noise(machine: Machine, default: Setting) -> None:
+    result = search_on(machine, default)
+    # Both tolerances of the search may add up.
+    assert machine.loss(result.chosen) <= 0.05 + SMALL + ALIKE
+    assert result.trial_count <= len(GRID) * ROUNDS / 5
+    assert set(result.settings) <= {*GRID, default}
 
 
-def test_where_no_step_waits_nothing_is_looked_for() -> None:
-    found = found_on(Machine(data=0.001))
-    assert (found.chosen, found.settings, found.turns) == (NONE, [NONE], 2)
-    assert "before they are needed" in found.reason
+def test_no_search_if_no_step_waits() -> None:
+    result = search_on(Machine(data=0.001))
+    assert (result.chosen, result.settings, result.trial_count) == (NONE, [NONE], 2)
+    assert "before they are needed" in result.reason
 
 
-def test_workers_that_cost_the_ranks_more_than_they_gain_are_found_out() -> None:
-    found = found_on(Machine(compute=0.1, data=0.002, steal=0.05), default=Setting(3))
-    assert found.chosen == NONE
+def test_workers_that_slow_the_ranks_down_are_not_chosen() -> None:
+    result = search_on(Machine(compute=0.1, data=0.002, steal=0.05), default=Setting(3))
+    assert result.chosen == NONE
 
 
-def test_of_settings_that_are_as_fast_the_fewest_workers_are_chosen() -> None:
-    found = found_on(Machine(compute=0.1, data=0.29))
-    assert found.chosen == Setting(3)
+def test_fewest_workers_of_equally_fast_settings_are_chosen() -> None:
+    result = search_on(Machine(compute=0.1, data=0.29))
+    assert result.chosen == Setting(3)
 
 
-def test_the_default_stays_where_nothing_is_faster() -> None:
-    found = found_on(Machine(compute=0.1, data=0.29), default=Setting(4))
-    assert found.chosen == Setting(4)
-    assert found.verdict(Setting(4)) == "chosen"
+def test_default_is_chosen_if_no_setting_is_faster() -> None:
+    result = search_on(Machine(compute=0.1, data=0.29), default=Setting(4))
+    assert result.chosen == Setting(4)
+    assert result.verdict(Setting(4)) == "chosen"
 
 
-def test_prefetch_is_chosen_where_it_pays() -> None:
-    found = found_on(Machine(compute=0.1, data=2.0, jitter=4.0))
-    assert found.chosen is not None
-    assert found.chosen.prefetch > 2
+def test_longer_prefetch_is_chosen_if_it_pays() -> None:
+    result = search_on(Machine(compute=0.1, data=2.0, jitter=4.0))
+    assert result.chosen is not None
+    assert result.chosen.prefetch > 2
 
 
-def test_a_default_that_is_not_in_the_grid_is_measured_too() -> None:
-    found = search(Machine(compute=0.1, data=0.5).turn, grid([0, 1], [2]), Setting(5))
-    assert found.chosen == Setting(5)
+def test_default_outside_of_the_grid_is_measured() -> None:
+    result = search(Machine(compute=0.1, data=0.5).trial, grid([0, 1], [2]), Setting(5))
+    assert result.chosen == Setting(5)
 
 
-def test_turns_are_compared_within_a_round_only() -> None:
+def test_trials_are_compared_within_a_round() -> None:
     halved = iter(range(100))
 
-    def measure(setting: Setting) -> Timed:
+    def measure(setting: Setting) -> Timing:
         speed = (100 if setting.workers else 50) * 0.5 ** (next(halved) // 2)
-        return Timed(1 / speed, 0.5, speed)
+        return Timing(1 / speed, 0.5, speed)
 
-    found = search(measure, grid([0, 1], [2]), NONE)
-    assert found.chosen == Setting(1)
-    assert found.against(Setting(1), NONE).median == pytest.approx(2.0)
-    assert found.speed(Setting(1)).median == pytest.approx(2 * found.speed(NONE).median)
+    result = search(measure, grid([0, 1], [2]), NONE)
+    assert result.chosen == Setting(1)
+    assert result.ratio(Setting(1), NONE).median == pytest.approx(2.0)
+    assert result.speed(Setting(1)).median == pytest.approx(2 * result.speed(NONE).median)
 
 
-def test_a_search_that_fails_fails() -> None:
-    def measure(setting: Setting) -> Timed:
+def test_exception_of_a_trial_is_raised() -> None:
+    def measure(setting: Setting) -> Timing:
         raise ArithmeticError(str(setting))
 
-    fails: Callable[[Setting], Timed] = measure
+    fails: Callable[[Setting], Timing] = measure
     with pytest.raises(ArithmeticError, match="no workers"):
         search(fails, GRID, NONE)
-
-
-def test_a_grid_has_one_setting_without_workers() -> None:
-    assert grid([2, 0, 2], [4, 2]) == [Setting(0), Setting(2, 2), Setting(2, 4)]
-    assert grid([1], [2]) == [Setting(1, 2)]
-    assert str(Setting(1, 4)) == "1 worker, prefetch 4"

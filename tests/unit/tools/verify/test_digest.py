@@ -1,4 +1,4 @@
-"""Hashes name every bit, and distances are relative to the tensor."""
+"""Digests and distances of tensors."""
 
 import math
 
@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify.digest import digest, digest_any, digest_rows, distance, leaves
+from samestep.tools.verify.tensors import digest, digest_any, digest_rows, distance, leaves
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
 @given(dtype=st.sampled_from(DTYPES[:-1]), size=st.integers(1, 9), bit=st.integers(0, 10**6))
-def test_any_bit_changes_the_hash(dtype: torch.dtype, size: int, bit: int) -> None:
+def test_every_bit_changes_the_digest(dtype: torch.dtype, size: int, bit: int) -> None:
     tensor = (torch.arange(size) % 7).to(dtype)
     other = tensor.clone()
     raw = other.view(torch.uint8)
@@ -23,27 +23,27 @@ def test_any_bit_changes_the_hash(dtype: torch.dtype, size: int, bit: int) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_type_and_shape_are_part_of_it(dtype: torch.dtype) -> None:
+def test_dtype_and_shape_change_the_digest(dtype: torch.dtype) -> None:
     tensor = torch.zeros(4, dtype=dtype)
     assert digest(tensor) != digest(tensor.view(2, 2))
-    assert len({digest(torch.zeros(4, dtype=each)) for each in DTYPES}) == len(DTYPES)
+    assert len({digest(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}) == len(DTYPES)
     assert digest(torch.zeros(0, dtype=dtype)) != digest(torch.zeros(0, 2, dtype=dtype))
 
 
-def test_strides_are_not_part_of_it() -> None:
+def test_strides_do_not_change_the_digest() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
     assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5, 2.0])[0])
 
 
-def test_trees_are_named_by_their_paths() -> None:
+def test_leaves_have_paths() -> None:
     tree = {"ids": torch.zeros(2), "more": [1, (torch.ones(1), "word")]}
     assert [path for path, _ in leaves(tree)] == ["ids", "more.0", "more.1.0", "more.1.1"]
     assert digest_any(tree) != digest_any({**tree, "more": [1, (torch.ones(1), "world")]})
     assert digest_any([torch.zeros(1), torch.ones(1)]) != digest_any([torch.ones(1), torch.zeros(1)])
 
 
-def test_rows_are_of_the_first_tensor_that_has_one_a_sample() -> None:
+def test_rows_are_those_of_the_first_tensor_with_one_row_per_sample() -> None:
     rows = digest_rows({"length": torch.tensor(3), "ids": torch.tensor([[1, 2], [3, 4], [1, 2]])}, 3)
     assert rows[0] == rows[2] != rows[1]
     assert digest_rows(torch.zeros(4), 3) == []
@@ -57,11 +57,11 @@ def test_distance_is_relative_to_the_largest_element(scale: float, by: float) ->
     assert distance(reference, reference) == 0.0
 
 
-def test_distance_of_what_is_not_alike_is_infinite() -> None:
+def test_distance_of_incompatible_tensors_is_infinite() -> None:
     one = torch.tensor([1.0, math.nan])
     assert distance(one, one.clone()) == 0.0
     assert distance(torch.tensor([1.0, 2.0]), one) == math.inf
     assert distance(torch.ones(2), torch.ones(3)) == math.inf
     assert distance(torch.ones(2), torch.ones(2).double()) == math.inf
     assert distance(torch.ones(2), torch.zeros(2)) == math.inf
-    assert distance(torch.ones(2), torch.zeros(2), least=10.0) == 0.1
+    assert distance(torch.ones(2), torch.zeros(2), min_scale=10.0) == 0.1

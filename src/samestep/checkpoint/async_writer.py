@@ -1,0 +1,151 @@
+"""Background writing of checkpoints, and the checkpoint interval for a bound on lost work."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.errors import SamestepError
+
+_HEARTBEAT_SECONDS = 1.0
+_REMEMBERED_SAVES = 8
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint on the disk."""
+
+    step: int
+    path: Path
+    is_best: bool
+    seconds: float  # time from the saved state to the complete checkpoint
+
+
+class AsyncCheckpointWriter:
+    """Writer of checkpoints in a background thread.
+
+    `save` returns once the state is copied. At most one checkpoint is written at a time, and the next `save` waits for
+    the previous one, so at most one copy of the state exists. If a checkpoint cannot be written, the next call raises
+    `CheckpointWriteError`. Leave the `with` block, or call `wait`, before relying on the last checkpoint.
+
+    Args:
+        on_saved: called in the training thread for each complete checkpoint.
+        heartbeat: called in the training thread every second during a wait.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        on_saved: Callable[[SavedCheckpoint], None],
+        heartbeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._on_saved, self._heartbeat = folder, on_saved, heartbeat
+        self._thread: _WriterThread | None = None
+
+    def save(self, step: int, pack: Callable[[], Mapping[str, bytes]], *, is_best: bool = False) -> None:
+        """Wait for the previous checkpoint, and start writing the files of `pack()` as the checkpoint of `step`."""
+        start = time.monotonic()
+        self.wait()
+        files = pack()
+
+        def write() -> SavedCheckpoint:
+            path = self._folder.write(step, files, is_best=is_best)
+            return SavedCheckpoint(step, path, is_best, time.monotonic() - start)
+
+        self._thread = thread = _WriterThread(write)
+        try:
+            thread.start()
+        except BaseException:
+            # A signal handler may raise here (torch's, when a loader worker dies) although the thread is starting.
+            if not thread.is_running.wait(_HEARTBEAT_SECONDS):
+                self._thread = None
+            raise
+
+    def poll(self) -> None:
+        """Report the current checkpoint if complete."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the current checkpoint and report the result."""
+        if self._thread is None:
+            return
+        while self._thread.is_alive():
+            self._thread.join(_HEARTBEAT_SECONDS)
+            self._heartbeat()
+        thread, self._thread = self._thread, None
+        if thread.error is not None:
+            raise thread.error
+        assert thread.saved is not None
+        self._on_saved(thread.saved)
+
+    def __enter__(self) -> AsyncCheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except SamestepError as write_error:
+            if error is None:
+                raise
+            error.add_note(str(write_error))  # the first error is raised
+
+
+class _WriterThread(threading.Thread):
+    def __init__(self, write: Callable[[], SavedCheckpoint]) -> None:
+        super().__init__(name="samestep-checkpoint")
+        self._write = write
+        self.saved: SavedCheckpoint | None = None
+        self.error: BaseException | None = None
+        self.is_running = threading.Event()
+
+    def run(self) -> None:
+        self.is_running.set()
+        try:
+            self.saved = self._write()
+        except BaseException as error:  # boundary: raised in the training thread
+            self.error = error
+        del self._write  # frees the copy of the state
+
+
+class CheckpointInterval:
+    """Times of checkpoints that bound the work lost by a kill.
+
+    A kill shortly before a checkpoint is complete returns the run to the previous one. Therefore the next checkpoint
+    must be complete, not started, before the state of the previous one reaches the maximum age. The durations of steps
+    and writes are predicted from the last step and the longest of the last few saves. The duration of the first save is
+    unknown.
+
+    Args:
+        seconds: maximum lost work, or None for no bound.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._state_time, self._is_exceeded = clock(), False
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED_SAVES)
+
+    def is_due(self, ahead: float) -> bool:
+        """Return whether to save at the next opportunity; the one after that is in `ahead` seconds."""
+        if self._seconds is None:
+            return False
+        age = self._clock() - self._state_time
+        return age + ahead + max(self._durations, default=0.0) >= self._seconds
+
+    def begin_save(self) -> None:
+        """Record the start of a save of the current state."""
+        self._state_time = self._clock()
+
+    def end_save(self, seconds: float) -> bool:
+        """Record the end of a save; return whether its duration exceeds the bound for the first time."""
+        self._durations.append(seconds)
+        was_exceeded = self._is_exceeded
+        self._is_exceeded = was_exceeded or seconds > (self._seconds or math.inf)
+        return self._is_exceeded and not was_exceeded

@@ -1,0 +1,99 @@
+"""Checkpoint manager for custom training loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter
+from samestep.checkpoint.lock import FolderLock
+from samestep.checkpoint.state import Progress, load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.data.loader import Loader
+from samestep.engine.engine import Engine
+from samestep.errors import InputError
+
+
+class CheckpointManager:
+    """Checkpoints of one training loop: complete or absent, verified, resumable on any number of ranks.
+
+        checkpoints = samestep.CheckpointManager("checkpoints", engine, batches)
+        checkpoints.resume()
+        for batch in batches:
+            result = engine.step(batch)
+            if result.stop or result.step % 100 == 0:
+                checkpoints.save()
+
+    With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
+    copied, and the end of the block waits for the last checkpoint.
+
+    Args:
+        folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
+            or deleted.
+        batches: training data; the cursor is the position of the loop.
+        keep: number of newest checkpoints to keep.
+        background: write checkpoints in a background thread.
+
+    Raises:
+        InputError: another process writes to the folder.
+    """
+
+    def __init__(
+        self, folder: str | Path, engine: Engine, batches: Loader, *, keep: int = 2, background: bool = False
+    ) -> None:
+        self._folder, self._engine, self._batches = CheckpointFolder(Path(folder), keep), engine, batches
+        self._background, self._is_entered = background, False
+        self._lock = FolderLock(self._folder.path) if engine.world.is_main else None
+        status = engine.world.context.status
+        self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
+
+    def save(self) -> None:
+        """Save model, optimizer, schedule, scaler and position. Call on every rank; rank 0 writes.
+
+        Raises:
+            CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
+        """
+        if self._background and not self._is_entered:
+            raise InputError(
+                "checkpoints are saved in the background without a with block",
+                expected="a block that waits for the last checkpoint and raises write errors",
+                fix="with samestep.CheckpointManager(..., background=True) as checkpoints: around the loop",
+                code="E_UNJOINED_WRITER",
+            )
+        engine = self._engine
+        engine.check()  # ranks must agree on the saved state, if consistency checks are on
+        progress = Progress(step=engine.steps, cursor=self._batches.cursor)
+        if engine.world.is_main:
+            self._writer.save(engine.steps, lambda: pack(engine.training, progress))
+            if not self._background:
+                self._writer.wait()
+        elif engine.local_parameters.is_divided:
+            pack(engine.training, progress, keep=False)
+
+    def resume(self) -> bool:
+        """Resume from the newest checkpoint of any number of ranks; return False if none exists.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or is of another model or optimizer.
+        """
+        # No rank reads while rank 0 removes the leftovers of a killed run.
+        if self._engine.world.is_main:
+            self._folder.clean()
+        self._engine.world.barrier()
+        if not self._folder.steps():
+            return False
+        progress = load(self._folder.find("last"), self._engine.training)
+        self._engine.steps, self._batches.cursor = progress.step, progress.cursor
+        return True
+
+    def __enter__(self) -> CheckpointManager:
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._is_entered = False
+        try:
+            self._writer.__exit__(kind, error, at)
+        finally:
+            if self._lock is not None:
+                self._lock.release()

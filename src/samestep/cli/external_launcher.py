@@ -1,0 +1,172 @@
+"""Commands as one rank of a job that another launcher started.
+
+No process is launched in this case: every process runs the command. Rank 0 alone makes the plan and sends the plan
+through the job's store. The rank that caused a failure reports the failure, once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from samestep.cli.launch_options import LaunchOptions
+from samestep.cli.recipe_options import RunPlan
+from samestep.config import resolve_mesh
+from samestep.distributed.env import read_rendezvous, silence_torch_warnings
+from samestep.distributed.launcher_detection import Rendezvous
+from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
+from samestep.launcher.failure import Failure
+
+if TYPE_CHECKING:
+    from samestep.launcher.job import Job
+
+_POLL_SECONDS = 0.02
+_PLAN_KEY = "command/plan"
+_joined: list[Rendezvous] = []
+
+
+class ReportedError(SamestepError):
+    """Failure that has been reported already; the process must exit with this code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exits with code {exit_code}")
+        self.exit_code = exit_code
+
+
+@contextmanager
+def reported_by_rank_0() -> Iterator[None]:
+    """Report invalid options, which all ranks of another launcher's job share, on rank 0 only."""
+    try:
+        yield
+    except InputError as error:
+        rendezvous = read_rendezvous()
+        if rendezvous is not None and rendezvous.rank != 0:
+            raise ReportedError(error.exit_code) from error
+        raise
+
+
+def require_single_process(command: str) -> None:
+    """Raise an `InputError` if another launcher started this process as one of several."""
+    rendezvous = read_rendezvous()
+    if rendezvous is not None and rendezvous.world_size > 1:
+        launcher, rank, size = rendezvous.launcher, rendezvous.rank, rendezvous.world_size
+        raise InputError(
+            f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
+            expected=f"one process: samestep {command} starts ranks itself",
+            fix=f"start the command without {launcher}",
+            code="E_LAUNCHER",
+        )
+
+
+def run_as_rank(
+    options: LaunchOptions,
+    rendezvous: Rendezvous,
+    function: str,
+    make_plan: Callable[[int], RunPlan],
+    rank_arguments: Callable[[RunPlan], tuple[Any, ...]],
+) -> tuple[RunPlan, Any]:
+    """Run a function of `samestep.recipes.run` as one rank; return the plan and the result on this rank.
+
+    `make_plan` receives the number of restarts of the job, and runs on rank 0 alone.
+
+    Raises:
+        ReportedError: a rank failed, and the failure has been reported.
+    """
+    _joined.append(rendezvous)
+    silence_torch_warnings()
+    from samestep.launcher.job import join_job
+
+    job, plan = None, None
+    try:
+        job = join_job(rendezvous, hang_after=options.hang_after)
+        _require_compatible(options, rendezvous)
+        plan = _share(job, make_plan)
+        resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatches)
+        value = getattr(import_module("samestep.recipes.run"), function)(*rank_arguments(plan))
+    except KeyboardInterrupt:
+        raise ReportedError(EXIT_STOPPED) from None
+    except BaseException as error:  # boundary: every end of this rank is reported once among all ranks
+        code = _report(job, Failure.of_exception(rendezvous.rank, error), plan.folder if plan else None)
+        raise ReportedError(code) from error
+    return plan, value
+
+
+def exit_if_rank(code: int) -> None:
+    """Exit immediately if this process was a rank of another launcher's job.
+
+    Python's own shutdown is skipped, as in ranks that `multiprocessing` forks: threads of torch and of Samestep that
+    wait in C++ for other ranks or for the store can abort the process during shutdown.
+    """
+    if _joined:
+        atexit._run_exitfuncs()
+        exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without destroying a process group in which other ranks can hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
+    """Require options that leave the launch to the other launcher."""
+    launcher, size = rendezvous.launcher, rendezvous.world_size
+    if options.processes != str(size):
+        raise InputError(
+            f"--processes {options.processes}, but {launcher} has started {size} processes",
+            expected="one rank per process of the launcher",
+            fix=f"leave --processes out, or start the command without {launcher}",
+            code="E_LAUNCHER",
+        )
+    devices = "; CUDA_VISIBLE_DEVICES selects the visible devices"
+    restarts = "; give the option to torchrun, or let Slurm requeue the job"
+    grace = f" and configure {launcher}"
+    for option, value, expected, advice in (
+        ("--devices", options.devices, "devices assigned by the launcher", devices),
+        ("--max-restarts", options.max_restarts or None, "restarts by the launcher", restarts),
+        ("--grace", options.grace, "the launcher's own limit for stopping ranks", grace),
+    ):
+        if value is not None:
+            text = f"{option} {value:g}s" if isinstance(value, float) else f"{option} {value}"
+            fix = f"leave {option} out{advice}"
+            raise InputError(f"{text}, but {launcher} has started this process", expected, fix, code="E_LAUNCHER")
+
+
+def _share(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
+    """Return the plan of rank 0 on every rank."""
+    from samestep.launcher.job import failure_reported
+
+    if job.rank == 0:
+        plan = make_plan(job.restarts)
+        job.store.set(_PLAN_KEY, plan.to_json())
+        return plan
+    while not failure_reported(job.store) and not job.store.check([_PLAN_KEY]):
+        time.sleep(_POLL_SECONDS)
+    if failure_reported(job.store):
+        raise PeerLostError("another rank ended before the work began")
+    return RunPlan.from_json(job.store.get(_PLAN_KEY).decode())
+
+
+def _report(job: Job | None, failure: Failure, folder: Path | None) -> int:
+    """Print the first failure of the job, write later ones to the run's logs; return the first one's exit code."""
+    from samestep.launcher.job import report_failure
+
+    is_first, code = True, failure.exit_code
+    if job is not None:
+        is_first, code = report_failure(job, failure)
+    if is_first:
+        print(failure.text, file=sys.stderr, flush=True)
+    elif folder is not None and folder.is_dir():
+        log = folder / "logs" / f"rank-{failure.rank}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(failure.text + "\n")
+    return code

@@ -1,0 +1,340 @@
+"""Collective check: all ranks confirm that they issue the same operation before it communicates.
+
+Every rank numbers its operations and stores a description of each in the job's store. It then reads the descriptions of
+the other ranks under the same number, and waits for the missing ones. If they differ, every rank raises
+`RankDesyncError` before it communicates, with the operation and the source line of each rank. A rank that left the loop
+or took another branch is found by its next operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
+from samestep.errors import PeerLostError, RankDesyncError
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
+# Internal folders of the package. A call site above them is more useful to a user.
+_INTERNAL = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("distributed", "launcher", "engine", "strategies"))
+
+
+def call_site() -> str:
+    """Return the innermost caller outside of this package, torch and the standard library, as `train.py:40`.
+
+    Without such a caller, as in `samestep train`, return the package's innermost line above the engine.
+    """
+    internal = ""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if not _is_library(file):
+            return f"{os.path.relpath(file) if os.path.isabs(file) else file}:{line}"
+        if not internal and file.startswith(_PACKAGE) and not file.startswith(_INTERNAL):
+            internal = f"samestep/{file.removeprefix(_PACKAGE)}:{line}"
+    return internal or "an unknown place"
+
+
+@cache
+def _is_library(file: str) -> bool:
+    if file.startswith(_STANDARD):
+        return "-packages" not in file.removeprefix(_STANDARD)  # site-packages is inside the standard library's folder
+    return file.startswith((_PACKAGE, _TORCH, "<frozen "))
+
+
+# Collectives of `torch.distributed`: the argument whose dtype is equal on all ranks, and whether its number of elements
+# must be equal too (some backends gather and scatter tensors of different sizes). Point-to-point messages differ from
+# rank to rank and are not checked.
+_COLLECTIVES: dict[str, tuple[str | None, bool]] = {
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce"), ("tensor", True)),
+    **dict.fromkeys(("all_gather", "gather", "scatter"), ("tensor", False)),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), ("input_tensor", True)),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), ("output", True)),
+    **dict.fromkeys(("all_to_all_single", "reduce_scatter"), ("output", False)),
+    **dict.fromkeys(("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "barrier"), (None, False)),
+    **dict.fromkeys(
+        ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"), (None, False)
+    ),
+    **dict.fromkeys(("monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration"), (None, False)),
+}
+
+OnCollective = Callable[[str, bool], Callable[[], None] | None]
+
+
+def intercept_collectives(is_active: Callable[[], bool], on_collective: OnCollective) -> Callable[[], None]:
+    """Call `on_collective(description, is_blocking)` before each collective of all ranks in `torch.distributed`.
+
+    Only calls by name in `torch.distributed` are intercepted: not those of torch's C++ code, nor those of a name
+    imported earlier (`from torch.distributed import all_reduce`). Collectives of a subgroup are ignored, because other
+    ranks have no part in them.
+
+    Args:
+        is_active: evaluated first on every call; False passes the call through.
+        on_collective: `is_blocking` is False with `async_op`. A returned function is called when the collective has
+            returned.
+
+    Returns:
+        A function that restores `torch.distributed`.
+    """
+    # Some of the names are new, others deprecated: not every version has all.
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    for name, function in originals.items():
+        setattr(dist, name, _intercepted(name, function, is_active, on_collective))
+    return lambda: vars(dist).update(originals)
+
+
+def _intercepted(
+    name: str, function: Callable[..., Any], is_active: Callable[[], bool], on_collective: OnCollective
+) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_active():
+            return function(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # raises the proper error
+        if name == "new_group":
+            is_global = not bound.get("use_local_synchronization", False)
+        else:
+            is_global = bound.get("group") in (None, dist.group.WORLD)
+        on_end = on_collective(_description(name, bound), not bound.get("async_op", False)) if is_global else None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if on_end is not None:
+                on_end()
+
+    return wrapper
+
+
+def _description(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return `all_reduce (sum) of 3 float32`: the properties that are equal on every rank."""
+    argument, is_even = _COLLECTIVES[name]
+    text = name
+    if "reduce" in name:
+        operator = arguments.get("op", dist.ReduceOp.SUM)
+        text += f" ({str(getattr(operator, 'op', operator)).rpartition('.')[2].lower()})"
+    tensor = arguments.get(argument) if argument is not None else None
+    if isinstance(tensor, torch.Tensor):
+        count = f"{tensor.numel()} " if is_even else ""
+        text += f" of {count}{str(tensor.dtype).removeprefix('torch.')}"
+    if name.startswith(("broadcast", "scatter")):
+        text += f" from rank {_root(arguments, 'src', 'group_src')}"
+    if name in ("reduce", "gather", "gather_object"):
+        text += f" to rank {_root(arguments, 'dst', 'group_dst')}"
+    return text
+
+
+def _root(arguments: Mapping[str, Any], *names: str) -> int:
+    return next((arguments[name] for name in names if arguments.get(name) is not None), 0)
+
+
+# Time for the other ranks to store their operation once two ranks differ.
+_DESYNC_SECONDS = 2.0
+# Less than the launcher gives to the other ranks after the first failure.
+_READERS_SECONDS = 0.5
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
+_RULE = "every rank issues the same steps, evaluations and collectives in the same order"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation that a rank is about to issue."""
+
+    operation: str  # equal on every rank of a healthy run
+    line: str  # source line of the call; ranks may call from different lines
+    compared: int  # number of entries that the rank had compared before
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Entry:
+        """Parse the stored form."""
+        compared, operation, line = data.decode().split("\n")
+        return cls(operation, line, int(compared))
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.line}"
+
+
+class CollectiveCheck:
+    """Numbers and compares the operations of this rank; inactive until `enable`.
+
+    The check opens a second connection to the job's store. `rank_status` receives every operation, whether the check is
+    enabled or not.
+    """
+
+    def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
+        self._rank_status, self._rank, self._size = rank_status, rank, size
+        self._job_store, self._timeout = store, timeout.total_seconds()
+        self._store: dist.Store | None = None
+        self._restore: Callable[[], None] | None = None
+        self._thread = threading.get_ident()
+        self._is_inside = False
+        self._engines = 0
+        self._after = ""  # for messages
+        self._entries: dict[int, Entry] = {}  # own entries that are in the store
+        self._posted = self._compared = 0
+
+    def enable(self, key: int) -> None:
+        """Start to compare operations; `key` is equal on every rank, and different for every use of the same store."""
+        if self._size > 1 and self._store is None:
+            self._store = dist.PrefixStore(f"samestep/collective-check/{key}", self._job_store.clone())  # type: ignore[attr-defined]
+            self._restore = intercept_collectives(self._is_active, self._on_collective)
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """Disable the check at the end of the block. The end itself is an operation of all ranks."""
+        try:
+            yield
+            with self.operation("end of samestep.start()"):
+                pass
+        finally:
+            if self._restore is not None:
+                self._restore()
+            self._store = self._restore = None
+
+    def next_engine_name(self) -> str:
+        """Return `engine`, then `engine 2` for the second engine of a world."""
+        self._engines += 1
+        return "engine" if self._engines == 1 else f"engine {self._engines}"
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Check an operation of all ranks; collectives inside the block belong to it.
+
+        Raises:
+            RankDesyncError: ranks issue different operations, or a rank issues none.
+            PeerLostError: the store is gone.
+        """
+        is_outermost = not self._is_inside
+        with self._rank_status.operation(name):
+            if is_outermost and self._store is not None:
+                self._post(self._store, name)
+                with self._rank_status.waiting("the collective check"):
+                    self._compare(self._store)
+                self._after = f"after {name}, "
+            self._is_inside = True
+            try:
+                yield
+            finally:
+                self._is_inside = not is_outermost
+
+    def _is_active(self) -> bool:
+        """Whether a collective is the user's: not inside an operation, and not in another thread."""
+        return not self._is_inside and threading.get_ident() == self._thread and self._store is not None
+
+    def _on_collective(self, description: str, is_blocking: bool) -> None:
+        assert self._store is not None
+        self._post(self._store, description)
+        # After an asynchronous call this rank may be needed elsewhere before the others call: compare next time.
+        if is_blocking:
+            self._compare(self._store)
+
+    def _post(self, store: dist.Store, operation: str) -> None:
+        self._posted += 1
+        entry = self._entries[self._posted] = Entry(operation, call_site(), self._compared)
+        with self._store_errors():
+            store.set(f"{self._posted}/{self._rank}", f"{entry.compared}\n{entry.operation}\n{entry.line}")
+
+    def _compare(self, store: dist.Store) -> None:
+        with self._store_errors():
+            while self._compared < self._posted:
+                number = self._compared + 1
+                entries = self._read(store, number)
+                if len({entry.operation for entry in entries.values()}) > 1:
+                    self._wait_for_readers(store)
+                    raise self._desync_error(entries)
+                self._compared = number
+            # No rank reads an entry after its comparison, so the store holds only a few entries per rank.
+            done = min(entry.compared for entry in entries.values())
+            for number in [number for number in self._entries if number <= done]:
+                del self._entries[number]
+                store.delete_key(f"{number}/{self._rank}")
+
+    def _read(self, store: dist.Store, number: int) -> dict[int, Entry]:
+        """Return the entries of all ranks; if ranks differ already, of those that have stored one."""
+        keys = {rank: f"{number}/{rank}" for rank in range(self._size) if rank != self._rank}
+        began = time.monotonic()
+        # No blocking read: torch prints warnings when one ends without an answer.
+        while not store.check(list(keys.values())):
+            waited = time.monotonic() - began
+            if waited > min(_DESYNC_SECONDS, self._timeout):
+                present = [rank for rank, key in keys.items() if store.check([key])]
+                entries = self._fetch(store, keys, present, number)
+                if len({entry.operation for entry in entries.values()}) > 1:
+                    return entries
+                if waited > self._timeout:
+                    self._wait_for_readers(store)
+                    raise self._missing_error(store, [rank for rank in keys if rank not in present], number)
+            time.sleep(min(max(waited / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS))
+        return self._fetch(store, keys, list(keys), number)
+
+    def _fetch(self, store: dist.Store, keys: dict[int, str], ranks: list[int], number: int) -> dict[int, Entry]:
+        values = store.multi_get([keys[rank] for rank in ranks]) if ranks else []
+        entries = {rank: Entry.from_bytes(value) for rank, value in zip(ranks, values, strict=True)}
+        return dict(sorted({**entries, self._rank: self._entries[number]}.items()))
+
+    def _wait_for_readers(self, store: dist.Store) -> None:
+        """Give the other ranks a moment to read the same entries: the store may end with rank 0's process."""
+        store.set(f"seen/{self._rank}", "")
+        keys = [f"seen/{rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + _READERS_SECONDS
+        while self._rank == 0 and not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _desync_error(self, entries: dict[int, Entry]) -> RankDesyncError:
+        odd = odd_ranks({rank: entry.operation for rank, entry in entries.items()})
+        missing = [rank for rank in range(self._size) if rank not in entries]
+        ranks_by_entry: dict[str, list[int]] = {}
+        for rank in sorted(entries, key=lambda rank: (rank not in odd, rank)):
+            ranks_by_entry.setdefault(str(entries[rank]), []).append(rank)
+        lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_entry.items()]
+        lines += [f"{ranks_text(missing)}: no operation yet"] if missing else []
+        problem = f"{ranks_text(odd)} diverged from the other ranks" if odd else "ranks diverged"
+        subject = ranks_text(odd) if odd else "one rank"
+        return RankDesyncError(
+            f"{self._after}{problem}\n    " + "\n    ".join(lines),
+            expected=_RULE,
+            fix=f"look near these lines for code that only {subject} runs or skips, such as `if world.is_main:`; every "
+            "rank must call each operation",
+        )
+
+    def _missing_error(self, store: dist.Store, missing: list[int], number: int) -> RankDesyncError:
+        lines = []
+        for rank in missing:
+            last = next((n for n in range(number - 1, 0, -1) if store.check([f"{n}/{rank}"])), 0)
+            operation = str(Entry.from_bytes(store.get(f"{last}/{rank}"))) if last else "none"
+            lines.append(f"last operation of rank {rank}: {operation}")
+        return RankDesyncError(
+            f"{self._after}{ranks_text(missing)} did not reach {self._entries[number]} within "
+            f"{self._timeout:g} s\n    " + "\n    ".join(lines),
+            expected=_RULE,
+            fix="look after that line for a wait; samestep.start(timeout=...) sets a longer limit",
+            code="E_RANK_MISSING",
+        )
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise PeerLostError(f"rank {self._rank} lost its connection to the store of the job: {error}") from error

@@ -1,0 +1,170 @@
+"""GPUs of a launch and of one rank: selection, division and measurements.
+
+`CUDA_VISIBLE_DEVICES` lists the devices that CUDA may use: comma-separated numbers, or names of devices or of their
+partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment Variables").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import InputError
+from samestep.units import plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from samestep.distributed.world import World
+
+_POSITION = re.compile(r"[0-9]{1,4}")
+_device_error = partial(InputError, code="E_DEVICES")
+
+
+def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
+    """Return the names of the `count` devices that torch counts under a setting of `CUDA_VISIBLE_DEVICES`, in order."""
+    if setting is None:
+        return tuple(map(str, range(count)))
+    # CUDA ignores everything after the first unknown entry, such as -1; torch's count stops there too.
+    return tuple(entry.strip() for entry in setting.split(","))[:count]
+
+
+def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...]:
+    """Return the value of `CUDA_VISIBLE_DEVICES` for each device of `--devices`, in order.
+
+    For ranks, the first selected device becomes device 0, as with other launchers.
+
+    Args:
+        text: positions among the devices visible to this process, such as `0,2`.
+        setting: `CUDA_VISIBLE_DEVICES` of this process, or None.
+        count: number of devices that torch counts.
+
+    Raises:
+        InputError: the list is invalid, or a device is missing or repeated.
+    """
+    parts = text.split(",")
+    if not all(_POSITION.fullmatch(part) for part in parts):
+        raise _device_error(
+            f"--devices {text}",
+            expected="comma-separated positions among the devices visible to this process, from 0",
+            fix="--devices 0,2; put names of devices into CUDA_VISIBLE_DEVICES",
+        )
+    positions = [int(part) for part in parts]
+    if count == 0:
+        raise _device_error(
+            f"--devices {text}, but torch sees no GPU on this machine",
+            expected="one GPU per rank",
+            fix="omit --devices and set --processes; nvidia-smi lists the GPUs of the machine",
+        )
+    missing = [str(position) for position in positions if position >= count]
+    if missing:
+        raise _device_error(
+            f"--devices {text}, but there is no device {', '.join(missing)}: torch sees {count}",
+            expected=f"0 to {count - 1}" + (f", counted within CUDA_VISIBLE_DEVICES={setting}" if setting else ""),
+            fix="samestep doctor lists the devices",
+        )
+    if len(set(positions)) < len(positions):
+        raise _device_error(
+            f"--devices {text} names a device twice", expected="one GPU per rank", fix="name each device once"
+        )
+    names = visible_devices(setting, count)
+    return tuple(names[position] for position in positions)
+
+
+def rank_devices(world: World) -> tuple[torch.device, ...]:
+    """Return the devices of this rank under `strategy.devices`, in order; the first is `world.device`.
+
+    On a CPU all entries are the CPU: threads, or stand-ins for the devices of model parts.
+
+    Raises:
+        InputError: `strategy.devices` is needed and not set, or exceeds the available devices.
+    """
+    import torch
+
+    name, requested = world.strategy.name, world.strategy.devices
+    no_number = partial(_device_error, fix="set strategy.devices: 2")
+    if world.device.type != "cuda":
+        if requested is None:
+            problem = f"strategy {name} on a CPU without a number of devices"
+            raise no_number(problem, "a number of simulated devices on a machine without GPUs")
+        return (world.device,) * requested
+    if requested is None and world.size > 1:
+        problem = f"strategy {name} on {world.size} ranks without a number of devices"
+        raise no_number(problem, "a number of GPUs per rank, equal on all ranks of a machine")
+    indices = gpu_range(world.device.index, requested, torch.cuda.device_count())
+    return tuple(torch.device("cuda", index) for index in indices)
+
+
+def gpu_range(first: int, requested: int | None, available: int) -> range:
+    """Return the indices of a rank's GPUs: `requested` ones from `first`, or all if None; too few: `InputError`."""
+    left = available - first
+    if requested is not None and requested > left:
+        raise _device_error(
+            f"strategy.devices is {requested}, but torch sees {plural(left, 'GPU')} here",
+            expected="one GPU per device, not shared with another rank",
+            fix=f"set strategy.devices: {left}",
+        )
+    return range(first, available if requested is None else first + requested)
+
+
+def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int) -> int:
+    """Return the index of a rank's first GPU: in the order of local ranks; too few GPUs: `InputError`."""
+    if (local_rank + 1) * gpus_per_rank > available:
+        processes = available // gpus_per_rank
+        raise _device_error(
+            f"this rank is number {local_rank} on its machine but torch sees {available} GPUs",
+            expected="one GPU per rank" if gpus_per_rank == 1 else f"strategy.devices: {gpus_per_rank} GPUs per rank",
+            fix=f"use --processes {processes}, or --device cpu" if processes else "use --device cpu",
+        )
+    return local_rank * gpus_per_rank
+
+
+_UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)
+with suppress(ImportError):  # torch's functions that need pynvml raise on their own
+    from pynvml import NVMLError
+
+    _UNAVAILABLE += (NVMLError,)
+
+
+def gpu_stats(device: torch.device) -> dict[str, Any] | None:
+    """Return measurements of a GPU; None for another device, and before this process has used the GPU.
+
+    These are `name`, `memory_bytes`, `memory_total_bytes`, `use_percent` and `temperature_c` of the whole device, and
+    `peak_allocated_bytes` of the tensors of this process. Unavailable values are None; utilization and temperature need
+    the package `nvidia-ml-py`.
+    """
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    used, total = _value_or_none(_memory, device) or (None, None)
+    return {
+        "name": _value_or_none(torch.cuda.get_device_name, device),
+        "memory_bytes": used,
+        "memory_total_bytes": total,
+        "use_percent": _value_or_none(torch.cuda.utilization, device),
+        "temperature_c": _value_or_none(torch.cuda.temperature, device),
+        "peak_allocated_bytes": _value_or_none(torch.cuda.max_memory_allocated, device),
+    }
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Return used bytes, by any process, and total bytes."""
+    import torch
+
+    # NVML first: a CUDA call from this thread may interfere with a graph capture in another thread.
+    used = _value_or_none(torch.cuda.device_memory_used, device)
+    if used is not None:
+        return used, torch.cuda.get_device_properties(device).total_memory
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
+
+
+def _value_or_none(read: Callable[[torch.device], Any], device: torch.device) -> Any:
+    try:
+        return read(device)
+    except _UNAVAILABLE:
+        return None

@@ -1,0 +1,138 @@
+"""Environment variables. No other module reads or writes `os.environ`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
+from samestep.errors import InputError
+
+_TOKEN = "SAMESTEP_TOKEN"
+_LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
+_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Prefixes of variables that change the behaviour of torch, its libraries or launchers.
+_PREFIXES = (
+    *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
+    *("NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONDEVMODE", "PYTHONHASHSEED"),
+    *("PYTHONMALLOC", "PYTORCH_", "SLURM_", "TORCH"),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Settings read from the environment."""
+
+    token: str | None = None  # secret shared by the ranks of one job
+    visible_devices: str | None = None  # devices visible to CUDA, as comma-separated numbers or names; None for all
+    device_order: str | None = None  # order in which CUDA numbers devices
+    gloo_interface: str | None = None  # network interface of gloo
+
+
+def read_environment() -> Environment:
+    """Read all settings except those of a launcher.
+
+    Raises:
+        InputError: SAMESTEP_TOKEN is set and empty.
+    """
+    environment = Environment(*map(os.environ.get, (_TOKEN, _VISIBLE, _ORDER, _GLOO_INTERFACE)))
+    if environment.token == "":
+        raise InputError(
+            f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"
+        )
+    return environment
+
+
+def read_log_level() -> int | None:
+    """Return the level of SAMESTEP_LOG_LEVEL, or None if the variable is not set.
+
+    Raises:
+        InputError: the value is not a level of Python's `logging` module.
+    """
+    name = os.environ.get(_LOG_LEVEL)
+    if name is None:
+        return None
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise InputError(
+            f"{_LOG_LEVEL} is {name!r}",
+            expected="DEBUG, INFO, WARNING, ERROR or CRITICAL",
+            fix=f"{_LOG_LEVEL}=INFO",
+            code="E_LOG_LEVEL",
+        )
+    return level
+
+
+def read_wandb_mode() -> str | None:
+    """Return the mode of Weights & Biases, or None if WANDB_MODE is not set."""
+    return os.environ.get("WANDB_MODE") or None
+
+
+def read_rendezvous() -> Rendezvous | None:
+    """Return the rendezvous of the launcher that started this process, or None without a launcher.
+
+    Raises:
+        InputError: a launcher's variables are incomplete or invalid.
+    """
+    return find_rendezvous(os.environ)
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """Slurm job of this process."""
+
+    id: str  # job id
+    restarts: int  # number of times the job was requeued
+
+
+def read_slurm_job() -> SlurmJob | None:
+    """Return the Slurm job of this process, in a job step or in the batch script."""
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "")
+    return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0) if job else None
+
+
+def launch_variables() -> dict[str, str]:
+    """Return the launcher variables that are set, in the order of precedence."""
+    return {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
+
+
+def relevant_variables() -> dict[str, str]:
+    """Return all set variables that change the behaviour of torch, its libraries or launchers."""
+    names = (name for name in os.environ if name.startswith(_PREFIXES) or name in LAUNCH_VARIABLES)
+    return {name: os.environ[name] for name in sorted(names)}
+
+
+def environment_copy() -> dict[str, str]:
+    """Return the whole environment."""
+    return dict(os.environ)
+
+
+def prepare_torch_environment(*, loopback: bool) -> None:
+    """Set torch's variables that are not set yet. Call before torch uses a device or a process group.
+
+    Args:
+        loopback: all ranks are on this machine, so gloo uses the loopback interface.
+    """
+    # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Counting GPUs through NVML leaves CUDA uninitialized, so the process can still be forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Device numbers as in nvidia-smi.
+    os.environ.setdefault(_ORDER, "PCI_BUS_ID")
+    if loopback:
+        os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+
+
+def silence_torch_warnings() -> None:
+    """Suppress warnings of torch's C++ code, such as pages of stack frames. Call before torch is imported."""
+    # A rank may find the store gone after another rank has reported a failure.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set variables in this process."""
+    os.environ.update(variables)

@@ -1,0 +1,254 @@
+"""Detection of the launcher that started this process, from environment variables.
+
+Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/launching.md.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from samestep.errors import InputError
+
+Variables = Mapping[str, str]
+Launcher = Literal["torchrun", "Slurm", "Open MPI"]
+
+# Set by torchrun, and by users who start ranks by hand.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+# All variables that this module reads, in the order of precedence.
+LAUNCH_VARIABLES = (
+    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID"),
+    *("SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
+    *(*_OPEN_MPI, "PMIX_NAMESPACE"),
+)
+
+# Default ports of Slurm steps on several machines: below the ephemeral port range.
+FIRST_PORT, PORTS = 15000, 10000
+
+# One entry of Slurm's compressed list of hosts: text and bracketed lists of numbers and ranges.
+_HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]\s]+\])+")
+_RANGES = re.compile(r"\[([^\[\]]+)\]")
+_NUMBERS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
+_variables_error = partial(InputError, code="E_LAUNCH_VARIABLES")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """One rank of a job that another launcher started, and the address of the job's store."""
+
+    launcher: Launcher  # name of the launcher
+    rank: int  # rank of this process, from 0
+    world_size: int  # number of ranks
+    local_rank: int  # rank on this machine, from 0
+    local_size: int | None  # ranks on this machine; None if unknown
+    address: str | None  # host of the store; None if rank 0 publishes a port on the only machine
+    port: int | None  # port of the store; None with an unknown address
+    has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
+    job: str = ""  # identifies this attempt of the job on its machine; empty if no variable does
+    restarts: int = 0  # number of restarts according to the launcher
+    why: str = ""  # the evidence, for messages
+    also: tuple[str, ...] = ()  # other launchers with variables in the environment, and their evidence
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks are known to be on this machine."""
+        if self.local_size is None:
+            return self.address is not None and is_loopback(self.address)
+        return self.local_size == self.world_size
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def find_rendezvous(variables: Variables) -> Rendezvous | None:
+    """Return the rendezvous of the first launcher with variables in the environment, or None.
+
+    Raises:
+        InputError: a launcher's variables are incomplete or invalid.
+    """
+    matches = [match for read in (_torchrun, _slurm, _open_mpi) if (match := read(variables)) is not None]
+    if not matches:
+        return None
+    first, *others = matches
+    if first.launcher == "Slurm" and others:
+        other = others[0]
+        if (first.rank, first.world_size) != (other.rank, other.world_size):
+            # mpirun inside a Slurm job starts its daemons by srun, and its ranks inherit the variables of the daemons.
+            first, others = other, [first]
+    also = tuple(f"{other.launcher}: {other.why}" for other in others)
+    return _with_address(replace(first, also=also), variables)
+
+
+def _torchrun(variables: Variables) -> Rendezvous | None:
+    present = [name for name in _TORCHRUN if name in variables]
+    if not set(present) & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+        return None  # MASTER_ADDR and MASTER_PORT belong to every launcher
+    missing = [name for name in _TORCHRUN if name not in variables]
+    if missing:
+        raise _variables_error(
+            f"{_listed(present)} {_are(present)} set but {_listed(missing)} {_are(missing)} not",
+            expected=f"all of {_listed(_TORCHRUN)}, which torchrun sets for each rank",
+            fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset {_listed(present)} if "
+            "this process is not a rank",
+        )
+    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in variables else None
+    rank, size, local_rank, local_size = _ranks(variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size_name)
+    return Rendezvous(
+        "torchrun",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        address=variables["MASTER_ADDR"],
+        port=_port(variables),
+        has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
+        why=f"RANK {rank} of WORLD_SIZE {size} are set, as torchrun does",
+    )
+
+
+def _slurm(variables: Variables) -> Rendezvous | None:
+    # A batch script has SLURM_PROCID=0 and the number of tasks too, but it is not a task of a step.
+    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    _require(variables, (size_name, "SLURM_LOCALID", "SLURM_JOB_ID"), "srun sets them for each task")
+    rank, size, local_rank, _ = _ranks(variables, "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
+    if size == 1:
+        return None  # for example an interactive shell, in which users start ranks themselves
+    nodes = _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0)
+    step, restarts = variables["SLURM_STEP_ID"], _number(variables, "SLURM_RESTART_COUNT", 0, default=0)
+    job = variables["SLURM_JOB_ID"]
+    return Rendezvous(
+        "Slurm",
+        rank,
+        size,
+        local_rank,
+        local_size=size if nodes == 1 else None,
+        address=None,
+        port=None,
+        job=f"slurm-{job}.{step}-{restarts}",
+        restarts=restarts,
+        why=f"task {rank} of {size} in step {job}.{step}, which srun started",
+    )
+
+
+def _open_mpi(variables: Variables) -> Rendezvous | None:
+    if "OMPI_COMM_WORLD_RANK" not in variables:
+        return None
+    _require(variables, _OPEN_MPI, "Open MPI's mpirun sets them for each rank")
+    rank, size, local_rank, local_size = _ranks(variables, *_OPEN_MPI)
+    if size == 1:
+        return None
+    job = variables.get("PMIX_NAMESPACE", "")
+    why = f"OMPI_COMM_WORLD_RANK {rank} of OMPI_COMM_WORLD_SIZE {size} are set, as mpirun does"
+    return Rendezvous(
+        "Open MPI", rank, size, local_rank, local_size, None, None, job=f"mpi-{job}" if job else "", why=why
+    )
+
+
+def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
+    """Add address and port if the launcher's own variables have none."""
+    if rendezvous.port is not None:
+        return rendezvous
+    port = _port(variables) if "MASTER_PORT" in variables else None
+    if rendezvous.local_size == rendezvous.world_size:
+        # Without a port rank 0 publishes a free one, so two jobs on one machine cannot connect by mistake.
+        if port is None:
+            return rendezvous
+        return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
+    if rendezvous.launcher != "Slurm":
+        names = ("MASTER_ADDR", "MASTER_PORT")
+        _require(variables, names, "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on")
+        return replace(rendezvous, address=variables["MASTER_ADDR"], port=port)
+    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
+    if not variables.get("MASTER_ADDR") and hosts is None:
+        raise _variables_error(
+            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set",
+            expected="a list of hosts, the first of which runs rank 0",
+            fix="set MASTER_ADDR to the host of rank 0",
+        )
+    if port is None:
+        # Differs from the ports of neighboring steps, whose job numbers are close.
+        job, step = _number(variables, "SLURM_JOB_ID", 0), _number(variables, "SLURM_STEP_ID", 0)
+        port = FIRST_PORT + (job + 101 * step) % PORTS
+    return replace(rendezvous, address=variables.get("MASTER_ADDR") or first_host(hosts or ""), port=port)
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list: `gpu003` for `gpu[003-006,9],login1`.
+
+    Raises:
+        InputError: the list is invalid.
+    """
+    entry = _HOST.match(hosts)
+    is_complete = entry is not None and hosts[entry.end() : entry.end() + 1] in ("", ",")
+    if entry is None or not is_complete or not all(map(_NUMBERS.fullmatch, _RANGES.findall(entry[0]))):
+        raise _variables_error(
+            f"the list of hosts {hosts!r} is invalid",
+            expected="comma-separated names, with numbers and ranges in brackets, such as gpu[003-006,9],login1",
+            fix="set MASTER_ADDR to the host of rank 0, and MASTER_PORT",
+        )
+    return _RANGES.sub(lambda ranges: re.split("[-,]", ranges[1])[0], entry[0])
+
+
+def _port(variables: Variables) -> int:
+    return _number(variables, "MASTER_PORT", 1, 65535)
+
+
+def _ranks(
+    variables: Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str | None
+) -> tuple[int, int, int, int | None]:
+    size = _number(variables, size_name, 1)
+    rank = _number(variables, rank_name, 0, size - 1)
+    local_size = _number(variables, local_size_name, 1, size) if local_size_name else None
+    return rank, size, _number(variables, local_rank_name, 0, (local_size or size) - 1), local_size
+
+
+def _number(variables: Variables, name: str, low: int, high: int | None = None, *, default: int | None = None) -> int:
+    if name not in variables and default is not None:
+        return default
+    text = variables[name]
+    if text.isascii() and text.isdigit() and int(text) >= low and (high is None or int(text) <= high):
+        return int(text)
+    raise _variables_error(
+        f"{name} is {text!r}",
+        expected=f"a whole number from {low} to {high}" if high is not None else f"a whole number, at least {low}",
+        fix="let the launcher set its variables, or unset all of them",
+    )
+
+
+def _require(variables: Variables, names: Sequence[str], reason: str) -> None:
+    missing = [name for name in names if name not in variables]
+    if missing:
+        raise _variables_error(
+            f"{_listed(missing)} {_are(missing)} not set",
+            expected=f"{_listed(names)}: {reason}",
+            fix=f"set {_listed(missing)}, or start ranks with samestep train --processes N",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def free_loopback_socket() -> socket.socket:
+    """Return a listening socket on a free port of the loopback interface."""
+    return socket.create_server(("127.0.0.1", 0), backlog=128)

@@ -1,0 +1,57 @@
+"""Signals that request the end of a run at the next step boundary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+# Terminals and batch systems send these to a whole process group to end it.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+GROUP_SIGNALS = frozenset({signal.SIGINT, *STOP_SIGNALS})
+
+
+class StopRequest:
+    """Flag that SIGTERM, SIGUSR1 or SIGHUP sets, to end the run at the next step boundary.
+
+    The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so all of them end after
+    the same step.
+
+    Attributes:
+        number: the first signal received, or None.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._terminals: list[int] = []
+
+    def __call__(self) -> bool:
+        return self.number is not None
+
+    def install(self) -> None:
+        """Install the handlers. Does nothing outside the main thread, where Python allows no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._terminals = open_terminals()
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        if number == signal.SIGHUP:
+            redirect_to_null(self._terminals)
+
+
+def open_terminals() -> list[int]:
+    """Return the descriptors of standard output and standard error that are terminals."""
+    return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+
+def redirect_to_null(descriptors: list[int]) -> None:
+    """Redirect descriptors of a closed terminal to the null device, so that printing cannot fail the run."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)

@@ -1,0 +1,249 @@
+"""Per-rank status in shared memory, readable by the launcher.
+
+A rank writes a few numbers and a line of text into a slot when an operation of all ranks begins or ends: some
+microseconds per step. Reading needs no cooperation, so the last status of a rank that hangs, was stopped by a signal or
+crashed remains visible.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+# Odd while the slot is being written. The same even number before and after a read proves a consistent read.
+_VERSION = struct.Struct("<Q")
+# The fields of StatusSnapshot in order, then the length of the text.
+_NUMBERS = struct.Struct("<QdQdQq??H")
+_TEXT_BYTES = 160
+_SLOT_BYTES = 256
+assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
+
+
+@dataclass(frozen=True)
+class StatusSnapshot:
+    """Status of one rank at one moment.
+
+    Attributes:
+        operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy run.
+        last_change: monotonic clock of the machine, in seconds, at the last change of the status.
+        steps: completed steps since the start of the process.
+        compute_seconds: time spent on the rank's own work in these steps: waiting for data, forward, and the part of
+            backward that does not overlap with communication.
+        microbatches: microbatches computed in that time.
+        checkpoints: checkpoints written by this rank.
+        is_waiting: the rank waits for other ranks.
+        is_finished: the rank has left `samestep.start()`.
+        activity: current activity, such as `in engine.step 7`.
+    """
+
+    operations: int = 0
+    last_change: float = 0.0
+    steps: int = 0
+    compute_seconds: float = 0.0
+    microbatches: int = 0
+    checkpoints: int = 0
+    is_waiting: bool = False
+    is_finished: bool = False
+    activity: str = ""
+
+
+class RankStatus:
+    """Writer of one rank's slot.
+
+    Attributes:
+        on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The returned function is
+            called at the end of the wait. None disables the call.
+    """
+
+    on_wait: Callable[[str], Callable[[], None]] | None = None
+
+    def __init__(self, memory: Any, rank: int) -> None:
+        self._memory, self._offset = memory, rank * _SLOT_BYTES
+        self._lock = threading.Lock()  # communication has a thread of its own
+        self._version = 0
+        self._is_inside = False
+        self._compute_began = time.monotonic()
+        self._values = StatusSnapshot()
+        self._waits: list[str] = []
+        self._wait_began = self._waited_seconds = 0.0
+
+    @property
+    def waited_seconds(self) -> float:
+        """Total time in which at least one thread of this rank waited for other ranks."""
+        with self._lock:
+            return self._waited_seconds + (time.monotonic() - self._wait_began if self._waits else 0.0)
+
+    @property
+    def activity(self) -> str:
+        """Current activity without waits, such as `in engine.step 7`; empty before the first operation."""
+        return self._values.activity
+
+    @property
+    def snapshot(self) -> StatusSnapshot:
+        """Current status as other processes read it."""
+        return _read(self._memory, self._offset)
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Record an operation of all ranks for the duration of the block. Nested operations are not recorded."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        self._update(operations=self._values.operations + 1, activity=f"in {name}")
+        try:
+            yield
+        finally:
+            self._is_inside = False
+        self._compute_began = time.monotonic()
+        self._update(activity=f"after {name}")  # an exception skips this line: the activity stays that of the failure
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Record a wait for other ranks for the duration of the block."""
+        with self._lock:
+            if not self._waits:
+                self._wait_began = time.monotonic()
+            self._waits.append(name)
+        self._update()
+        end = self.on_wait(name) if self.on_wait is not None else None
+        try:
+            yield
+        finally:
+            if end is not None:
+                end()
+            with self._lock:
+                self._waits.remove(name)
+                if not self._waits:
+                    self._waited_seconds += time.monotonic() - self._wait_began
+            self._update()
+
+    def end_compute(self, microbatches: int) -> None:
+        """Record the end of a step's computation, except for the part that overlaps with communication."""
+        values = self._values
+        self._update(
+            compute_seconds=values.compute_seconds + time.monotonic() - self._compute_began,
+            microbatches=values.microbatches + microbatches,
+            steps=values.steps + 1,
+        )
+
+    def heartbeat(self) -> None:
+        """Record progress inside a long operation."""
+        self._update()
+
+    def checkpoint_saved(self) -> None:
+        """Count a written checkpoint."""
+        self._update(checkpoints=self._values.checkpoints + 1)
+
+    def finish(self) -> None:
+        """Record the end of `samestep.start()`; the rank is not watched after this."""
+        self._update(is_finished=True, activity="after the end of samestep.start()")
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock:
+            if changes:
+                self._values = replace(self._values, **changes)
+            values = self._values
+            text = ", waiting in ".join([values.activity, *self._waits[-1:]]).encode()[:_TEXT_BYTES]
+            now = {**vars(values), "last_change": time.monotonic(), "is_waiting": bool(self._waits)}
+            *numbers, _ = now.values()
+            content = _NUMBERS.pack(*numbers, len(text)) + text
+            self._version += 2
+            _copy(self._memory, self._offset, _VERSION.pack(self._version - 1))
+            _copy(self._memory, self._offset + _VERSION.size, content)
+            _copy(self._memory, self._offset, _VERSION.pack(self._version))
+
+
+def local_rank_status() -> RankStatus:
+    """Return a status in private memory, for a process without a launcher that reads it."""
+    return RankStatus(bytearray(_SLOT_BYTES), 0)
+
+
+class StatusBoard:
+    """Slots of all ranks. A board can be passed to a process that is being started.
+
+    Args:
+        descriptor: an unnamed file of `size` slots, released with the last descriptor.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._memory = mmap.mmap(descriptor, size * _SLOT_BYTES)
+
+    @classmethod
+    def create(cls, size: int) -> StatusBoard:
+        """Create an empty board for `size` ranks."""
+        descriptor = unnamed_file("samestep-board")
+        os.ftruncate(descriptor, size * _SLOT_BYTES)
+        return cls(descriptor, size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self._descriptor), self._size)
+
+    def rank_status(self, rank: int) -> RankStatus:
+        """Return the writer of a rank's slot."""
+        return RankStatus(self._memory, rank)
+
+    def read(self, rank: int) -> StatusSnapshot:
+        """Return the status of a rank."""
+        return _read(self._memory, rank * _SLOT_BYTES)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        os.close(self._descriptor)
+
+
+def _copy(memory: Any, start: int, content: bytes) -> None:
+    """Write bytes at once: `pack_into` zeroes the target first, and a concurrent reader would see the zeros."""
+    memory[start : start + len(content)] = content
+
+
+def _read(memory: Any, offset: int) -> StatusSnapshot:
+    start = offset + _VERSION.size
+    for _ in range(100):
+        (version,) = _VERSION.unpack_from(memory, offset)
+        *numbers, length = _NUMBERS.unpack_from(memory, start)
+        text = bytes(memory[start + _NUMBERS.size : start + _NUMBERS.size + length])
+        if version % 2 == 0 and _VERSION.unpack_from(memory, offset)[0] == version:
+            break
+        time.sleep(0.0001)  # the writing rank may need this very processor
+    # A rank killed during a write leaves a half-written slot; the numbers are still useful.
+    return replace(StatusSnapshot(*numbers), activity=text.decode(errors="replace"))
+
+
+def unnamed_file(title: str) -> int:
+    """Return a descriptor of a new file without a name, in memory if the system supports it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(title)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _received(handle: Any, size: int) -> StatusBoard:
+    return StatusBoard(handle.detach(), size)
+
+
+def odd_ranks(values: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks whose value differs from the majority's; empty without a strict majority, as of two ranks."""
+    for value, count in Counter(values.values()).most_common(1):
+        if 2 * count > len(values):
+            return [rank for rank, other in values.items() if other != value]
+    return []
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 2`, or `ranks 0, 1 and 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,261 @@
+"""Ranks of a run: sizes, device, process groups, mesh and collectives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute, debug
+
+from samestep.config import StrategyConfig, resolve_mesh
+from samestep.config.strategy import AXES, MeshShape
+from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.signals import StopRequest
+from samestep.distributed.status import RankStatus, local_rank_status
+from samestep.errors import InputError, PeerLostError
+
+if TYPE_CHECKING:
+    from samestep.engine.callbacks import Callback
+    from samestep.loggers.logger import Logger
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Mutable state of this rank that all worlds of a run share."""
+
+    status: RankStatus  # current activity of this rank, read by the launcher
+    stop: StopRequest  # request to end at the next step boundary
+    collective_check: CollectiveCheck  # check that all ranks issue the same operations; inactive until enabled
+    loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
+    callbacks: Sequence[Callback] = ()  # callbacks of every engine
+
+    @classmethod
+    def local(cls, stop: StopRequest | None = None) -> RunContext:
+        """Return a context without other ranks."""
+        status = local_rank_status()
+        check = CollectiveCheck(dist.HashStore(), status, rank=0, size=1, timeout=timedelta())
+        return cls(status, stop or StopRequest(), check)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Ranks of a run, as one of the ranks sees them.
+
+    A world of size 1 has a process group like any other, so no code distinguishes the two cases.
+
+    Attributes:
+        rank: rank of this process, from 0.
+        size: number of ranks.
+        device: device of this rank.
+        context: status, stop request and collective check of this rank.
+        group: process group of these ranks; None for the default group.
+        strategy: parallel strategy.
+        mesh: device mesh of the strategy; None for plain replication.
+        timeout: time limit of a collective.
+        data_world: ranks that share the data, this rank among them, if these are not all ranks.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    context: RunContext = field(default_factory=RunContext.local)
+    group: dist.ProcessGroup | None = None
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    mesh: DeviceMesh | None = None
+    timeout: timedelta = dist.default_pg_timeout
+    data_world: World | None = None
+
+    @cached_property
+    def mesh_shape(self) -> MeshShape:
+        """Sizes of the mesh axes."""
+        return resolve_mesh(self.strategy, self.size)
+
+    @property
+    def data(self) -> World:
+        """Ranks that share the data: all ranks, unless several ranks compute the same samples."""
+        return self.data_world or self
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank has received a request to end. Ranks agree on requests at the end of a step."""
+        return self.context.stop()
+
+    def subworld(self, group: dist.ProcessGroup) -> World:
+        """Return the world of the ranks of `group`, which contains this rank."""
+        return World(dist.get_rank(group), dist.get_world_size(group), self.device, self.context, group)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics with the loggers given to `samestep.start`. Only rank 0 logs; other ranks return at once."""
+        for logger in self.context.loggers:
+            logger.log(step, values)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over ranks in place, in the backend's order of summation."""
+        self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""
+        if tensor.numel() > 0:
+            raw = tensor.flatten().view(torch.uint8)  # bytes: the backend does not support every dtype
+            self.run_collective(lambda: dist.broadcast(raw, group=self.group, group_src=source), "a broadcast")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.run_collective(lambda: dist.barrier(group=self.group), "a barrier")
+
+    def run_collective(self, collective: Callable[[], Any], name: str) -> None:
+        """Run a collective, with `name` in the status of this rank, and convert a connection failure.
+
+        Raises:
+            PeerLostError: the backend cannot reach another rank.
+        """
+        try:
+            with self.context.status.waiting(name):
+                collective()
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error
+
+
+def build_world(
+    rank: int, size: int, device: torch.device, context: RunContext, strategy: StrategyConfig, timeout: timedelta
+) -> World:
+    """Create the process groups and the mesh of a strategy. Collective: every rank calls it.
+
+    Plain replication needs no group but the default one.
+
+    Raises:
+        InputError: the strategy has no mesh for this number of ranks.
+    """
+    shape = resolve_mesh(strategy, size)
+    if not shape.splits_model:
+        return World(rank, size, device, context, strategy=strategy, timeout=timeout)
+    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in this process would call
+    # groups that no longer exist, or other groups of the same names.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    ranks = torch.arange(shape.size).view(shape.sizes)
+    # Groups of our own: the groups that torch creates for a mesh have a timeout of 30 minutes.
+    axes = [
+        _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
+        for axis, length in enumerate(shape.sizes)
+    ]
+    mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
+    data_world = None
+    if shape.data_size < size:
+        dims = [AXES.index("replicate"), AXES.index("shard")]
+        group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
+        data_world = World(dist.get_rank(group), dist.get_world_size(group), device, context, group)
+    return World(rank, size, device, context, strategy=strategy, mesh=mesh, timeout=timeout, data_world=data_world)
+
+
+def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Create one group per row of ranks, on every rank in the same order, and return the group of `rank`."""
+    if len(rows) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]
+    own: dist.ProcessGroup = next(g for g, row in zip(groups, rows.tolist(), strict=True) if rank in row)
+    return own
+
+
+# Gather and average small values over ranks, as JSON instead of pickle.
+
+
+def gather_numbers(world: World, values: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return 64-bit signed integers of all ranks, equally many of each, by rank, on every rank. Collective."""
+    rows = torch.zeros(world.size, len(values), dtype=torch.int64, device=world.device)
+    rows[world.rank] = torch.tensor(values, dtype=torch.int64)
+    world.all_reduce(rows)  # exact: each element has one non-zero summand
+    return [tuple(row) for row in rows.tolist()]
+
+
+def all_gather(value: Any, world: World) -> list[Any]:
+    """Return the values of all ranks, by rank, on every rank. Collective.
+
+    Args:
+        value: a JSON value: number, string, boolean, None, or lists and string-keyed mappings of these. Tuples arrive
+            as lists.
+        world: the ranks.
+
+    Raises:
+        InputError: `value` is not a JSON value.
+        PeerLostError: another rank ended.
+    """
+    try:
+        data = json.dumps(value).encode()
+        _require_string_keys(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"all_gather received a value that is not JSON: {error}",
+            expected="numbers, strings, booleans, None, lists and string-keyed mappings; tensors as tensor.tolist()",
+            fix="send plain values, and pairs instead of a mapping with numbers as keys; for tensors use "
+            "torch.distributed",
+            code="E_NOT_JSON",
+        ) from error
+    lengths = [length for (length,) in gather_numbers(world, [len(data)])]
+    own = torch.zeros(max(lengths), dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own = own.to(world.device)
+    rows = [torch.empty_like(own) for _ in range(world.size)]
+    world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
+    return [json.loads(bytes(row[:length].cpu().numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def reduce_dict(values: Mapping[str, float], world: World, *, count: float = 1.0) -> dict[str, float]:
+    """Return the mean of each value over ranks, weighted by `count`. Collective.
+
+    With the number of samples as `count`, the result is the mean over all samples, not a mean of means. All ranks get
+    the same bits.
+
+    Args:
+        values: mapping with the same keys on every rank.
+        world: the ranks.
+        count: number of items behind the values of this rank; 0 for a rank without items.
+
+    Raises:
+        InputError: keys differ between ranks, or the sum of counts is 0.
+    """
+    rows = all_gather([sorted(values), [values[name] for name in sorted(values)], count], world)
+    names = rows[0][0]
+    for rank, (other_names, _, _) in enumerate(rows):
+        if other_names != names:
+            raise InputError(
+                f"reduce_dict: rank {rank} has the keys {', '.join(other_names)}, rank 0 has {', '.join(names)}",
+                expected="the same keys on every rank",
+                fix="pass 0 with count=0 on a rank without items",
+                code="E_REDUCE_DICT",
+            )
+    total = sum(count for _, _, count in rows)
+    if not total > 0:
+        raise InputError(
+            f"reduce_dict: the counts of all ranks sum to {total:g}",
+            expected="a positive count on at least one rank",
+            fix="count=1 for plain means",
+            code="E_REDUCE_DICT",
+        )
+    sums = [sum(numbers[index] * count for _, numbers, count in rows if count) for index in range(len(names))]
+    return {name: value / total for name, value in zip(names, sums, strict=True)}
+
+
+def _require_string_keys(value: Any) -> None:
+    """Reject mappings with other keys than strings: JSON would silently convert the key 1 to "1"."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a mapping with the key {key!r}")
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_string_keys(item)

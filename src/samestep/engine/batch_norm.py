@@ -1,0 +1,325 @@
+"""Batch norm layers with statistics of the whole global batch, on any device.
+
+Ioffe & Szegedy, "Batch Normalization" (2015). Moments of microbatches are combined as in Chan, Golub & LeVeque,
+"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from samestep.distributed.world import World
+from samestep.engine.lockstep import Track
+from samestep.errors import InputError
+from samestep.strategies.reduction import MicrobatchTree
+
+Direction = Literal["forward", "backward"]
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+_DONE = 1  # 0 is a microbatch without samples
+_HEADER = 2  # code and count
+
+
+@dataclass(frozen=True)
+class Message:
+    """Contribution of one microbatch.
+
+    `combine` is the same function in all messages of an exchange: from counts `(V, 1)` and values `(V, n)` of all
+    microbatches to the result for every microbatch.
+    """
+
+    layer: int  # number of the norm layer
+    direction: Direction
+    count: int  # values per channel
+    values: torch.Tensor  # sums over these values, float64, one-dimensional
+    combine: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    @property
+    def code(self) -> int:
+        """Layer and direction as one number."""
+        return _DONE + 1 + 2 * self.layer + _DIRECTIONS.index(self.direction)
+
+
+class StatisticsExchange:
+    """The exchanges of one step on one rank.
+
+    Each exchange is one all-reduce with as many elements as the widest layer needs: if microbatches of different ranks
+    were at different layers, the backend would otherwise add unrelated numbers or wait forever.
+
+    Attributes:
+        bad: microbatches with non-finite values in the first exchange that had any.
+        bad_direction: direction of that exchange; None if all values were finite.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group: dist.ProcessGroup | None,
+        tree: MicrobatchTree,
+        microbatches: Sequence[int],
+        layers: Sequence[str],
+        width: int,
+    ) -> None:
+        self._world, self._group, self._tree = world, group, tree
+        self._microbatches, self._layers, self._width = microbatches, layers, width
+        self.bad: list[int] = []
+        self.bad_direction: Direction | None = None
+
+    def __call__(self, messages: Sequence[Message | None]) -> Any:
+        """Return the combined result of one exchange of `messages`, one per microbatch of this rank; None if finished.
+
+        Raises:
+            InputError: the microbatches of all ranks are not at the same layer.
+            PeerLostError: another rank ended.
+        """
+        shape = (self._tree.microbatches, _HEADER + self._width)
+        rows = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
+        for microbatch, message in zip(self._microbatches, messages, strict=True):
+            rows[microbatch, 0] = _DONE if message is None else message.code
+            if message is not None:
+                rows[microbatch, 1] = message.count
+                # Added, not copied: an all-reduce turns -0.0 into 0.0 on the other ranks too.
+                rows[microbatch, _HEADER : _HEADER + len(message.values)] += message.values
+        if self._world.size > 1 and (self._group is None or self._group.size() > 1):
+            reduce = partial(dist.all_reduce, rows, group=self._group)
+            self._world.run_collective(reduce, "an all-reduce of batch statistics")
+        self._check(rows)
+        first = messages[0]
+        if first is None:
+            return None
+        return first.combine(rows[:, 1:_HEADER], rows[:, _HEADER : _HEADER + len(first.values)])
+
+    def _check(self, rows: torch.Tensor) -> None:
+        # One transfer for both checks: each transfer synchronises host and device.
+        non_finite = (~torch.isfinite(rows)).any(dim=1)
+        codes_row, flags_row = torch.stack([rows[:, 0], non_finite.double()]).tolist()
+        filled = [microbatch for microbatch in range(len(rows)) if self._tree.has_samples((microbatch, microbatch + 1))]
+        codes = {microbatch: int(codes_row[microbatch]) for microbatch in filled}
+        if len(set(codes.values())) > 1:
+            one = next(iter(codes))
+            other = next(microbatch for microbatch in codes if codes[microbatch] != codes[one])
+            raise InputError(
+                f"microbatch {one} {self._location(codes[one])} "
+                f"while microbatch {other} {self._location(codes[other])}",
+                expected="under batch_norm: sync every microbatch calls the same norm layers in the same order",
+                fix="make the order of norm layers independent of the data, or set batch_norm: microbatch",
+                code="E_NORM_LAYER",
+            )
+        if self.bad_direction is None and any(flags_row):
+            self.bad = [microbatch for microbatch in filled if flags_row[microbatch]]
+            self.bad_direction = _DIRECTIONS[codes[filled[0]] % 2]
+
+    def _location(self, code: int) -> str:
+        if code == _DONE:
+            return "is done"
+        layer, direction = divmod(code - _DONE - 1, 2)
+        return f"is at the {_DIRECTIONS[direction]} of the norm layer {self._layers[layer]!r}"
+
+
+_POSITION = "_samestep_position"
+
+
+class LayerPosition(NamedTuple):
+    """Norm layer in the computation of one microbatch."""
+
+    number: int  # among the model's norm layers
+    name: str
+    track: Track
+
+
+class Moments(NamedTuple):
+    """Statistics per channel over all microbatches, in the precision of their use."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    unbiased: torch.Tensor
+
+
+def norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch norm layers of a model by name, each once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def synchronize_layers(model: nn.Module, track: Track) -> None:
+    """Make the norm layers of `model`, a replica, use statistics of all microbatches in the lockstep of `track`.
+
+    Raises:
+        InputError: the forward of a layer was replaced.
+    """
+    for number, (name, layer) in enumerate(norm_layers(model).items()):
+        if "forward" in vars(layer):
+            raise _unsupported_layer(name, layer)
+        kind: Any = type(layer)
+        layer.__class__ = _synchronized_class(kind)
+        vars(layer)[_POSITION] = LayerPosition(number, name, track)
+
+
+def sync_batch_norm(
+    position: LayerPosition,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`torch.nn.functional.batch_norm` with statistics of all microbatches in training."""
+    if not training:
+        return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        count, values = _moments(input, kind)
+        combine = partial(_combine_moments, position.name, kind)
+        moments: Moments = position.track.exchange(Message(position.number, "forward", count, values, combine))
+        for running, now in ((running_mean, moments.mean), (running_var, moments.unbiased)):
+            if running is not None:
+                running.copy_(momentum * now.to(running.dtype) + (1 - momentum) * running)
+    outputs: torch.Tensor = _Normalize.apply(input, weight, bias, moments, eps, position)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _SyncBatchNormMode(TorchFunctionMode):
+    """Replace the batch statistics of a norm layer's forward; momentum and counters stay the layer's."""
+
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__()
+        self._position = position
+        self.called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        return sync_batch_norm(self._position, *args, **(kwargs or {}))
+
+
+@cache
+def _synchronized_class(kind: Any) -> Any:
+    """Return the synchronized subclass of a norm layer's class.
+
+    A subclass, because a function assigned to the layer would create a reference cycle.
+    """
+    # SyncBatchNorm's forward raises on CPUs, and communicates by itself.
+    base: Any = _BatchNorm if kind.forward is nn.SyncBatchNorm.forward else kind
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        position: LayerPosition = vars(self)[_POSITION]
+        if input.shape[1] != self.num_features:
+            raise InputError(
+                f"the norm layer {position.name!r} of {self.num_features} channels received {input.shape[1]}",
+                expected="batch norm has one mean and variance per channel",
+                fix="construct the layer with the number of channels of its input",
+                code="E_NORM_LAYER",
+            )
+        with _SyncBatchNormMode(position) as mode:
+            outputs: torch.Tensor = base.forward(self, input)
+        if self.training and not mode.called:
+            raise _unsupported_layer(position.name, self)
+        return outputs
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _unsupported_layer(name: str, layer: nn.Module) -> InputError:
+    return InputError(
+        f"the norm layer {name!r} ({type(layer).__name__}) does not call torch's batch norm",
+        expected="under batch_norm: sync norm layers call torch.nn.functional.batch_norm",
+        fix="use torch.nn.BatchNorm1d, 2d or 3d, or set batch_norm: microbatch",
+        code="E_NORM_LAYER",
+    )
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalise one microbatch by the moments of all microbatches; the backward exchanges sums of gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        moments: Moments,
+        eps: float,
+        position: LayerPosition,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.moments, ctx.eps, ctx.position = moments, eps, position
+        ctx.bias_type = None if bias is None else bias.dtype
+        kind = moments.mean.dtype
+        scale, shift = (None if affine is None else affine.to(kind) for affine in (weight, bias))
+        return functional.batch_norm(inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        moments, eps, kind = ctx.moments, ctx.eps, ctx.moments.mean.dtype
+        data, slope = inputs.to(kind), gradient.to(kind)
+        # Sums of dy * xhat and of dy per channel: the affine gradients of torch's backward with fixed moments.
+        mean, variance, ones = moments.mean, moments.variance, torch.ones_like(moments.mean)
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            slope, data, ones, mean, variance, None, None, False, eps, [False, True, True]
+        )
+        by_weight = dot.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        by_bias = total.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, by_weight, by_bias, None, None, None
+        count = data.numel() // data.shape[1]
+        values = torch.cat([dot, total]).double()
+        message = Message(ctx.position.number, "backward", count, values, partial(_mean_slopes, kind))
+        mean_dot, mean_slope = ctx.position.track.exchange(message)
+        # dx = w / sigma * (dy - mean(dy) - xhat * mean(dy * xhat)); batch norm with fixed moments computes the last two
+        # terms.
+        by_input = functional.batch_norm(data, mean, variance, -mean_dot, -mean_slope, False, 0.0, eps).add_(slope)
+        scale = torch.rsqrt(variance + eps)
+        scale = scale if weight is None else scale * weight.to(kind)
+        by_input.mul_(_along_channels(scale, data))
+        return by_input.to(inputs.dtype), by_weight, by_bias, None, None, None
+
+
+def _moments(inputs: torch.Tensor, kind: torch.dtype) -> tuple[int, torch.Tensor]:
+    """Return the number of values per channel, and means and sums of squared deviations, concatenated."""
+    data = inputs.to(kind)
+    count = data.numel() // data.shape[1]
+    if count == 0:
+        return 0, torch.zeros(2 * data.shape[1], dtype=torch.float64, device=data.device)
+    others = [dim for dim in range(data.dim()) if dim != 1]
+    mean = data.mean(others)
+    centred = data - _along_channels(mean, data)
+    return count, torch.cat([mean, centred.square_().sum(others)]).double()
+
+
+def _combine_moments(name: str, kind: torch.dtype, counts: torch.Tensor, values: torch.Tensor) -> Moments:
+    means, squares = values.chunk(2, dim=1)
+    count = counts.sum()
+    if count <= 1:
+        raise InputError(
+            f"the norm layer {name!r} receives one value per channel from the whole global batch",
+            expected="batch statistics need at least two values per channel",
+            fix="set a larger batch_size, or one that leaves no single sample for the last batch",
+            code="E_NORM_LAYER",
+        )
+    mean = (counts * means).sum(dim=0) / count
+    squares = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+    return Moments(mean.to(kind), (squares / count).to(kind), (squares / (count - 1)).to(kind))
+
+
+def _mean_slopes(kind: torch.dtype, counts: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    dot, total = (values.sum(dim=0) / counts.sum()).to(kind).chunk(2)
+    return dot, total
+
+
+def _along_channels(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return vector.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,223 @@
+"""Check that ranks hold the same weights, buffers and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+
+import torch
+
+from samestep.distributed.status import odd_ranks, ranks_text
+from samestep.distributed.world import World, all_gather, gather_numbers
+from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.ema import AveragedWeights
+from samestep.errors import InputError, RankMismatchError
+
+# Words per multiplication: the size of a core's cache, or enough work for a GPU kernel.
+_CPU_WORDS, _GPU_WORDS = 2**16, 2**22
+_SEED = 0x5EED
+_FACTOR = 6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
+_MODULUS = 2**64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_MAX_LISTED = 3  # tensors in a report
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Return 64 bits that depend on every bit of `tensors` and its position; the same on every machine.
+
+    The tensors of a device are read as one sequence of words v_i of at most 32 bits, in blocks of fixed length. The sum
+    of a block is s_j = sum of v_i w_i modulo 2^64, with fixed random odd 64-bit weights w_i. Blocks are combined as h =
+    h P + s_j with an odd P. Sums modulo 2^64 have no rounding, so threads and the order of summation are irrelevant.
+    Raw bits are read: NaNs with different payloads differ, and so do 0.0 and -0.0.
+
+    A change within one word is always detected: it alters v_i by d with 0 < |d| < 2^32, and the checksum by d times an
+    odd number, which is no multiple of 2^64. So every single flipped bit is detected. Changes in several words cancel
+    for about one choice of the weights in 2^32 (multilinear hashing: Lemire and Kaser, "Strongly universal string
+    hashing is fast", 2014; words have half the width of the weights so that this holds for high bits too). The weights
+    are public: the checksum detects accidents, not constructed collisions. Shapes and types are not included.
+    """
+    words: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        words.setdefault(tensor.device, []).append(_words(tensor))
+    total = 0
+    for device, device_words in words.items():
+        weights = _weights(device)
+        subtotal = torch.zeros((), dtype=torch.int64, device=device)
+        for block in _blocks(device_words, len(weights)):
+            subtotal = subtotal * _FACTOR + (block * weights[: len(block)]).sum()
+        total = (total * _FACTOR + int(subtotal)) % _MODULUS
+    return total
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as a flat tensor of integers of at most 32 bits."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    # Integers no wider than the elements, because a view of a larger tensor may have any alignment.
+    return tensor.resolve_neg().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def _blocks(tensors: list[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
+    """Yield all words in order, in blocks of at most `length`: small tensors joined, large ones split."""
+    small: list[torch.Tensor] = []
+    filled = 0
+    for piece in (piece for tensor in tensors for piece in tensor.split(length)):
+        if filled + len(piece) > length:
+            yield torch.cat([words.to(torch.int32) for words in small])
+            small, filled = [], 0
+        small.append(piece)
+        filled += len(piece)
+    yield torch.cat([words.to(torch.int32) for words in small])
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    count = _GPU_WORDS if device.type == "cuda" else _CPU_WORDS
+    generator = torch.Generator().manual_seed(_SEED)  # not the default one, whose state must not change
+    weights = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
+    return weights.to(device)
+
+
+def optimizer_tensors(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the tensors of the optimizer's state by parameter name and key, in the order of its groups."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    return {
+        (names.get(parameter, "?"), key): value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+class ConsistencyCheck:
+    """Compares ranks by checksums after every `every` steps; inactive if `every` is None.
+
+    Parameters, buffers, optimizer state and the moving average are compared, and hashes of the averaged buffers at the
+    beginning of each step: a step ends with the mean of the buffers over microbatches, so a wrong buffer of one rank
+    soon is the same on all ranks, and a comparison of the buffers alone is too late.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        every: int | None,
+        averaged: AveragedWeights | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._world = model, optimizer, world
+        self._every = every if world.size > 1 else None
+        average = averaged.tensors if averaged is not None else {}
+        self._average = {f"average of {name}": tensor for name, tensor in average.items()}
+        self._buffers = MicrobatchBuffers(model)
+        self._history: torch.Tensor | None = None  # one word per element of the buffers
+        self._last_equal: int | None = None
+
+    def begin_step(self, steps: int) -> None:
+        """Compare the initial state before the first step, and record the buffers after `steps` steps."""
+        if self._last_equal is None:
+            self.compare(steps)
+        if self._every is not None:  # h = h P + bits modulo 2^64, so a difference never disappears
+            bits = self._buffers.read().view(torch.int64)
+            self._history = bits if self._history is None else self._history * _FACTOR + bits
+
+    def end_step(self, steps: int) -> None:
+        """Compare after step number `steps`, if due."""
+        if self._every is not None and steps % self._every == 0:
+            self.compare(steps)
+
+    def compare(self, steps: int) -> None:
+        """Compare now, after `steps` steps; a collective.
+
+        Raises:
+            RankMismatchError: ranks differ; raised on every rank with the same message.
+        """
+        if self._every is None:
+            return
+        tensors = self._tensors()
+        text = "\n".join(f"{name} {_shape(tensor)}" for name, tensor in tensors.items())
+        shapes = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        numbers = [_signed(shapes), _signed(checksum(tensors.values()))]
+        checksums = dict(enumerate(gather_numbers(self._world, numbers)))
+        if len(set(checksums.values())) > 1:
+            raise self._mismatch(steps, checksums, tensors)
+        self._last_equal = steps
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the compared tensors (non-persistent buffers too) by descriptive names."""
+        parameters = dict(self._model.named_parameters())
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
+        tensors |= {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
+        state = optimizer_tensors(parameters, self._optimizer)
+        tensors |= {f"optimizer {key} of {name}": value for (name, key), value in state.items()}
+        tensors |= self._average
+        if self._history is not None and self._buffers.names:
+            hashes = self._history.split([self._model.get_buffer(name).numel() for name in self._buffers.names])
+            for name, part in zip(self._buffers.names, hashes, strict=True):
+                tensors[f"buffer {name} at the beginning of a step"] = part
+        return tensors
+
+    def _mismatch(
+        self, steps: int, checksums: dict[int, tuple[int, ...]], tensors: dict[str, torch.Tensor]
+    ) -> RankMismatchError:
+        local = {name: f"{_shape(tensor)} {checksum([tensor]):x}" for name, tensor in tensors.items()}
+        by_rank: list[dict[str, str]] = all_gather(local, self._world)
+        all_names = dict.fromkeys(name for rank in by_rank for name in rank)
+        names = [name for name in all_names if len({rank.get(name) for rank in by_rank}) > 1]
+        odd = odd_ranks(checksums)
+        others = ranks_text([rank for rank in checksums if rank not in odd])
+        problem = f"{others} differ, with no majority"
+        if odd:
+            problem = f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {others}"
+        listed = "".join(f"\n    {name}" for name in names[:_MAX_LISTED])
+        more = f"\n    and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        last, resume, equal = "never equal", "", self._last_equal
+        if equal is not None:
+            last = f"last equal after step {equal}"
+            resume = f"resume from a checkpoint of step {equal} or before; later ones may contain the difference. "
+        return RankMismatchError(
+            f"after step {steps}, {problem}; {last}\n  {len(names)} of {len(all_names)} tensors differ:{listed}{more}",
+            expected="parameters, buffers and optimizer state have the same bits on every rank",
+            fix=f"{resume}Look for code that changes the model on one rank only; if there is none and the error recurs "
+            "on the same machine, test its memory",
+        )
+
+
+def enable_checks(world: World, every: int | None) -> None:
+    """Compare `check_every` between ranks and enable the collective check if set; a collective.
+
+    Raises:
+        InputError: `every` is less than 1, or differs between ranks.
+    """
+    if every is not None and every < 1:
+        raise InputError(f"check_every is {every}", "at least 1 step, or None", "check_every=100", code="E_CHECK_EVERY")
+    if world.size == 1:
+        return
+    # Rank 0's clock distinguishes this world from an earlier one in the same store.
+    rows = gather_numbers(world, [every or 0, time.time_ns()])
+    if len({row[0] for row in rows}) > 1:
+        raise InputError(
+            f"check_every differs between ranks: {', '.join(str(row[0] or None) for row in rows)}",
+            expected="the same value on every rank",
+            fix="pass the same check_every to every rank's engine",
+            code="E_CHECK_EVERY",
+        )
+    if every is not None:
+        world.context.collective_check.enable(rows[0][1])
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _signed(number: int) -> int:
+    """Return 64 unsigned bits as the signed integer of an int64 tensor."""
+    return number - 2**64 if number >= 2**63 else number

@@ -1,0 +1,307 @@
+"""Microbatches computed on replicas of the model, by several threads at once or in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from samestep.data.batch import GlobalBatch, Microbatch, move
+from samestep.distributed.devices import rank_devices
+from samestep.distributed.rng import generator_state, preserved_generators
+from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
+from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
+from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
+from samestep.engine.step_stats import StepStats
+from samestep.errors import InputError
+from samestep.strategies.reduction import MicrobatchTree
+
+
+class Replica(NamedTuple):
+    """Copy of a model, which shares everything except parameters and buffers."""
+
+    module: nn.Module
+    parameters: dict[nn.Parameter, nn.Parameter]  # of the model, with their copies: the same memory, another `.grad`
+
+
+def replicate(
+    model: nn.Module,
+    device: torch.device | None = None,
+    weights: Mapping[nn.Parameter, torch.Tensor] | None = None,
+) -> Replica:
+    """Return a replica of `model`, copied as in `torch.nn.DataParallel`; tied and shared modules stay so.
+
+    `device` is that of the buffers, and `weights` has the storage of the parameters; None for the model's own.
+
+    Raises:
+        InputError: a parameter has hooks, which would miss the gradients of a replica.
+    """
+    _require_no_hooks(model)
+    modules = list(model.modules())
+    copies: dict[nn.Module, nn.Module] = {module: module._replicate_for_data_parallel() for module in modules}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    for module, copy in copies.items():
+        copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in parameters:
+                values = parameter if weights is None else weights[parameter]
+                parameters[parameter] = nn.Parameter(values.detach(), parameter.requires_grad)
+            copy._parameters[name] = None if parameter is None else parameters[parameter]
+            if type(module).__setattr__ is not nn.Module.__setattr__:
+                # Torch's recurrent modules, for example, have a second list of their parameters.
+                setattr(copy, name, copy._parameters[name])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in buffers:
+                buffers[buffer] = buffer.detach().to(device or buffer.device, copy=True)
+            copy._buffers[name] = None if buffer is None else buffers[buffer]
+    return Replica(copies[model], parameters)
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"the parameter {name!r} has hooks",
+                expected="batch_norm: sync and dp compute gradients of copies of the parameters, without hooks",
+                fix="read .grad after the step, or set batch_norm: microbatch and --strategy ddp",
+                code="E_PARAMETER_HOOKS",
+            )
+
+
+def require_untouched(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a model whose replica used the model's own parameters.
+
+    Raises:
+        InputError: some of `parameters`, the model's own, have a gradient.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        raise InputError(
+            "the forward of a replica used the model's own parameters",
+            expected="under batch_norm: sync and dp, modules are attributes of their parents, not entries of a list, "
+            "bound methods or compiled functions",
+            fix="use nn.ModuleList or nn.ModuleDict, do not compile the model, or set batch_norm: microbatch and "
+            "--strategy ddp",
+            code="E_INCOMPATIBLE",
+        )
+
+
+Weights = dict[nn.Parameter, torch.Tensor]
+Gradients = list[torch.Tensor | None]
+# The statistics vector of a microbatch, and the gradients of the trained parameters.
+Computed = tuple[torch.Tensor, Gradients]
+
+
+def _set_gradients(
+    runner: StepRunner, batch: GlobalBatch, tree: MicrobatchTree, microbatch: Microbatch, gradients: Gradients
+) -> None:
+    """Pass the gradients of one microbatch to the strategy."""
+    last = microbatch is batch.local_microbatches[-1]
+    with runner.strategy.microbatch(tree, microbatch.number, last=last):
+        for parameter, gradient in zip(runner.names, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _shared_autocast_cache() -> Iterator[None]:
+    """Cast each weight once per group of microbatches, as on one device.
+
+    All threads share one autocast cache, and a thread that leaves the outermost autocast context clears the cache.
+    """
+    torch.set_autocast_cache_enabled(True)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+class DataParallelRunner(SequentialRunner):
+    """Computes one microbatch per device of the rank at the same time, each on a replica, as `torch.nn.DataParallel`.
+
+    All threads of a process share its random generators. A model that draws from them is computed sequentially, as on
+    one device: the first group of microbatches shows whether the model draws, and is then computed again.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._devices = rank_devices(self.world)
+        self._threads = Threads("samestep-device")
+        self.is_sequential = bool(self.callbacks)  # callbacks expect one microbatch at a time
+
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+        devices, microbatches = len(self._devices), batch.microbatches
+        if devices > microbatches:
+            raise InputError(
+                f"strategy dp has {devices} devices but the recipe has {microbatches} microbatches, so "
+                f"{devices - microbatches} devices would be idle",
+                expected="devices <= microbatches",
+                fix=f"set strategy.devices: {microbatches}",
+                code="E_TOO_MANY_RANKS",
+            )
+        stats = None if self.is_sequential else self._concurrent(batch, position, save)
+        if stats is None:
+            self.is_sequential = True
+            return super().compute(batch, position, save=save)
+        return stats
+
+    def _concurrent(self, batch: GlobalBatch, position: int, save: bool) -> StepStats | None:
+        """Compute the step with one thread per device; return None, with nothing changed, if the model draws."""
+        tree = MicrobatchTree(batch.microbatches, batch.size)
+        vectors: dict[int, torch.Tensor] = {}
+        weights = self._device_weights()
+        self.buffers.begin()
+        with preserved_generators(self.world.device), self.undo_on_failure():
+            before = generator_state()
+            for first in range(0, len(batch.local_microbatches), len(self._devices)):
+                group = batch.local_microbatches[first : first + len(self._devices)]
+                computed = self._group(group, weights, batch, position, save)
+                if generator_state() != before:
+                    self.strategy.abandon()
+                    return None
+                for microbatch, (vector, gradients) in zip(group, computed, strict=True):
+                    vectors[microbatch.number] = vector
+                    _set_gradients(self, batch, tree, microbatch, gradients)
+            self.world.context.status.end_compute(len(batch.local_microbatches))
+        return self.finish(batch, tree, self.sum_vectors(batch, tree, vectors))
+
+    def _device_weights(self) -> list[Weights]:
+        """Copy the weights to each device; the model's own device uses the same memory."""
+        if self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=self.world.device))  # creates the scale at the first call
+        parameters = list(self.model.parameters())
+        return [{p: p.detach().to(device, non_blocking=True) for p in parameters} for device in self._devices]
+
+    def _group(
+        self, group: Sequence[Microbatch], weights: Sequence[Weights], batch: GlobalBatch, position: int, save: bool
+    ) -> list[Computed]:
+        """Compute forward and backward of some microbatches at the same time, each on its own device."""
+        futures: list[Future[Computed]] = []
+        computed = []
+        try:
+            for number, microbatch in enumerate(group):
+                task = partial(self._microbatch, number, microbatch, weights[number], batch, position, save)
+                futures.append(self._threads.submit(number, partial(ThreadState(self._devices[number]).run, task)))
+            wait(futures)
+            while futures:
+                computed.append(futures.pop(0).result())
+            return computed
+        except BaseException:
+            self._threads.end()
+            raise
+        finally:
+            futures.clear()  # an exception holds frames, which hold the graphs of microbatches
+            torch.clear_autocast_cache()
+
+    @_shared_autocast_cache()
+    def _microbatch(
+        self, number: int, microbatch: Microbatch, weights: Weights, batch: GlobalBatch, position: int, save: bool
+    ) -> Computed:
+        replica = replicate(self.model, self._devices[number], weights)
+        buffers = MicrobatchBuffers(replica.module)
+        on_device = microbatch._replace(data=move(microbatch.data, self._devices[number]))
+        _, loss = self.forward(replica.module, on_device, position, concurrent=True)
+        vector = self.vector(batch, microbatch, loss, buffers.read(), save)
+        copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
+        self.backward(loss.sum, batch.size)
+        require_untouched(list(self.names))
+        self.require_gradients(copies)
+        return vector, [None if copy.grad is None else copy.grad.to(self.world.device) for copy in copies]
+
+
+class SyncBatchNormRunner(StepRunner):
+    """Computes all microbatches in lockstep, each on a replica; gradients are reduced after the last microbatch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._threads = Threads("samestep-microbatch")
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._exchange: StatisticsExchange | None = None
+
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+        tree = MicrobatchTree(batch.microbatches, batch.size)
+        vectors: dict[int, torch.Tensor] = {}
+        gradients: dict[int, Gradients] = {}
+
+        def compute_microbatch(microbatch: Microbatch, replica: Replica) -> None:
+            for callback in self.callbacks:
+                callback.begin_microbatch(microbatch)
+            buffers = MicrobatchBuffers(replica.module)
+            outputs, loss = self.forward(replica.module, microbatch, position)
+            for callback in self.callbacks:
+                callback.end_microbatch(microbatch, outputs, loss)
+            vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers.read(), save)
+            copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
+            self.backward(loss.sum, batch.size)
+            require_untouched(list(self.names))
+            self.require_gradients(copies, microbatch.number)
+            gradients[microbatch.number] = [copy.grad for copy in copies]
+
+        self.buffers.begin()
+        with self.undo_on_failure():
+            self._run(batch, tree, compute_microbatch)
+            self.world.context.status.end_compute(len(batch.local_microbatches))
+            for microbatch in batch.local_microbatches:
+                _set_gradients(self, batch, tree, microbatch, gradients.pop(microbatch.number))
+        return self.finish(batch, tree, self.sum_vectors(batch, tree, vectors))
+
+    def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
+        """Return the microbatches with the first non-finite statistics: all others share them."""
+        return self._first_bad(batch, "forward") or stats.bad_microbatches
+
+    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
+        """Return the microbatches with the first non-finite statistics, or those whose own gradient is not finite."""
+        first_bad = self._first_bad(batch, "backward")
+        if first_bad:
+            return first_bad
+        bad: list[int] = []
+
+        def check_microbatch(microbatch: Microbatch, replica: Replica) -> None:
+            _, loss = self.forward(replica.module, microbatch, position)
+            if not has_finite_gradient(loss, [replica.parameters[parameter] for parameter in self.names]):
+                bad.append(microbatch.number)
+
+        self._run(batch, MicrobatchTree(batch.microbatches, batch.size), check_microbatch)
+        return flagged_by_any(bad, batch, self.world)
+
+    def _run(self, batch: GlobalBatch, tree: MicrobatchTree, compute: Callable[[Microbatch, Replica], None]) -> None:
+        """Call `compute` for each microbatch of this rank, in lockstep with the microbatches of other ranks."""
+        group = self._active_group(tree)
+        if not batch.local_microbatches:
+            return
+        layers = norm_layers(self.model)
+        width = 2 * max(layer.num_features for layer in layers.values())
+        numbers = [microbatch.number for microbatch in batch.local_microbatches]
+        self._exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width)
+
+        def on_track(microbatch: Microbatch, track: Track) -> None:
+            replica = replicate(self.model)
+            synchronize_layers(replica.module, track)
+            compute(microbatch, replica)
+
+        tasks = [partial(on_track, microbatch) for microbatch in batch.local_microbatches]
+        run_in_lockstep(tasks, self._exchange, self.world.device, self._threads)
+
+    def _active_group(self, tree: MicrobatchTree) -> dist.ProcessGroup | None:
+        """Return the group of the ranks with samples in `tree`, None for all ranks; a collective of all ranks."""
+        size = self.world.size
+        if tree.is_shared_by_all(size):
+            return None
+        ranks = tuple(rank for rank in range(size) if tree.cover(rank, size))
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=self.world.timeout)
+        return self._groups[ranks]
+
+    def _first_bad(self, batch: GlobalBatch, direction: Direction) -> list[int]:
+        """Return the microbatches with the first non-finite statistics, if these occurred in `direction`."""
+        exchange = self._exchange
+        is_first = batch.local_microbatches and exchange is not None and exchange.bad_direction == direction
+        return flagged_by_any(exchange.bad if exchange is not None and is_first else [], batch, self.world)

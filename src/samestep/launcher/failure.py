@@ -1,0 +1,151 @@
+"""Failures of ranks, and the first cause among several failures."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+
+_SIGNAL_FIXES = {
+    "SIGKILL": "look for an out-of-memory kill in the system log",
+    "SIGSEGV": "C code of a library failed: run on one process and look at the innermost call",
+    "SIGABRT": "C code of a library aborted: read its message above, or in the rank's log",
+    "SIGBUS": "shared memory or a mapped file ran out of space: check /dev/shm and the disk",
+    "SIGXFSZ": "a file exceeded the size limit of this process: see ulimit -f",
+    "SIGXCPU": "the process exceeded its limit of processor time: see ulimit -t",
+}
+_OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
+_MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
+_CODE = re.compile(r" \[E_\w+\]$")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of one rank."""
+
+    rank: int
+    when: float  # monotonic clock of the machine in seconds, comparable between its processes
+    text: str  # report for the user: the message, and the traceback of an error in code
+    exit_code: int  # of the launcher, if this is the first cause
+    is_consequence: bool = False  # the rank only noticed the end of another rank
+    by_signal: int | None = None  # signal that ended the process
+    kind: str | None = None  # class name of the exception, or `hang`
+    activity: str = ""  # such as `in engine.step 7`; empty if unknown
+    is_out_of_memory: bool = False  # the exception reports a lack of memory
+    code: str = "E_RANK_FAILED"  # stable code of the error
+
+    @property
+    def title(self) -> str:
+        """First line of the report, without prefix and code."""
+        return _CODE.sub("", self.text.splitlines()[0].removeprefix("error: "))
+
+    @classmethod
+    def of_exception(cls, rank: int, error: BaseException, activity: str = "") -> Failure:
+        """Return the failure for an exception raised in `rank`."""
+        when, kind = time.monotonic(), type(error).__name__
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, SamestepError):
+            is_lost = isinstance(error, PeerLostError)
+            text = f"error: {error}\n{trace}" if is_lost else f"error: {error}"
+            return cls(rank, when, text, error.exit_code, is_lost, kind=kind, activity=activity, code=error.code)
+        message = str(error).strip().splitlines()
+        title = f"{kind}: {message[0]}" if message else kind
+        is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{trace}"
+        if is_memory:
+            text += f"\n  fix:      {_MEMORY_FIX}"
+        return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity, is_out_of_memory=is_memory)
+
+    @classmethod
+    def of_exit(cls, rank: int, exit_code: int, activity: str = "", stack: Sequence[str] = ()) -> Failure:
+        """Return the failure for a process that ended without a report.
+
+        A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal, outermost first.
+        """
+        by_signal = -exit_code if exit_code < 0 else None
+        if by_signal is not None:
+            # Real-time signals have no names.
+            name = next((known.name for known in signal.Signals if known == by_signal), f"signal {by_signal}")
+            problem, fix, code = f"was killed by {name}{_spaced(activity)}", _SIGNAL_FIXES.get(name), "E_RANK_KILLED"
+        else:
+            problem = f"ended with exit code {exit_code}{_spaced(activity)}, before the function returned"
+            fix, code = "look for sys.exit() or os._exit() in code that only this rank runs", "E_RANK_EXITED"
+        lines = [f"error: rank {rank} {problem} [{code}]"]
+        if stack:
+            lines += ["  Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
+        if fix:
+            lines.append(f"  fix:      {fix}")
+        text = "\n".join(lines)
+        return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=by_signal, activity=activity, code=code)
+
+    @classmethod
+    def of_fork_server(cls, activity: str) -> Failure:
+        """Return the failure of all ranks after their fork server was killed."""
+        text = (
+            f"error: the fork server of the ranks was killed{_spaced(activity)}, and they ended with it "
+            "[E_FORK_SERVER]\n"
+            "  fix:      look for a memory limit of this machine, or an administrator, that kills processes"
+        )
+        when = time.monotonic()
+        return cls(0, when, text, EXIT_FAILED, by_signal=signal.SIGKILL, activity=activity, code="E_FORK_SERVER")
+
+    @classmethod
+    def of_hang(cls, rank: int, text: str, activity: str) -> Failure:
+        """Return the failure for a rank that the others wait for."""
+        return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", activity=activity, code="E_HANG")
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """Return the earliest failure that is not a consequence of another.
+
+    The end of a rank can make another rank raise or abort, but does not kill it. A killed rank therefore takes
+    precedence, although other ranks may report a failure before the launcher notices the kill.
+    """
+    hangs = [failure for failure in failures if failure.kind == "hang"]
+    if hangs:
+        return hangs[0]  # the launcher itself caused all later failures
+    causes = [failure for failure in failures if not failure.is_consequence]
+    killed = [failure for failure in causes if failure.by_signal not in (None, signal.SIGABRT)]
+    return min(killed or causes or failures, key=lambda failure: failure.when)
+
+
+class RankError(SamestepError):
+    """A rank failed; `str()` is the report of that rank.
+
+    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the ranks.
+    """
+
+    def __init__(self, failure: Failure, steps: int = 0, checkpoints: int = 0) -> None:
+        super().__init__(failure.text.removeprefix("error: "), code=failure.code)
+        self.failure, self.steps, self.checkpoints = failure, steps, checkpoints
+        self.exit_code = failure.exit_code
+
+    def with_next_step(self, text: str) -> RankError:
+        """Return the error with a line on the next step, unless the input was invalid or `text` is empty."""
+        if not text or self.exit_code != EXIT_FAILED:
+            return self
+        report = f"{self.failure.text}\n  then: {text}"
+        return RankError(replace(self.failure, text=report), self.steps, self.checkpoints)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankError, (self.failure, self.steps, self.checkpoints)
+
+    def __str__(self) -> str:
+        return self.value  # a complete report, with the code of the failure
+
+
+class StoppedError(SamestepError):
+    """The run was stopped on request before the end of a step."""
+
+    exit_code = EXIT_STOPPED
+    default_code = "E_STOPPED"
+
+
+def _spaced(activity: str) -> str:
+    return f" {activity}" if activity else ""

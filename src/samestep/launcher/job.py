@@ -1,0 +1,247 @@
+"""State of a rank's process, and the job of another launcher: store, rendezvous, and reports of failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from samestep.distributed.env import prepare_torch_environment, read_environment
+from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, is_loopback
+from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
+from samestep.errors import InputError, RunError
+from samestep.launcher.failure import Failure
+from samestep.launcher.watchdog import HANG_AFTER
+
+if TYPE_CHECKING:
+    from samestep.engine.callbacks import Callback
+    from samestep.launcher.worker import WorkerSpec
+
+TIMEOUT = timedelta(seconds=HANG_AFTER)
+LOOPBACK = "127.0.0.1"
+_CONNECT_POLL_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
+_REPORT_POLL_SECONDS = 0.02
+# Time that a rank which lost another waits for the report of the lost rank.
+_SETTLE_SECONDS = 1.0
+# Time that rank 0 gives the others to read its report, because the store may end with rank 0.
+_READERS_SECONDS = 1.0
+_REPORTERS, _EXIT_CODE, _SEEN = "failure/reporters", "failure/exit-code", "failure/seen"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of a job that another launcher started."""
+
+    rank: int
+    size: int
+    store: dist.Store  # of this attempt alone
+    restarts: int  # restarts of the job; equal on every rank
+    address: tuple[str, int]  # host and port of the store
+    launcher_has_store: bool  # otherwise rank 0 hosts the store
+    hang_after: float  # seconds without progress that count as a hang
+
+
+@dataclass
+class ProcessState:
+    """State of one rank's process that consecutive worlds share."""
+
+    worker: WorkerSpec | None = None  # from Samestep's launcher; None in any other process
+    hosted_store: dist.Store | None = None  # the store of the launch, in the launch's rank 0
+    launch_store: dist.Store | None = None  # the launch's part of that store, in every rank of the launch
+    job: Job | None = None  # the job of another launcher, once joined
+    worlds: int = 0  # number of worlds that this process has entered with other ranks
+    # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
+    # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.
+    finished_groups: list[dist.ProcessGroup | None] = field(default_factory=list)
+    # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
+    callbacks: list[Callback] = field(default_factory=list)
+
+
+# The only instance: a process has one place in one job.
+process_state = ProcessState()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of ranks from Samestep's launcher; 0 and 1 in any other process."""
+    worker = process_state.worker
+    return (worker.rank, worker.size) if worker is not None else (0, 1)
+
+
+def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:
+    """Wait for all ranks of the job. Later calls in the same process return the same job.
+
+    An invalid address, or a port in use, raises `InputError`; a store or a rank that does not appear, `RunError`.
+    """
+    if process_state.job is None:
+        rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
+        prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
+        with _job_store(rendezvous, timeout) as (tcp, address):
+            store = dist.PrefixStore(job_prefix(read_environment().token), tcp)
+            # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on
+            # several machines each agent counts its own.
+            earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
+            restarts, hint = max(rendezvous.restarts, earlier), _hint(rendezvous)
+            attempt, restarts = wait_for_ranks(
+                store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint
+            )
+        process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
+    return process_state.job
+
+
+@contextmanager
+def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> Iterator[tuple[dist.Store, tuple[str, int]]]:
+    """Open the store of the job and yield the store and its address; a published port is valid inside the block."""
+    size = rendezvous.world_size
+    if rendezvous.port is None:
+        job = rendezvous.job or _mpi_job()
+        if rendezvous.rank == 0:
+            listener = free_loopback_socket()
+            port = listener.getsockname()[1]
+            with publish_port(job, port):
+                yield _tcp_store(listener, LOOPBACK, port, size, timeout), (LOOPBACK, port)
+        else:
+            port = wait_for_port(job, timeout.total_seconds())
+            yield _connect(replace(rendezvous, address=LOOPBACK, port=port), timeout), (LOOPBACK, port)
+        return
+    assert rendezvous.address is not None
+    address = (rendezvous.address, rendezvous.port)
+    if rendezvous.rank == 0 and not rendezvous.has_store:
+        yield _tcp_store(_listen(*address), *address, size, timeout), address
+    else:
+        yield _connect(rendezvous, timeout), address
+
+
+def _tcp_store(listener: socket.socket, address: str, port: int, size: int, timeout: timedelta) -> dist.Store:
+    """Host a store behind a listening socket. A store that opens its own port listens on every interface."""
+    return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+    address, port = rendezvous.address, rendezvous.port
+    assert address is not None and port is not None
+    _resolve(address, port)
+    # Own attempts first: torch's attempts end with pages of C++ frames.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _accepts_connections(address, port):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"rank {rendezvous.rank} of {rendezvous.world_size} cannot connect to {address}:{port} within "
+                f"{timeout.total_seconds():g} s",
+                expected="rank 0, or the launcher, listens at this address",
+                fix=_hint(rendezvous),
+                code="E_RENDEZVOUS",
+            )
+        time.sleep(_CONNECT_POLL_SECONDS)
+    return dist.TCPStore(address, port, rendezvous.world_size, False, timeout, wait_for_workers=False)
+
+
+def _accepts_connections(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECT_SECONDS):
+        return True
+    return False
+
+
+def _resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return address families and socket addresses of a host."""
+    try:
+        results = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise InputError(
+            f"the host {address!r} cannot be resolved: {error.strerror}",
+            expected="the host of rank 0, from MASTER_ADDR or the list of hosts of the Slurm step",
+            fix="set MASTER_ADDR to an address that all ranks can reach",
+            code="E_UNKNOWN_HOST",
+        ) from error
+    return [(family, socket_address) for family, _, _, _, socket_address in results]
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen on an address of this machine alone; on all interfaces for another address, as behind a proxy."""
+    results = _resolve(address, port)
+    # /etc/hosts may map the machine's own name to a loopback address; the address that others use is unknown then.
+    is_local_name = any(is_loopback(str(target[0])) for _, target in results) and not is_loopback(address)
+    attempts = [] if is_local_name else results
+    for family, target in [*attempts, (results[0][0], ("", port))]:
+        try:
+            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            return socket.create_server(target, family=family, backlog=1024, dualstack_ipv6=is_dual)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise InputError(
+                    f"port {port} at {address} is used by another process",
+                    expected="a free port for rank 0: MASTER_PORT, or in Slurm a port derived from job and step",
+                    fix="set MASTER_PORT to a free port, the same for all ranks",
+                    code="E_PORT_IN_USE",
+                ) from error
+            if error.errno != errno.EADDRNOTAVAIL or not target[0]:
+                raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _mpi_job() -> str:
+    """Return a name with number and start time (proc(5)) of the process that started all ranks of this machine."""
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    start = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "0"
+    return f"mpi-{parent}-{start}"
+
+
+def _hint(rendezvous: Rendezvous) -> str:
+    if rendezvous.address is not None and is_loopback(rendezvous.address) and not rendezvous.is_on_one_machine:
+        return f"MASTER_ADDR is {rendezvous.address}, which no other machine reaches: set it to the address of rank 0"
+    return "read the output of the missing ranks, and check for a firewall between machines"
+
+
+def host_store(worker: WorkerSpec, timeout: timedelta) -> None:
+    """In rank 0 of a launch: open the store of the launch. The store stays open until the process ends."""
+    if worker.rank == 0 and process_state.hosted_store is None:
+        assert worker.listener is not None
+        process_state.hosted_store = _tcp_store(worker.listener, LOOPBACK, worker.port, worker.size, timeout)
+
+
+def failure_reported(store: dist.Store) -> bool:
+    """Whether a rank has reported a failure, or the store is gone with a failed rank."""
+    try:
+        return bool(store.check([_EXIT_CODE]))
+    except dist.DistError:
+        return True
+
+
+def report_failure(job: Job, failure: Failure) -> tuple[bool, int]:
+    """Agree on one report; return whether this rank must print it, and the exit code of the reported failure.
+
+    A rank that only lost another rank reports if no other rank does. If the store is gone, rank 0 or the launcher is
+    gone too: either has reported, or was killed and its parent reports.
+    """
+    store, is_first, code = job.store, False, failure.exit_code
+    if job.rank != 0 and not _accepts_connections(*job.address):  # torch prints pages if its own connection fails
+        return is_first, code
+    with suppress(dist.DistError):
+        if failure.is_consequence:
+            wait_for_keys(store, [_EXIT_CODE], _SETTLE_SECONDS)
+        is_first = store.add(_REPORTERS, 1) == 1
+        if is_first:
+            store.set(_EXIT_CODE, str(code))
+        else:
+            code = int(store.get(_EXIT_CODE))
+        # From here on rank 0 may be gone, and the store with it.
+        store.set(f"{_SEEN}/{job.rank}", "")
+        if job.rank == 0:
+            wait_for_keys(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _READERS_SECONDS)
+    return is_first, code
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Wait until all keys are set, at most for some seconds."""
+    deadline = time.monotonic() + seconds
+    while keys and not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(_REPORT_POLL_SECONDS)

@@ -1,0 +1,173 @@
+"""Peer watchdog: ranks that another launcher started watch one another through the store of their job.
+
+A thread of each rank writes the rank's status to the store every few seconds and reads the status of the others. When
+no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its own process: these
+threads run even if the main threads are stuck. A rank whose thread writes no status counts as silent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from samestep.distributed.status import RankStatus, StatusSnapshot
+from samestep.errors import EXIT_FAILED
+from samestep.launcher.job import Job, report_failure, wait_for_keys
+from samestep.launcher.watchdog import Hang, RankState, Watchdog, hang_failure
+from samestep.launcher.worker import exit_process
+
+_MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
+_SILENT_INTERVALS = 4
+_TIMEOUT_SECONDS = 1.0
+_HANG = "hang"
+
+
+@dataclass
+class _Peer:
+    """Last status of one rank, with times by the clock of this rank, because clocks of machines differ."""
+
+    beat: str = ""
+    beat_time: float = 0.0
+    status: str = ""
+    status_time: float = 0.0
+
+    def update(self, message: str) -> None:
+        now = time.monotonic()
+        beat, _, status = message.partition("\n")
+        if beat != self.beat:
+            self.beat, self.beat_time = beat, now
+        if status != self.status:
+            self.status, self.status_time = status, now
+
+    def state(self, silent_after: float) -> RankState:
+        snapshot = replace(StatusSnapshot(**json.loads(self.status)), last_change=self.status_time)
+        return RankState(snapshot, is_silent=time.monotonic() - self.beat_time > silent_after)
+
+
+class PeerWatchdog:
+    """Watchdog threads of one rank; they end with the process. The `store` belongs to this world alone."""
+
+    def __init__(self, job: Job, store: dist.Store, rank_status: RankStatus, hang_after: float) -> None:
+        # Own connections: the main thread may be stuck in a request, and its connection with it.
+        self._job = replace(job, store=job.store.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+        self._rank_status, self._hang_after = rank_status, hang_after
+        self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
+        self._watchdog = Watchdog(hang_after)
+        self._peers: dict[int, _Peer] = {}
+        self._beats = 0
+        self._last_answer = time.monotonic()
+        self._main_thread = threading.get_ident()
+        self._closed = threading.Event()
+        self._is_ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name="samestep-watch", daemon=True)
+            for target in (self._watch_peers, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(_TIMEOUT_SECONDS)
+
+    def join_if_ending(self) -> None:
+        """In the main thread after an exception: wait for the end of the process if this watchdog is ending it.
+
+        After a hang ranks end one by one. The end of one makes collectives of others fail, which must not be reported.
+        """
+        if self._is_ending.is_set():
+            self._threads[0].join()
+
+    def _watch_peers(self) -> None:
+        try:
+            self._send_status()
+            while not self._closed.wait(self._interval):
+                self._send_status()
+                self._check_progress()
+        except dist.DistError:
+            if self._is_ending.is_set():
+                exit_process(EXIT_FAILED)
+            return  # the host of the store is gone: the main thread fails too, or _watch_store ends the process
+
+    def _send_status(self) -> None:
+        self._beats += 1
+        self._store.set(str(self._job.rank), f"{self._beats}\n{json.dumps(asdict(self._rank_status.snapshot))}")
+
+    def _check_progress(self) -> None:
+        states = self._read_states()
+        self._last_answer = time.monotonic()
+        seconds = self._watchdog.hang_seconds(states)
+        if seconds or self._store.check([_HANG]):
+            self._end(states, seconds or self._hang_after)
+        elif self._job.rank == 0 and (message := self._watchdog.slow_rank(states)):
+            print(message, file=sys.stderr, flush=True)
+
+    def _read_states(self) -> dict[int, RankState]:
+        ranks = range(self._job.size)
+        present = [rank for rank in ranks if rank in self._peers or self._store.check([str(rank)])]
+        messages = self._store.multi_get([str(rank) for rank in present])
+        for rank, message in zip(present, messages, strict=True):
+            self._peers.setdefault(rank, _Peer()).update(message.decode())
+        silent_after = _SILENT_INTERVALS * self._interval
+        absent = RankState(StatusSnapshot(), is_silent=True)
+        return {rank: self._peers[rank].state(silent_after) if rank in self._peers else absent for rank in ranks}
+
+    def _end(self, states: dict[int, RankState], seconds: float) -> NoReturn:
+        """Report the hang, unless another rank does, and end this process."""
+        self._is_ending.set()
+        self._store.set(_HANG, "")
+        self._store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._main_thread)))
+        stacks = self._read_stacks([rank for rank, state in states.items() if not state.is_silent])
+        failure = hang_failure(Hang(seconds, self._hang_after, states, stacks))
+        is_first, code = report_failure(self._job, failure)
+        if is_first:
+            print(failure.text, file=sys.stderr, flush=True)
+        exit_process(code)
+
+    def _read_stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
+        """Return the stacks of all ranks, waiting for those of `ranks`; empty for a rank without an answer."""
+        wait_for_keys(self._store, [f"stack/{rank}" for rank in ranks], self._interval + _TIMEOUT_SECONDS)
+        known = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
+        stacks = {rank: json.loads(self._store.get(f"stack/{rank}")) for rank in known}
+        return {rank: stacks.get(rank, []) for rank in range(self._job.size)}
+
+    def _watch_store(self) -> None:
+        """End this process if this rank makes no progress and the store does not answer."""
+        while not self._closed.wait(self._interval):
+            status, now = self._rank_status.snapshot, time.monotonic()
+            seconds = now - max(self._last_answer, status.last_change)
+            if seconds >= self._hang_after:
+                # Ranks cannot agree on a reporter without the store, whose host is stuck.
+                if self._job.rank == (0 if self._job.launcher_has_store else 1):
+                    print(self._store_report(seconds, status), file=sys.stderr, flush=True)
+                exit_process(EXIT_FAILED)
+
+    def _store_report(self, seconds: float, status: StatusSnapshot) -> str:
+        address, port = self._job.address
+        host = "the launcher" if self._job.launcher_has_store else "rank 0"
+        frames = "".join(f"    {frame}\n" for frame in _stack(self._main_thread)[-10:])
+        return (
+            f"error: {host} hangs: the store of the job, at {address}:{port}, has not answered for {seconds:.1f} s "
+            "[E_HANG]\n"
+            f"    rank {self._job.rank}: {status.activity}\n"
+            f"  stack of rank {self._job.rank}, innermost last:\n{frames}"
+            f"  expected: every rank completes a step within {self._hang_after:g} s (--hang-after)\n"
+            f"  fix:      check whether the process of {host} is stopped, or its machine lost"
+        )
+
+
+def _stack(thread: int) -> list[str]:
+    """Return `file:line function` for each frame of a thread of this process, outermost first."""
+    frame = sys._current_frames().get(thread)
+    return [f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)] if frame else []

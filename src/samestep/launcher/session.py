@@ -1,0 +1,230 @@
+"""`samestep.start()`: rendezvous, device, process group, determinism and teardown of one rank."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from samestep.config import DeviceKind, Reduction, StrategyConfig
+from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.devices import first_gpu_index
+from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
+from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.logging import configure_logging
+from samestep.distributed.signals import STOP_SIGNALS, StopRequest
+from samestep.distributed.status import RankStatus, local_rank_status
+from samestep.distributed.store import job_prefix, wait_for_ranks
+from samestep.distributed.world import RunContext, World, build_world
+from samestep.errors import InputError
+from samestep.launcher.job import LOOPBACK, TIMEOUT, Job, host_store, join_job, process_state
+from samestep.launcher.peer_watchdog import PeerWatchdog
+from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
+
+if TYPE_CHECKING:
+    from samestep.launcher.worker import WorkerSpec
+    from samestep.loggers.logger import Logger
+
+
+@contextmanager
+def start(
+    *,
+    device: DeviceKind = "auto",
+    reduction: Reduction = "exact",
+    threads: int = 1,
+    timeout: timedelta | None = None,
+    strategy: StrategyConfig | None = None,
+    loggers: Sequence[Logger] = (),
+) -> Iterator[World]:
+    """Join the other ranks, and yield the world.
+
+    Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment variables of
+    torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise this process is the only rank.
+
+    Args:
+        device: `auto` selects this rank's GPU if torch sees one, otherwise the CPU.
+        reduction: `exact` requests deterministic kernels from torch.
+        threads: intra-op threads of this rank. More threads are faster, but another number changes bits.
+        timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
+            launcher; collectives then have a slightly longer limit, so that the watchdog reports a hang first.
+        strategy: parallel strategy; None for replication.
+        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block.
+
+    Yields:
+        The world. Its process group ends with the block.
+
+    Raises:
+        InputError: `device`, or a mesh of the strategy for these ranks, does not exist, or a process group exists.
+    """
+    _require_no_process_group()
+    worker = process_state.worker
+    rendezvous = read_rendezvous() if worker is None else None
+    prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
+    rank, size, local_rank = _ranks(worker, rendezvous)
+    configure_logging(rank)
+    rank_device = _select_device(device, local_rank, rendezvous, strategy)
+    _set_determinism(reduction, threads)
+    status = worker.rank_status if worker else local_rank_status()
+    store, collective_timeout, watchdog = _init_process_group(worker, rendezvous, timeout, rank_device, status)
+    stop = worker.stop if worker else StopRequest()
+    if worker:
+        stop.install()  # not earlier: SIGTERM must end a script that never calls start()
+    check = CollectiveCheck(store, status, rank=rank, size=size, timeout=collective_timeout)
+    context = RunContext(status, stop, check, tuple(loggers) if rank == 0 else (), process_state.callbacks)
+    try:
+        world = build_world(rank, size, rank_device, context, strategy or StrategyConfig(), collective_timeout)
+        handlers = _handlers_installed(stop) if rendezvous else nullcontext()
+        with check.until_end(), handlers, ExitStack() as stack:
+            for logger in context.loggers:
+                stack.callback(logger.close)
+            yield world
+    except BaseException:
+        if watchdog is not None:
+            watchdog.join_if_ending()
+        # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
+        if size == 1:
+            dist.destroy_process_group()
+        raise
+    _leave(world, watchdog, is_launched=worker is not None)
+
+
+def _require_no_process_group() -> None:
+    if dist.is_initialized():
+        raise InputError(
+            "this process already has a process group",
+            expected="one samestep.start() at a time, without init_process_group",
+            fix="pass the existing world to the code that needs one",
+            code="E_LAUNCH",
+        )
+
+
+def _init_process_group(
+    worker: WorkerSpec | None,
+    rendezvous: Rendezvous | None,
+    timeout: timedelta | None,
+    device: torch.device,
+    rank_status: RankStatus,
+) -> tuple[dist.Store, timedelta, PeerWatchdog | None]:
+    """Create the process group; return this world's store, the time limit of collectives and the peer watchdog."""
+    rank, size, _ = _ranks(worker, rendezvous)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
+        job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
+        store = _world_store(worker, job, timeout or TIMEOUT)
+        default = worker.timeout if worker else job.hang_after if job else HANG_AFTER
+        hang_after = timeout.total_seconds() if timeout is not None else default
+        limit = timedelta(seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    watchdog = PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
+    return store, limit, watchdog
+
+
+def _leave(world: World, watchdog: PeerWatchdog | None, *, is_launched: bool) -> None:
+    # Ranks leave together: a rank that destroys its group while another communicates can abort at exit.
+    world.barrier()
+    if watchdog is not None:
+        watchdog.close()
+        world.barrier()  # otherwise a watchdog could find the store gone
+    world.context.status.finish()
+    if is_launched:
+        process_state.finished_groups.append(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _handlers_installed(stop: StopRequest) -> Iterator[None]:
+    """Handle stop signals and the first Ctrl-C inside the block. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.raise_signal(signal.SIGTERM)
+
+    stop.install()
+    signal.signal(signal.SIGINT, on_interrupt)
+    atexit.unregister(_end_loader_workers)
+    atexit.register(_end_loader_workers)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_loader_workers() -> None:
+    """Kill running loader workers: like this process, they ignore the SIGTERM that Python would send."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report a killed worker as a failure
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+
+
+def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[int, int, int]:
+    """Return rank, number of ranks and local rank."""
+    if worker is not None:
+        return worker.rank, worker.size, worker.rank
+    return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) if rendezvous is not None else (0, 1, 0)
+
+
+def _select_device(
+    kind: DeviceKind, local_rank: int, rendezvous: Rendezvous | None, strategy: StrategyConfig | None
+) -> torch.device:
+    """Return the first device of this rank."""
+    available = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cpu" or (kind == "auto" and available == 0):
+        return torch.device("cpu")
+    per_rank = (strategy.devices or 1) if strategy is not None and strategy.name == "device_map" else 1
+    if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
+        local_rank = 0  # srun --gpus-per-task=1 and similar options show each rank only its own device
+    device = torch.device("cuda", first_gpu_index(local_rank, per_rank, available))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_determinism(reduction: Reduction, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(reduction == "exact")
+    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    # MKL selects the kernels of its vector functions at their first call. If several threads make this call at the
+    # same time, one of them can compute with a generic kernel, with other rounding.
+    torch.tanh(torch.zeros(16))
+
+
+def _world_store(worker: WorkerSpec | None, job: Job | None, timeout: timedelta) -> dist.Store:
+    """Return the part of the job's store that belongs to this world alone."""
+    if worker is not None:
+        store = _launch_store(worker, timeout)
+    elif job is not None:
+        store = job.store
+    else:
+        return dist.HashStore()
+    process_state.worlds += 1  # equal on all ranks, which enter worlds in the same order
+    return dist.PrefixStore(f"world-{process_state.worlds}", store)
+
+
+def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
+    if process_state.launch_store is None:
+        host_store(worker, timeout)
+        rank, size, hint = worker.rank, worker.size, "read the output of the missing ranks"
+        store = process_state.hosted_store
+        if store is None:
+            store = dist.TCPStore(LOOPBACK, worker.port, size, False, timeout, wait_for_workers=False)
+        store = dist.PrefixStore(job_prefix(read_environment().token), store)
+        process_state.launch_store, _ = wait_for_ranks(
+            store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
+        )
+    return process_state.launch_store

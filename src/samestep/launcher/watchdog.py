@@ -1,0 +1,246 @@
+"""Watchdog: detection of ranks that hang and of ranks that are slow, and the Python stacks of ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import statistics
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any, TypeVar
+
+from samestep.distributed.status import StatusSnapshot, odd_ranks, ranks_text, unnamed_file
+from samestep.launcher.failure import Failure
+
+HANG_AFTER = 600.0
+# Extra time limit of collectives, so that the watchdog reports a hang first.
+COLLECTIVE_MARGIN_SECONDS = 60.0
+
+# A rank is slow if its seconds per microbatch exceed this multiple of the median in two consecutive intervals.
+_SLOW_FACTOR = 1.5
+_SLOW_INTERVAL_SECONDS = 5.0
+# Minimum difference in seconds per microbatch; smaller ones are noise.
+_SLOW_MARGIN_SECONDS = 0.005
+_SHOWN_FRAMES = 10
+_WAITING = ", waiting in "
+_TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
+
+_STACK_SIGNAL = signal.SIGUSR2
+_STACK_SECONDS = 1.0  # limit of the time for an answer
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
+# Frames down to the launched function or script belong to the launcher.
+_LAUNCHER_FRAME = re.compile(r"launcher.worker\.py:\d+ (_call|run_script)$")
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of one rank as the watchdog sees it."""
+
+    status: StatusSnapshot  # written by the rank
+    has_ended: bool = False  # the process has ended without a failure
+    # The kernel's letter for the state of the process (proc(5)), `T` if stopped by a signal; empty without /proc.
+    process_state: str = ""
+    is_silent: bool = False  # the rank sends no status
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang: ranks without progress, and ranks that wait for them."""
+
+    seconds: float  # time without progress
+    hang_after: float  # limit of that time, in seconds
+    states: Mapping[int, RankState]  # of all ranks
+    stacks: Mapping[int, Sequence[str]]  # Python frames, outermost first; empty for a rank that does not answer
+
+    @property
+    def culprits(self) -> list[int]:
+        """Ranks that the others wait for; empty if undecidable.
+
+        In order of precedence: ranks that have ended while others run, stopped or silent ranks, ranks that do not wait,
+        ranks that wait in another operation than the majority, ranks with fewer operations.
+        """
+        states = self.states
+        ended = [rank for rank, state in states.items() if state.has_ended or state.status.is_finished]
+        stopped = [rank for rank, state in states.items() if state.process_state == "T" or state.is_silent]
+        busy = [rank for rank in states if not self._is_waiting(rank)]
+        operations = {rank: state.status.activity.partition(_WAITING)[0] for rank, state in states.items()}
+        most = max(state.status.operations for state in states.values())
+        behind = [rank for rank, state in states.items() if state.status.operations < most]
+        candidates = (ended, stopped, busy, odd_ranks(operations), behind)
+        return next((ranks for ranks in candidates if 0 < len(ranks) < len(states)), [])
+
+    def _is_waiting(self, rank: int) -> bool:
+        """Whether a rank waits for others, in a collective of Samestep or of the user."""
+        frames = self.stacks.get(rank, ())[-3:]
+        return self.states[rank].status.is_waiting or any(_TORCH_DISTRIBUTED in frame for frame in frames)
+
+
+class Watchdog:
+    """Periodic check of the ranks of one launch; `hang_after` seconds without progress of any rank are a hang."""
+
+    def __init__(self, hang_after: float) -> None:
+        self._hang_after = hang_after
+        self._base: dict[int, StatusSnapshot] = {}
+        self._base_time = time.monotonic()
+        self._suspect: int | None = None
+        self._reported: set[int] = set()
+
+    def hang_seconds(self, states: Mapping[int, RankState]) -> float | None:
+        """Return the seconds without progress if they amount to a hang.
+
+        Ranks are not watched before the first has reached `samestep.start()` and after the last has left it: a program
+        may do anything there.
+        """
+        watched = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
+        if not any(status.operations for status in watched):
+            return None
+        seconds = time.monotonic() - max(status.last_change for status in watched)
+        return seconds if seconds >= self._hang_after else None
+
+    def slow_rank(self, states: Mapping[int, RankState]) -> str | None:
+        """Return a message about a rank that has become slow, once per rank."""
+        now, statuses = time.monotonic(), {rank: state.status for rank, state in states.items()}
+        if not self._base or not all(status.microbatches for status in self._base.values()):  # not all have begun
+            self._base, self._base_time = statuses, now
+        if now - self._base_time < _SLOW_INTERVAL_SECONDS:
+            return None
+        before, self._base, self._base_time = self._base, statuses, now
+        suspect, self._suspect = self._suspect, None
+        known = {  # seconds per microbatch
+            rank: (status.compute_seconds - before[rank].compute_seconds) / microbatches
+            for rank, status in statuses.items()
+            if (microbatches := status.microbatches - before[rank].microbatches)
+        }
+        if len(known) < 2 or len(known) < len(states):
+            return None
+        slowest = max(known, key=lambda rank: known[rank])
+        median = statistics.median(cost for rank, cost in known.items() if rank != slowest)
+        excess = known[slowest] - median
+        if slowest in self._reported or known[slowest] < _SLOW_FACTOR * median or excess < _SLOW_MARGIN_SECONDS:
+            return None
+        self._suspect = slowest
+        if suspect != slowest:
+            return None
+        self._reported.add(slowest)
+        return (
+            f"rank {slowest} is slow: {known[slowest]:.3f} s per microbatch, data included; the other ranks need "
+            f"{median:.3f} s and wait"
+        )
+
+
+def hang_text(hang: Hang) -> str:
+    """Return the report on a hang: the activity and the Python stack of each rank."""
+    culprits = hang.culprits
+    subject = ranks_text(culprits) if culprits else "the ranks"
+    verb = "hangs" if len(culprits) == 1 else "hang"
+    lines = [f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"]
+    activities = {rank: _activity(state) for rank, state in hang.states.items()}
+    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
+    stacks = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in hang.stacks.items()}
+    for frames, ranks in _grouped(stacks, culprits).items():
+        lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
+        lines += [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
+    lines += [
+        f"  expected: every rank completes a step within {hang.hang_after:g} s (--hang-after)",
+        f"  fix:      look at the innermost frames of {subject}; for slow steps set a longer limit: --hang-after, "
+        "launch(hang_after=...) or start(timeout=...)",
+    ]
+    return "\n".join(lines)
+
+
+def hang_failure(hang: Hang) -> Failure:
+    """Return the failure of the first rank that the others wait for; of rank 0 if undecidable."""
+    culprit = next(iter(hang.culprits), 0)
+    return Failure.of_hang(culprit, hang_text(hang), hang.states[culprit].status.activity)
+
+
+def _activity(state: RankState) -> str:
+    text = state.status.activity or "before samestep.start()"
+    if state.has_ended:
+        return f"has ended, {text}"
+    if state.is_silent:
+        return f"{text}; no status since then: the process may be stopped, or its machine lost"
+    return f"{text}; stopped by a signal (SIGSTOP, a debugger)" if state.process_state == "T" else text
+
+
+def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
+    """Group ranks by value; the ranks in `first` come first."""
+    groups: dict[Key, list[int]] = {}
+    for rank in sorted(values, key=lambda rank: (rank not in first, rank)):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
+
+
+class StackFile:
+    """File for the Python stacks of one rank. It can be passed to a process that is being started.
+
+    `faulthandler` writes the stacks from a signal handler, without the interpreter: also of a rank stuck in C code.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = unnamed_file("samestep-stacks") if descriptor is None else descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self._descriptor),)
+
+    def install(self) -> None:
+        """In the rank: write all stacks on SIGUSR2 and on a fatal signal."""
+        faulthandler.enable(self._descriptor)
+        faulthandler.register(_STACK_SIGNAL, self._descriptor, all_threads=True, chain=False)
+
+    def request(self, pid: int) -> list[str]:
+        """In the launcher: return the frames of a process's main thread, outermost first; empty without an answer."""
+        before = os.fstat(self._descriptor).st_size
+        try:
+            os.kill(pid, _STACK_SIGNAL)
+        except ProcessLookupError:
+            return []
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline:
+            text = self._read(before)
+            time.sleep(0.02)
+            if text and text == self._read(before):
+                return parse_stack(text)
+        return []
+
+    def crash(self) -> list[str]:
+        """In the launcher: return the frames written at a fatal signal, outermost first."""
+        return parse_stack(self._read(0))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _read(self, begin: int) -> str:
+        size = os.fstat(self._descriptor).st_size - begin
+        return os.pread(self._descriptor, size, begin).decode(errors="replace") if size > 0 else ""
+
+
+def parse_stack(text: str) -> list[str]:
+    """Return `file:line function` for each frame of one thread of a dump, outermost first.
+
+    The thread is the one marked as current (the crashed thread, or the main thread on request), otherwise the last,
+    because a dump lists the newest thread first. Frames of the launcher are omitted.
+    """
+    threads: list[tuple[bool, list[str]]] = []
+    for line in text.splitlines():
+        head = _THREAD.match(line)
+        if head:
+            threads.append((head[1] == "Current thread", []))
+        elif threads and (frame := _FRAME.match(line)):
+            threads[-1][1].append(f"{frame['file']}:{frame['line']} {frame['function']}")
+    last = threads[-1][1] if threads else []
+    frames = next((frames for is_current, frames in threads if is_current), last)[::-1]
+    launcher = [index for index, frame in enumerate(frames) if _LAUNCHER_FRAME.search(frame)]
+    return frames[launcher[-1] + 1 :] if launcher else frames
+
+
+def _received(handle: Any) -> StackFile:
+    return StackFile(handle.detach())

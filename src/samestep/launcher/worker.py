@@ -1,0 +1,175 @@
+"""Worker process: the code around the launched function in one rank."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from samestep.distributed.env import set_environment
+from samestep.distributed.signals import GROUP_SIGNALS, StopRequest
+from samestep.distributed.status import RankStatus, StatusBoard
+from samestep.launcher.failure import Failure
+from samestep.launcher.pickling import pack
+from samestep.launcher.watchdog import StackFile
+
+_PR_SET_PDEATHSIG = 1
+_SCRIPT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Specification of one worker process."""
+
+    rank: int
+    size: int
+    port: int  # of rank 0's store on the loopback interface
+    listener: socket.socket | None  # bound to `port`, in rank 0 only; no other process can take the port meanwhile
+    function: Callable[[], Any]  # runs in every rank; the launcher receives rank 0's result
+    log: Path | None  # file for the output of this rank; None for the launcher's terminal
+    status_board: StatusBoard
+    stacks: StackFile
+    environment: Mapping[str, str]  # variables, set before other code reads the environment
+    timeout: float  # default time limit of a collective, in seconds
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @cached_property
+    def rank_status(self) -> RankStatus:
+        """Status slot of this rank."""
+        return self.status_board.rank_status(self.rank)
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with_launcher() -> None:
+    """Kill this process when the launcher ends, for any reason.
+
+    The death of the parent does not suffice: the parent is the fork server, which lives as long as any of its children.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="samestep-launcher-watch", daemon=True).start()
+
+
+def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
+    """Run the function as one rank; send a `Failure`, or the pickled result, which is empty for ranks other than 0."""
+    die_with_parent()  # the parent is the fork server
+    _die_with_launcher()
+    # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker_spec.stacks.install()
+    if worker_spec.log is not None:
+        _redirect_output(worker_spec.log)
+    set_environment(worker_spec.environment)
+    rank, status = worker_spec.rank, worker_spec.rank_status
+    try:
+        value = _call(worker_spec)
+        packed = pack(value) if rank == 0 else b""
+    except SystemExit as error:
+        channel.send(Failure.of_exit(rank, _exit_code(error), status.activity))
+        exit_process(1)
+    except BaseException as error:  # boundary: the launcher reports any exception
+        channel.send(Failure.of_exception(rank, error, status.activity))
+        exit_process(1)
+    # torch would report a killed loader worker as a failure.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Loader workers ignore SIGTERM as this process does, so Python could not end them.
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    channel.send(packed)
+
+
+def _call(worker_spec: WorkerSpec) -> Any:
+    from samestep.launcher.job import process_state  # imports torch: after output is redirected
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
+    process_state.worker = worker_spec
+    return worker_spec.function()
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the exit code of `sys.exit` by Python's rules: None is 0, and a string is printed for a 1."""
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _redirect_output(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def exit_process(code: int) -> NoReturn:
+    """End this process at once.
+
+    `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group whose peers are stuck
+    could block or abort. Loader workers end with this process through their own death signal.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_script(script: Path, arguments: tuple[str, ...], restarts: int, max_restarts: int) -> None:
+    """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
+
+    The script may call `samestep.start()`, or `torch.distributed.init_process_group()` as under torchrun, whose
+    variables are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists
+    already, as with torchrun's agent, so no rank opens a port on other interfaces.
+    """
+    from samestep.launcher.job import LOOPBACK, host_store, process_state
+
+    worker_spec = process_state.worker
+    assert worker_spec is not None
+    host_store(worker_spec, _SCRIPT_TIMEOUT)
+    set_environment(
+        {
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(worker_spec.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": "samestep",
+        }
+    )
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    # The module is never removed: when a script drops its models, and the last process group with them, torch waits for
+    # gloo threads that may wait for the GIL in turn.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = str(script)
+    try:
+        exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -1,0 +1,1 @@
+"""Loggers of metrics and events, and the monitor of each rank."""

@@ -1,0 +1,232 @@
+"""Loggers of a run: their protocol, the fan-out to several, events as JSON lines, and progress on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from samestep.errors import InputError, RunError
+
+Event = Mapping[str, Any]
+_STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")
+_NOT_METRICS = ("event", "step", "epoch", "samples")
+
+
+class Logger(Protocol):
+    """Destination of the metrics and events of a run.
+
+    A constructor opens no file and no connection, so every rank can construct a logger. Only rank 0 calls the methods.
+    """
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the resolved recipe, before the first step. The default of subclasses ignores the recipe."""
+        return
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics of an optimizer step."""
+
+    def log_event(self, event: Event) -> None:
+        """Log an event of the trainer. `event["event"]` is the kind; docs/reference/events.md lists the other keys."""
+
+    def close(self) -> None:
+        """Write everything that is pending, and release files and connections."""
+
+
+class MetricLogger(Logger):
+    """Base class of loggers that store scalar metrics only.
+
+    Steps and evaluations are logged as metrics `train/NAME` and `evaluation/NAME`. Other events are ignored.
+    """
+
+    def log_event(self, event: Event) -> None:
+        if event["event"] == "step":
+            self.log(event["step"], {f"train/{name}": event[name] for name in _STEP_METRICS})
+        elif event["event"] == "evaluation":
+            values = {f"evaluation/{name}": float(v) for name, v in event.items() if name not in _NOT_METRICS}
+            self.log(event["step"], values)
+
+
+class RunLogger:
+    """Fan-out to several loggers; a logger that cannot write raises `RunError`.
+
+    Without loggers, as on ranks other than 0, every method returns at once.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = loggers
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the resolved recipe."""
+        with write_errors(OSError):
+            for logger in self._loggers:
+                logger.log_config(config)
+
+    def log_event(self, kind: str, **fields: Any) -> None:
+        """Log one event."""
+        with write_errors(OSError):
+            for logger in self._loggers:
+                logger.log_event({"event": kind, **fields})
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close every logger. A write error is raised, or added as a note to the exception that ends the block."""
+        try:
+            with write_errors(OSError), ExitStack() as stack:
+                for logger in self._loggers:
+                    stack.callback(logger.close)
+        except RunError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+
+@contextmanager
+def write_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise exceptions of these types as `RunError`."""
+    try:
+        yield
+    except kinds as error:
+        raise RunError(
+            f"a logger cannot write: {getattr(error, 'strerror', None) or error}",
+            expected="loggers can write to the run directory, the terminal and their servers",
+            fix="free disk space, check the terminal, or select other loggers with --loggers",
+            code="E_LOG_WRITE",
+        ) from error
+
+
+def require_package(logger: str, package: str) -> None:
+    """Raise `InputError` if the package of an optional logger is not installed."""
+    if find_spec(package) is None:
+        raise InputError(
+            f"the logger {logger} needs the package {package}, which is not installed",
+            expected="packages of the selected loggers are installed",
+            fix="pip install 'samestep[loggers]'",
+            code="E_MISSING_LOGGER",
+        )
+
+
+class JsonlLogger(Logger):
+    """Appends events to a file, one JSON object per line, with the time in seconds since 1970.
+
+    A resumed run appends to the same file. If a step occurs twice, the later line is valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.log_event({"event": "metrics", "step": step, "values": values})
+
+    def log_event(self, event: Event) -> None:
+        if self._file is None:
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def to_json_line(value: Mapping[str, Any]) -> str:
+    """Return JSON on one line. JSON has no NaN and no infinities: strings such as `"nan"` represent them."""
+    return json.dumps(_encodable(value), allow_nan=False)
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """Return indented JSON, with strings for NaN and infinities as in `to_json_line`."""
+    return json.dumps(_encodable(value), allow_nan=False, indent=1) + "\n"
+
+
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None if the line has none, such as a line cut by a kill or a full disk."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_metric(name: str, value: float) -> str:
+    """Format a metric: losses with 4 digits, samples as an integer, perplexity with 2 digits, others in percent."""
+    if name == "samples":
+        return f"{value:,.0f}"
+    if name == "perplexity":
+        return f"{value:,.2f}"
+    return f"{value:.4f}" if name == "loss" or name.startswith("loss_") else f"{value:.2%}"
+
+
+class ProgressLogger(Logger):
+    """Prints steps as a progress bar and other events as lines. Without a terminal there is no progress bar."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} samples/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._print("  ".join([f"step {step}", *(f"{name} {value:.4g}" for name, value in values.items())]))
+
+    def log_event(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self._update_bar(event)
+        elif kind == "evaluation":
+            self._print(evaluation_line(event))
+        elif kind in ("note", "skipped", "stop"):
+            self._print(event["text"])
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def _update_bar(self, event: Event) -> None:
+        fields = {"epoch": event["epoch"] + 1, "loss": event["loss"], "speed": event["samples_per_second"]}
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=event["steps_in_epoch"], **fields)
+        self._bar.update(self._task, completed=event["step_in_epoch"], **fields)
+
+
+def evaluation_line(event: Event) -> str:
+    """Format an evaluation as one line."""
+    fixed = ("event", "step", "epoch", "epochs", "train_loss", "loss", "samples", "is_best", "samples_per_second")
+    metrics = "  ".join(f"{name} {format_metric(name, value)}" for name, value in event.items() if name not in fixed)
+    best = "  best" if event["is_best"] else ""
+    return (
+        f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
+        f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}  {metrics}  "
+        f"{event['samples_per_second']:,.0f} samples/s{best}"
+    )

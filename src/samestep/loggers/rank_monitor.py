@@ -1,0 +1,212 @@
+"""Timer of a training loop, and periodic resource samples of each rank, one JSON file per rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import psutil
+
+from samestep.distributed.devices import gpu_stats
+from samestep.distributed.logging import logger
+from samestep.distributed.world import World
+from samestep.loggers.logger import to_json_line
+
+INTERVAL_SECONDS = 2.0
+_MIN_RATE_SECONDS = 0.2  # the CPU clock is too coarse for rates over less time
+_JOIN_SECONDS = 5.0  # a disk that does not answer must not delay the end of a run
+
+
+class RankProgress(NamedTuple):
+    """Work of one rank; samples and seconds count from its start."""
+
+    step: int  # optimizer steps of the run
+    samples: int  # computed by this rank
+    data_seconds: float  # time that this rank has waited for data
+
+
+class _Reading(NamedTuple):
+    """Counters at one moment; rates are differences of two readings."""
+
+    time: float
+    progress: RankProgress
+    wait_seconds: float
+    cpu_seconds: float | None
+
+
+class RankMonitor:
+    """Appends a sample to `ranks/rank-N.jsonl` every `interval` seconds, from a thread.
+
+    docs/reference/events.md lists the keys. A value that cannot be read is null. A write error is logged once and does
+    not end the run, because nothing in a run depends on these files.
+    """
+
+    def __init__(self, run: Path, world: World, first_step: int = 0, interval: float = INTERVAL_SECONDS) -> None:
+        self._path = run / "ranks" / f"rank-{world.rank}.jsonl"
+        self._world, self._interval = world, interval
+        # Waits inside GPU collectives, and inside torch's communication for a split model, cannot be observed.
+        self._observes_waits = world.device.type == "cpu" and not world.mesh_shape.splits_model
+        self._host, self._process = socket.gethostname(), psutil.Process()
+        self._lock = threading.Lock()
+        self._read_progress: Callable[[], RankProgress] = lambda: RankProgress(first_step, 0, 0.0)
+        self._last = self._read()
+        self._rates = self._rates_between(self._last, self._last)
+        self._ends_mid_line = self._has_warned = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep-rank-monitor", daemon=True)
+
+    def follow(self, read_progress: Callable[[], RankProgress]) -> None:
+        """Take the progress of the rank from this function, which is called in the thread of the monitor."""
+        with self._lock:
+            self._read_progress = read_progress
+            self._last = self._read()
+
+    def __enter__(self) -> RankMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closed.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            with self._open() as file:
+                self._append(file)
+                while not self._closed.wait(self._interval):
+                    self._append(file)
+                self._append(file)
+        except OSError as error:
+            self._warn(error)
+
+    def _open(self) -> FileIO:
+        # No parents: a machine without access to the run directory must not create another one.
+        self._path.parent.mkdir(exist_ok=True)
+        file = FileIO(self._path, "a+")
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            self._ends_mid_line = file.read(1) != b"\n"  # an earlier process was killed during a write
+        return file
+
+    def _append(self, file: FileIO) -> None:
+        line = f"{to_json_line(self._sample())}\n".encode()
+        data = b"\n" + line if self._ends_mid_line else line
+        try:
+            self._ends_mid_line = file.write(data) < len(data)
+        except OSError as error:
+            self._ends_mid_line = True
+            self._warn(error)
+
+    def _sample(self) -> dict[str, Any]:
+        with self._lock:
+            now = self._read()
+            if now.time - self._last.time >= _MIN_RATE_SECONDS:
+                self._rates, self._last = self._rates_between(self._last, now), now
+            rates = self._rates
+        status = self._world.context.status.snapshot
+        return {
+            "time": round(time.time(), 3),
+            "rank": self._world.rank,
+            "host": self._host,
+            "pid": self._process.pid,
+            "step": now.progress.step,
+            "doing": status.activity,
+            "waits": status.is_waiting,
+            **rates,
+            "memory_bytes": _read_or_none(lambda: self._process.memory_info().rss),
+            "gpu": gpu_stats(self._world.device),
+        }
+
+    def _rates_between(self, before: _Reading, now: _Reading) -> dict[str, float | None]:
+        seconds = max(now.time - before.time, 1e-9)
+        cpu_percent = None
+        if before.cpu_seconds is not None and now.cpu_seconds is not None:
+            cpu_percent = round(100 * (now.cpu_seconds - before.cpu_seconds) / seconds, 1)
+        return {
+            "steps_per_second": round((now.progress.step - before.progress.step) / seconds, 3),
+            "samples_per_second": round((now.progress.samples - before.progress.samples) / seconds, 1),
+            "data_share": _share(now.progress.data_seconds - before.progress.data_seconds, seconds),
+            "wait_share": _share(now.wait_seconds - before.wait_seconds, seconds) if self._observes_waits else None,
+            "cpu_percent": cpu_percent,
+        }
+
+    def _read(self) -> _Reading:
+        cpu_seconds = _read_or_none(lambda: sum(self._process.cpu_times()[:2]))
+        return _Reading(time.monotonic(), self._read_progress(), self._world.context.status.waited_seconds, cpu_seconds)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            reason = error.strerror or error
+            logger.warning("rank %d cannot write %s: %s; training continues", self._world.rank, self._path, reason)
+
+
+def _share(seconds: float, total: float) -> float:
+    return round(min(max(seconds / total, 0.0), 1.0), 3)
+
+
+def _read_or_none(read: Callable[[], Any]) -> Any:
+    """Return a value that psutil reads, or None if the system does not provide it."""
+    try:
+        return read()
+    except (psutil.Error, OSError):
+        return None
+
+
+class StepTimer:
+    """Wall time of data loading and of optimizer steps, in seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._samples, self._step_seconds = 0, 0.0
+        self._waits: tuple[float, float | None] = 0.0, None  # one attribute: other threads read both values at once
+        self.last_wait = 0.0  # wait for the most recent batch
+        self.last_step = 0.0  # most recent step, including the wait for data
+        self.last_speed = 0.0  # samples per second of the most recent step
+        self.local_samples = 0  # samples computed by this rank
+
+    @property
+    def elapsed(self) -> float:
+        """Time since the construction of the timer."""
+        return time.perf_counter() - self._began
+
+    @property
+    def speed(self) -> float:
+        """Samples per second over all steps; 0 before the first step."""
+        return self._samples / self._step_seconds if self._step_seconds else 0.0
+
+    @property
+    def data_seconds(self) -> float:
+        """Total wait for data, including a wait in progress."""
+        total, began = self._waits
+        return total if began is None else total + time.perf_counter() - began
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Time the wait for a batch."""
+        began = time.perf_counter()
+        self._waits = self.data_seconds, began
+        try:
+            yield
+        finally:
+            self.last_wait = time.perf_counter() - began
+            self._waits = self.data_seconds, None
+
+    @contextmanager
+    def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
+        """Time a step over `samples` samples, of which this rank computes `local_samples`."""
+        began = time.perf_counter()
+        yield
+        self.local_samples += local_samples
+        self.last_step = self.last_wait + time.perf_counter() - began
+        self._samples += samples
+        self._step_seconds += self.last_step
+        self.last_speed = samples / self.last_step

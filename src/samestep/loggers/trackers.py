@@ -1,0 +1,202 @@
+"""Loggers for TensorBoard, Weights & Biases and MLflow; a package that is not installed raises `InputError`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from samestep.distributed.env import read_wandb_mode
+from samestep.loggers.logger import MetricLogger, require_package, write_errors
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(MetricLogger):
+    """Writes metrics as TensorBoard scalars.
+
+    Args:
+        path: log directory.
+        first_step: step of the checkpoint that the run is resumed from; TensorBoard hides later steps of earlier files.
+    """
+
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        self._path, self._first_step = path, first_step
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._open().add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> SummaryWriter:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import: most of a second
+
+            purge_step = self._first_step + 1 if self._first_step else None
+            self._writer = SummaryWriter(self._path, purge_step=purge_step)
+        return self._writer
+
+
+class WandbLogger(MetricLogger):
+    """Logs metrics and the recipe to Weights & Biases.
+
+    Without a mode, WANDB_MODE decides; without the variable the mode is offline: files are written to `wandb/` in the
+    run directory, and `wandb sync` uploads them.
+
+    Args:
+        run: run directory; its name is the name of the run in Weights & Biases.
+        project: project in Weights & Biases.
+        mode: `offline`, `online` or `disabled`.
+        resume: continue the run that an earlier logger of this directory created.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        project: str = "samestep",
+        mode: Literal["offline", "online", "disabled"] | None = None,
+        resume: bool = False,
+    ) -> None:
+        require_package("wandb", "wandb")
+        self._directory, self._project, self._mode, self._resume = run, project, mode, resume
+        self._run: Any = None
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the recipe as the configuration of the run."""
+        self._open().config.update(dict(config), allow_val_change=True)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._open().log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _open(self) -> Any:
+        if self._run is None:
+            import wandb
+
+            id_file = self._directory / "wandb" / "run-id.txt"
+            run_id = id_file.read_text(encoding="utf-8") if self._resume and id_file.exists() else None
+            with write_errors(wandb.Error):
+                self._run = wandb.init(
+                    project=self._project,
+                    name=self._directory.resolve().name,
+                    dir=self._directory,
+                    mode=self._mode or read_wandb_mode() or "offline",
+                    id=run_id,
+                    resume=None if run_id is None else "allow",
+                    settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+                )
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(self._run.id, encoding="utf-8")
+        return self._run
+
+
+_FLUSH_SECONDS = 1.0
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # limits of one request to MLflow
+_MAX_PARAM_CHARACTERS = 6000
+_RUN_TAG = "samestep.run"
+
+
+class MLflowLogger(MetricLogger):
+    """Logs metrics and the recipe to MLflow.
+
+    Without a tracking URI, MLFLOW_TRACKING_URI decides; without the variable, metrics are stored in the SQLite file
+    `mlflow.db` in the run directory. Metrics are sent about once per second.
+
+    Args:
+        run: run directory; its name is the name of the run in MLflow.
+        experiment: experiment in MLflow.
+        tracking_uri: URI of the tracking store.
+        resume: continue the run that an earlier logger of this directory created.
+    """
+
+    def __init__(
+        self, run: Path, *, experiment: str = "samestep", tracking_uri: str | None = None, resume: bool = False
+    ) -> None:
+        for package in ("mlflow", "sqlalchemy", "alembic"):
+            require_package("mlflow", package)
+        self._directory, self._experiment, self._uri, self._resume = run, experiment, tracking_uri, resume
+        self._client: Any = None
+        self._run_id = ""
+        self._pending: list[Any] = []
+        self._last_flush = 0.0
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the recipe as parameters such as `optimizer.options.lr`, unless the run has them already."""
+        from mlflow.entities import Param
+
+        client = self._open()
+        with write_errors(_mlflow_error()):
+            known = client.get_run(self._run_id).data.params  # MLflow refuses another value
+        missing = [(key, str(value)) for key, value in flatten(config) if key not in known]
+        self._send("params", [Param(key, text[:_MAX_PARAM_CHARACTERS]) for key, text in missing], _MAX_PARAMS)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(time.time() * 1000)
+        self._pending += [Metric(name, value, now, step) for name, value in values.items()]
+        if time.monotonic() - self._last_flush > _FLUSH_SECONDS or len(self._pending) >= _MAX_METRICS:
+            self._flush()
+
+    def close(self) -> None:
+        if self._client is not None or self._pending:
+            self._flush()
+            with write_errors(_mlflow_error()):
+                self._client.set_terminated(self._run_id)
+
+    def _flush(self) -> None:
+        self._send("metrics", self._pending, _MAX_METRICS)
+        self._pending.clear()
+        self._last_flush = time.monotonic()
+
+    def _send(self, kind: str, items: list[Any], limit: int) -> None:
+        client = self._open()
+        with write_errors(_mlflow_error()):
+            for first in range(0, len(items), limit):
+                client.log_batch(self._run_id, **{kind: items[first : first + limit]})
+
+    def _open(self) -> Any:
+        if self._client is None:
+            import mlflow
+
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # notes on the creation of tables
+            directory = self._directory.resolve()
+            uri = self._uri or (None if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}")
+            with write_errors(_mlflow_error()):
+                client = mlflow.MlflowClient(tracking_uri=uri)
+                experiment = client.get_experiment_by_name(self._experiment)
+                experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+                tag = str(directory)
+                runs = client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{tag}'") if self._resume else []
+                runs = runs or [client.create_run(experiment_id, run_name=directory.name, tags={_RUN_TAG: tag})]
+                self._run_id = runs[0].info.run_id
+                client.update_run(self._run_id, status="RUNNING")
+            self._client = client
+        return self._client
+
+
+def _mlflow_error() -> type[Exception]:
+    from mlflow.exceptions import MlflowException
+
+    error: type[Exception] = MlflowException
+    return error
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of nested mappings."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,115 @@
+"""Per-class precision, recall and F1 from a confusion matrix, as a table and as a plot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+
+from samestep.errors import InputError
+
+_MAX_ROWS = 40  # of a table in a terminal; the file has all classes
+_MAX_NAME, _MAX_LABEL = 30, 16  # characters of a name in the table and in the plot
+_MAX_CELL_NUMBERS, _MAX_TICK_NAMES = 20, 60  # classes up to which the plot has numbers in cells, and names at ticks
+
+Counts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Scores of one class."""
+
+    name: str
+    precision: float | None  # share of the predictions of this class that are correct; None without predictions
+    recall: float | None  # share of the samples of this class that are predicted as such; None without samples
+    f1: float | None  # harmonic mean of both; None without samples and predictions
+    count: int  # number of samples of the class
+    predicted: int  # number of samples predicted as this class
+
+
+def class_rows(counts: Counts, names: Sequence[str]) -> list[ClassRow]:
+    """Return one row per class from `counts[class][prediction]`."""
+    rows = []
+    for number, (name, row, column) in enumerate(zip(names, counts, zip(*counts, strict=True), strict=True)):
+        hits, count, predicted = row[number], sum(row), sum(column)
+        f1 = _ratio(2 * hits, count + predicted)
+        rows.append(ClassRow(name, _ratio(hits, predicted), _ratio(hits, count), f1, count, predicted))
+    return rows
+
+
+def averages(rows: Sequence[ClassRow]) -> dict[str, float]:
+    """Return the unweighted means of recall and F1 over the classes that have samples."""
+    present = [row for row in rows if row.count]
+    recall, f1 = sum(row.recall or 0.0 for row in present), sum(row.f1 or 0.0 for row in present)
+    count = max(1, len(present))
+    return {"balanced_accuracy": recall / count, "macro_f1": f1 / count}
+
+
+def table_lines(rows: Sequence[ClassRow]) -> list[str]:
+    """Return the rows as aligned lines of text; for many classes, only those with the lowest F1."""
+    shown, remark = list(rows), []
+    if len(rows) > _MAX_ROWS:
+        order = sorted(range(len(rows)), key=lambda number: (rows[number].f1 is None, rows[number].f1, number))
+        shown = [rows[number] for number in order[:_MAX_ROWS]]
+        remark = [f"these are the {_MAX_ROWS} of {len(rows)} classes with the lowest F1"]
+    width = max(len("class"), *(len(_shortened(row.name, _MAX_NAME)) for row in shown))
+    lines = [f"{'class':<{width}}  {'precision':>9}  {'recall':>7}  {'F1':>7}  {'samples':>7}"]
+    for row in shown:
+        scores = (row.precision, row.recall, row.f1)
+        precision, recall, f1 = ("-" if score is None else f"{score:.2%}" for score in scores)
+        name = _shortened(row.name, _MAX_NAME)
+        lines.append(f"{name:<{width}}  {precision:>9}  {recall:>7}  {f1:>7}  {row.count:>7,}")
+    return lines + remark
+
+
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _shortened(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def require_matplotlib(subject: str) -> None:
+    """Check early that a plot of `subject` can be drawn.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise InputError(
+            f"a plot of the {subject} needs matplotlib",
+            expected="matplotlib, an optional dependency of Samestep",
+            fix="pip install 'samestep[zoo]'",
+            code="E_NO_MATPLOTLIB",
+        )
+
+
+def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
+    """Write a PNG of the confusion matrix: rows are classes, columns predictions, darkness the share of the row."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matrix = numpy.asarray(counts, dtype=numpy.int64)
+    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
+    side = min(24.0, 3.0 + 0.42 * len(names))
+    with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in a script that the font does not have
+        figure = Figure(figsize=(side, side), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
+        axes.set_xlabel("prediction")
+        axes.set_ylabel("class")
+        ticks = range(len(names)) if len(names) <= _MAX_TICK_NAMES else []
+        labels = [_shortened(names[number], _MAX_LABEL) for number in ticks]
+        axes.set_xticks(ticks, labels, rotation=90)
+        axes.set_yticks(ticks, labels)
+        if len(names) <= _MAX_CELL_NUMBERS:
+            for row, column in zip(*matrix.nonzero(), strict=True):
+                color = "white" if shares[row, column] > 0.5 else "black"
+                axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=color, fontsize=8)
+        figure.savefig(path, dpi=100)

@@ -1,0 +1,111 @@
+"""Overlays of segmentation targets and predictions on images."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+Classes = NDArray[numpy.int64]
+
+_ALPHA = 0.5
+_GOLDEN_RATIO = 0.61803398875  # as a step between hues, keeps all hues apart
+_GAP = 4  # pixels between images in a row
+
+
+def class_map(outputs: torch.Tensor) -> Classes:
+    """Return the class of each pixel or voxel of one sample from logits `(C, ...)`; with one channel, 0 or 1."""
+    logits = outputs.detach()
+    classes: Classes = ((logits[0] > 0).long() if logits.shape[0] == 1 else logits.argmax(dim=0)).cpu().numpy()
+    return classes
+
+
+def areas(classes: Classes, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the share of each class; with one name, only that of class 1."""
+    first = 1 if len(names) == 1 else 0
+    shares = [float((classes == number).mean()) for number in range(first, first + len(names))]
+    return [{"class": name, "share": share} for name, share in zip(names, shares, strict=True)]
+
+
+def blended(image: Image.Image, classes: Classes, *, is_binary: bool) -> Image.Image:
+    """Return `image` with classes `(H, W)`, scaled to its size, in color; a single class (`is_binary`) is red.
+
+    Background (0) and ignored (negative) pixels are unchanged.
+    """
+    colors = numpy.array([(0, 0, 0), *class_colors(1 if is_binary else int(classes.max(initial=0)))], numpy.uint8)
+    classes = classes.clip(min=0)
+    flat = Image.fromarray(colors[classes]).resize(image.size, Image.Resampling.NEAREST)
+    mask = Image.fromarray((classes > 0).astype(numpy.uint8) * round(255 * _ALPHA))
+    return Image.composite(flat, image.convert("RGB"), mask.resize(image.size, Image.Resampling.NEAREST))
+
+
+def class_colors(count: int) -> list[tuple[int, int, int]]:
+    """Return distinct RGB colors, the first one red; a color does not depend on `count`."""
+    hues = [(number * _GOLDEN_RATIO) % 1 for number in range(count)]
+    colors = [colorsys.hsv_to_rgb(hue, 0.85, 1.0) for hue in hues]
+    return [(round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colors]
+
+
+def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> Image.Image:
+    """Return one sample as three images in a row: input, input with targets, input with predictions.
+
+    Of a volume, the middle slice along the first axis is drawn.
+
+    Args:
+        inputs: `(channels, [D,] H, W)`, scaled from the least to the largest value.
+        targets: class indices `([D,] H, W)`, or binary `(1, [D,] H, W)`; negative values are ignored.
+        outputs: logits `(C, [D,] H, W)`.
+    """
+    if targets.is_floating_point():
+        targets = targets[0]
+    pixels, predicted = inputs.detach().float().cpu(), class_map(outputs)
+    expected: Classes = targets.detach().long().cpu().numpy()
+    if predicted.ndim == 3:
+        middle = predicted.shape[0] // 2
+        pixels, predicted, expected = pixels[:, middle], predicted[middle], expected[middle]
+    image, is_binary = scaled_image(pixels), outputs.shape[0] == 1
+    return side_by_side([image, *(blended(image, classes, is_binary=is_binary) for classes in (expected, predicted))])
+
+
+def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
+    """Return images in a row with white gaps."""
+    ends = list(accumulate(image.width + _GAP for image in images))
+    row = Image.new("RGB", (ends[-1] - _GAP, max(image.height for image in images)), "white")
+    for image, left in zip(images, [0, *ends], strict=False):
+        row.paste(image, (left, 0))
+    return row
+
+
+def is_segmentation(inputs: Any, targets: Any, outputs: Any) -> bool:
+    """Return whether a batch has images or volumes with one class per pixel or voxel."""
+    if not all(isinstance(value, torch.Tensor) for value in (inputs, targets, outputs)):
+        return False
+    shape = outputs.shape[2:]
+    is_dense = len(shape) in (2, 3) and inputs.shape[2:] == shape
+    return is_dense and tuple(targets.shape) in ((len(outputs), *shape), (len(outputs), 1, *shape))
+
+
+def write_overlays(
+    folder: Path, samples: Sequence[int], inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor
+) -> list[Path]:
+    """Write one PNG per sample, named by its number; ranks with different samples share the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"sample-{number:06}.png" for number in samples]
+    for path, *sample in zip(paths, inputs, targets, outputs, strict=True):
+        overlay(*sample).save(path)
+    return paths
+
+
+def scaled_image(pixels: torch.Tensor) -> Image.Image:
+    """Return `pixels` `(channels, H, W)` scaled from the least to the largest value, as RGB or gray."""
+    low, high = pixels.min(), pixels.max()
+    scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    channels = scaled if scaled.shape[0] == 3 else scaled[:1].expand(3, -1, -1)
+    return Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())

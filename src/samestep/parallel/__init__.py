@@ -1,1 +1,0 @@
-"""How a model lives on devices: the canonical sum over shards, and one file a strategy."""

@@ -1,1 +1,0 @@
-"""Layers one after another on different ranks."""

@@ -1,0 +1,255 @@
+"""Names of datasets, models, losses and optimizers, and construction of the engine, loaders and metrics of a recipe.
+
+A component that is missing or invalid raises `InputError`, mostly `RecipeError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from samestep.config import NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
+from samestep.data.loader import Loader
+from samestep.distributed.resources import read_processors
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.world import World
+from samestep.engine.engine import Engine
+from samestep.engine.learning_rate import scale_rates, schedule_factor
+from samestep.engine.loss import LossFunction
+from samestep.errors import RecipeError
+from samestep.launcher.session import start
+from samestep.metrics.metrics import CountMetric, LossMetric, build_metrics
+from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups
+from samestep.recipes.recipe_files import DatasetInfo
+from samestep.recipes.weights import check_same_weights, load_matching
+from samestep.zoo.library import find_in_library, torchvision_model, torchvision_names
+from samestep.zoo.options import call, takes, unknown_option
+from samestep.zoo.segmentation.losses import resolve_foreground_weight
+from samestep.zoo.splits import Splits
+
+# Short names and import paths.
+DATA = {
+    "digits": "samestep.zoo.digits:load_digits",
+    "images": "samestep.zoo.images.datasets:load_images",
+    "image_list": "samestep.zoo.images.datasets:load_image_list",
+    "hub_images": "samestep.zoo.images.hub:load_hub_images",
+    "language": "samestep.zoo.text.language:load_language",
+    "segmentation": "samestep.zoo.segmentation.images:load_segmentation",
+    "texts": "samestep.zoo.text.texts:load_texts",
+    "tokens": "samestep.zoo.text.tokens:load_tokens",
+    "volumes": "samestep.zoo.segmentation.volumes:load_volumes",
+}
+MODELS = {
+    "digits_net": "samestep.zoo.digits:DigitsNet",
+    "gpt": "samestep.zoo.text.models:GPT",
+    "gpt2": "samestep.zoo.text.models:gpt2",
+    "tokens_net": "samestep.zoo.text.tokens:TokensNet",
+    "transformers:bert": "samestep.zoo.text.models:bert",
+    "transformers:gpt2": "samestep.zoo.text.models:transformers_gpt2",
+    "transformers:roberta": "samestep.zoo.text.models:roberta",
+    "unet": "samestep.zoo.segmentation.unet:unet",
+    "unet_vgg16": "samestep.zoo.segmentation.unet:unet_vgg16",
+    "unet_resnet34": "samestep.zoo.segmentation.unet:unet_resnet34",
+    "unet_resnet101": "samestep.zoo.segmentation.unet:unet_resnet101",
+    "unet_small": "samestep.zoo.segmentation.unet:unet_small",
+    "unet_3d": "samestep.zoo.segmentation.unet:unet_3d",
+}
+LOSSES = {
+    "cross_entropy": "samestep.engine.loss:cross_entropy",
+    "bce_with_logits": "samestep.zoo.segmentation.losses:bce_with_logits",
+    "dice_loss": "samestep.zoo.segmentation.losses:dice_loss",
+    "dice_plus": "samestep.zoo.segmentation.losses:DicePlus",
+}
+# Functions from the class names and the options of the data to a `samestep.zoo.splits.Task`.
+TASKS: dict[str, str] = {
+    "digits": "samestep.zoo.digits:digits_task",
+    "language": "samestep.zoo.text.language:language_task",
+    "texts": "samestep.zoo.text.texts:text_task",
+    "images": "samestep.zoo.images.datasets:image_task",
+    "image_list": "samestep.zoo.images.datasets:image_task",
+    "hub_images": "samestep.zoo.images.datasets:image_task",
+    "segmentation": "samestep.zoo.segmentation.images:segmentation_task",
+    "volumes": "samestep.zoo.segmentation.volumes:volumes_task",
+}
+OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
+
+
+def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
+    """Return the object of a short name of `known`, or of an import path `package.module:attribute`.
+
+    Models can also be `torchvision:MODEL` (or `MODEL` alone), `timm:MODEL` and `transformers:MODEL`. Import paths may
+    refer to modules of the current directory. `kind` names the kind of the object in errors, such as `model`.
+    """
+    if known is MODELS and name not in known and (builder := find_in_library(name)) is not None:
+        return builder
+    module, colon, attribute = known.get(name, name).partition(":")
+    if not colon:
+        models = torchvision_names() if known is MODELS else []
+        if name in models:
+            return torchvision_model(name)
+        close = get_close_matches(name, [*known, *models], n=1)
+        library = ", a model of torchvision" if models else ""
+        expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
+        fix = f"did you mean {close[0]}?" if close else "give the import path"
+        raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        result = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # the module exists, one of its own imports does not
+        raise _unknown(f"{kind} {name!r}: no module {module}", "correct the import path") from error
+    except AttributeError as error:
+        raise _unknown(f"{kind} {name!r}: {error}", "correct the name after the colon") from error
+    if not callable(result):
+        problem, expected = f"{kind} {name!r} is a {type(result).__name__}", "a function or a class"
+        raise _unknown(problem, f"give the import path of {expected}", expected)
+    return result  # type: ignore[no-any-return]
+
+
+def _unknown(problem: str, fix: str, expected: str = "package.module:attribute") -> RecipeError:
+    return RecipeError(problem, expected=expected, fix=fix, code="E_UNKNOWN_NAME")
+
+
+@dataclass(frozen=True)
+class Built:
+    """Objects of a recipe."""
+
+    engine: Engine
+    train: Loader
+    evaluation: Loader
+    metrics: list[CountMetric | LossMetric]
+    notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
+    dataset_info: DatasetInfo  # facts of the data that the model depends on
+
+
+def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
+    """Return the context manager of the world of a recipe."""
+    config = recipe.step
+    return start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=recipe.strategy)
+
+
+def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
+    """Return the objects of a recipe. A collective operation."""
+    splits = _splits(recipe.data)
+    ignore_index = recipe.loss.options.get("ignore_index", -100)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device, ignore_index=ignore_index)
+    receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
+    with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
+        model, notes = build_model(recipe, splits.classes, splits.model_options)
+    if recipe.model.pretrained is not None and not receives_weights:
+        check_same_weights(model, world)
+    notes = splits.notes + notes
+    train, evaluation = _loaders(recipe, options, splits, world)
+    optimizer = _optimizer(recipe.optimizer, model)
+    notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
+    notes += apply_layer_decay(optimizer, recipe.optimizer)
+    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
+    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
+    notes += weight_notes
+    engine = Engine(
+        model,
+        optimizer,
+        _loss(loss_config),
+        world=world,
+        scheduler=scheduler,
+        config=recipe.step,
+        check_every=options.check_every,
+        ema=recipe.ema.decay if recipe.ema is not None else None,
+    )
+    return Built(engine, train, evaluation, metrics, notes, DatasetInfo(splits.classes, splits.model_options))
+
+
+def _splits(config: NamedConfig) -> Splits:
+    splits = call(find(config.name, DATA, "data"), config.options, where="data.options")
+    if not isinstance(splits, Splits):
+        raise RecipeError(
+            f"data {config.name!r} returned a {type(splits).__name__}",
+            expected="a samestep.zoo.splits.Splits",
+            fix="wrap the datasets in Splits(train=..., evaluation=..., classes=...)",
+            code="E_VALUE",
+        )
+    return splits
+
+
+def build_model(
+    recipe: Recipe, classes: Sequence[str], data_options: Mapping[str, Any]
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """Return the model with its initial weights, and notes for the user.
+
+    The number of classes is passed to models with an option `num_classes`; `data_options` are model options that follow
+    from the data.
+    """
+    config = recipe.model
+    builder = find(config.name, MODELS, "model")
+    options = dict(config.options)
+    if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
+        options.setdefault("num_classes", len(classes))
+    options = {name: value for name, value in data_options.items() if takes(builder, name)} | options
+    # Initial weights are a function of the seed; later random numbers must not depend on their number.
+    with preserved_generators():
+        seed_generators(derive_seed("model", recipe.step.seed))
+        model: torch.nn.Module = call(builder, options, where="model.options")
+    notes: list[str] = []
+    if config.pretrained is not None:
+        notes += load_matching(model, Path(config.pretrained)).notes
+    if config.freeze:
+        names = freeze(model, config.freeze)
+        notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
+    return model, tuple(notes)
+
+
+def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> tuple[Loader, Loader]:
+    workers = options.workers
+    if workers is None:
+        workers = default_workers(read_processors().usable, world.size) if splits.reads_files else 0
+    loader = partial(
+        Loader,
+        batch_size=recipe.batch_size,
+        microbatches=recipe.microbatches,
+        world=world,
+        seed=recipe.step.seed,
+        workers=workers,
+        prefetch=options.prefetch,
+        bad_samples=recipe.data.bad_samples,
+        count_tokens=splits.count_tokens,
+    )
+    train_collate = splits.train_collate or splits.collate
+    train = loader(splits.train, shuffle=True, collate=train_collate, lengths=splits.train_lengths)
+    return train, loader(splits.evaluation, collate=splits.collate, lengths=splits.evaluation_lengths)
+
+
+def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config)
+    try:
+        optimizer = call(find(config.name, OPTIMIZERS, "optimizer"), config.options, groups, where="optimizer.options")
+    except ValueError as error:
+        raise RecipeError(
+            f"optimizer: {error}", expected=f"options of {config.name}", fix="correct optimizer.options", code="E_VALUE"
+        ) from error
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _loss(config: NamedConfig) -> LossFunction:
+    function = find(config.name, LOSSES, "loss")
+    if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
+        return call(function, config.options, where="loss.options")  # type: ignore[no-any-return]
+    for key in config.options:
+        if not takes(function, key):
+            names = list(inspect.signature(function).parameters)[2:]  # after outputs and targets
+            raise unknown_option("loss.options", key, names)
+    return partial(function, **config.options) if config.options else function

@@ -1,1 +1,0 @@
-"""Images with a class each: folders, lists and saved datasets."""

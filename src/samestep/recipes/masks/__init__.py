@@ -1,1 +1,0 @@
-"""A class for every pixel or voxel: images and volumes with masks."""

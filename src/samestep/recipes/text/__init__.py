@@ -1,1 +1,0 @@
-"""Texts with a class each, and models that guess the next token."""

@@ -1,1 +1,0 @@
-"""Weights that come from files."""

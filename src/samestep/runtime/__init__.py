@@ -1,1 +1,0 @@
-"""Processes and what they share: environment, session, world, launcher, random state."""

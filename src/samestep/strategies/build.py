@@ -1,0 +1,84 @@
+"""Construction of strategies: devices of the model, its division among ranks, reduction and strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from samestep.config import Reduction as ReductionName
+from samestep.config.strategy import Hook
+from samestep.distributed.world import World
+from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.device_map import DeviceMap, apply_device_map
+from samestep.strategies.fast_reduction import FastReduction
+from samestep.strategies.fsdp import FsdpStrategy, shard_model
+from samestep.strategies.local_parameters import LocalParameters
+from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters, split_into_stages
+from samestep.strategies.reduction import ExactReduction, Parameter, Reduction
+from samestep.strategies.strategy import DeferredStrategy, SingleStrategy, Strategy, broadcast_model
+from samestep.strategies.tensor_parallel import parallelize
+
+
+def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
+    """Move a model to the device of this rank, or its modules to several; return the device map in that case.
+
+    Raises:
+        InputError: the strategy does not fit the model, or a device is missing.
+    """
+    if world.strategy.name == "device_map":
+        return apply_device_map(model, world)
+    if world.mesh_shape.shard == 1:  # FSDP moves each shard itself
+        model.to(world.device)
+    return None
+
+
+def divide_model(model: torch.nn.Module, world: World) -> LocalParameters:
+    """Divide a model among ranks according to the layout, in place: tensor axis, shard axis, pipeline axis.
+
+    Raises:
+        InputError: the layout does not fit the model.
+    """
+    if not world.mesh_shape.splits_model:
+        return LocalParameters(model, world.device)
+    if not world.strategy.meta:
+        broadcast_model(model, world)
+    if world.mesh_shape.tensor > 1:
+        parallelize(model, world)
+    if world.mesh_shape.shard > 1:
+        shard_model(model, world)
+    return split_into_stages(model, world) if world.mesh_shape.pipeline > 1 else LocalParameters(model, world.device)
+
+
+def build_strategy(
+    model: torch.nn.Module,
+    local_parameters: LocalParameters,
+    reduction: ReductionName,
+    world: World,
+    *,
+    concurrent: bool = False,
+) -> Strategy:
+    """Return the strategy for the layout of a world, after `divide_model`.
+
+    With `concurrent`, all microbatches of a rank are computed at the same time and communicate during forward.
+    """
+    if isinstance(local_parameters, StageParameters):
+        return PipelineStrategy(model, local_parameters, world)
+    parameters = list(local_parameters.names)
+    sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
+    if world.mesh_shape.shard > 1:
+        return FsdpStrategy(model, local_parameters, sums, world)
+    if concurrent or world.mesh_shape.tensor > 1 or (world.strategy.name == "device_map" and world.size > 1):
+        return DeferredStrategy(model, local_parameters, sums, world)
+    if world.size == 1:
+        return SingleStrategy(world.mesh_shape.name, model, sums)
+    return DdpStrategy(model, parameters, sums, world)
+
+
+def build_reduction(
+    name: ReductionName, world: World, parameters: Sequence[Parameter], hook: Hook = "none"
+) -> Reduction:
+    """Return the reduction of a recipe. With gradient compression between ranks, no order of summation is exact."""
+    if name == "fast" or (hook != "none" and world.size > 1):
+        return FastReduction(world, parameters, hook)
+    return ExactReduction(world, parameters)

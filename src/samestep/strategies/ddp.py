@@ -1,0 +1,139 @@
+"""Distributed data parallel: torch's DistributedDataParallel with a communication hook for the reduction."""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.distributed.world import World
+from samestep.errors import PeerLostError
+from samestep.strategies.buckets import reduce_gradients, unflatten
+from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.strategy import Strategy, TensorFuture
+
+
+class DdpStrategy(Strategy):
+    """One replica of the model per rank; gradients are reduced during backward of the last microbatch."""
+
+    def __init__(
+        self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, world: World
+    ) -> None:
+        self._parameters, self._world = parameters, world
+        self._comm_stream = _CommStream(world.device)
+        self._current: tuple[MicrobatchTree, int] | None = None
+        # Emitted for parameters with a dimension of size 1, whose stride is arbitrary; costs one copy of the gradient.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        # The engine averages buffers over microbatches; torch 2.13 renamed the argument that disables their broadcast.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffer_sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=world.strategy.bucket_mb,
+            **{buffer_sync: False},  # type: ignore[arg-type]
+        )
+        self._ddp.register_comm_hook(None, self._reduce_bucket)
+        super().__init__("ddp", self._ddp, reduction)
+
+    @contextmanager
+    def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
+        is_shared_by_all = tree.is_shared_by_all(self._world.size)
+        if last and is_shared_by_all:
+            self._current = (tree, microbatch)
+            with self._first_failure():
+                yield
+            return
+        # In the forward after the first step, DDP rebuilds its buckets, which is a collective: DDP would wait for a
+        # rank without samples. Then the plain model is called, and all ranks reduce in `finish`.
+        self.module = self._ddp if is_shared_by_all else self._ddp.module
+        try:
+            with self._ddp.no_sync():
+                yield
+        finally:
+            self.module = self._ddp
+        self._reduction.accumulate(tree, microbatch)
+
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
+        return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length))
+
+    def finish(self, tree: MicrobatchTree) -> None:
+        if not tree.is_shared_by_all(self._world.size):
+            with self._first_failure():
+                reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
+        super().finish(tree)
+
+    def _reduce_bucket(self, state: object, bucket: dist.GradBucket) -> TensorFuture:
+        assert self._current is not None
+        tree, last = self._current
+        parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
+        gradients = unflatten(flat, parameters)  # bucket.gradients() assumes contiguous parameters
+        return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, gradients, flat))
+
+    def _reduce_accumulated(self, tree: MicrobatchTree, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        return self._comm_stream.submit(lambda: self._reduction.reduce_accumulated(tree, parameters)).wait()
+
+    @contextmanager
+    def _first_failure(self) -> Iterator[None]:
+        """Raise the cause of a failed future, which backward does not report."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._comm_stream.raise_failure()
+            if isinstance(error, dist.DistError):
+                raise PeerLostError(f"rank {self._world.rank} lost its connection: {error}") from error
+            raise
+
+
+class _CommStream:
+    """Collectives in submission order, concurrent with computation.
+
+    A reduction in tree order takes several dependent messages, and every rank must issue them in the same order. On a
+    CPU, a thread issues them during backward; on a GPU, a stream, without a thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._failure: PeerLostError | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        else:
+            self._queue: SimpleQueue[tuple[TensorFuture, Callable[[], torch.Tensor]]] = SimpleQueue()
+            # A daemon thread: a failed rank must be able to exit while a receive is pending.
+            Thread(target=self._run, name="samestep-comm-stream", daemon=True).start()
+
+    def submit(self, communicate: Callable[[], torch.Tensor]) -> TensorFuture:
+        """Run `communicate` after all earlier submissions and return its result as a future."""
+        future: TensorFuture = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
+        if self._device.type != "cuda":
+            self._queue.put((future, communicate))
+            return future
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # A future records the stream of `set_result`; `wait` waits for that stream.
+            future.set_result(communicate())
+        return future
+
+    def raise_failure(self) -> None:
+        """Raise the first lost connection, which is the cause of later errors."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while True:
+            future, communicate = self._queue.get()
+            try:
+                future.set_result(communicate())
+            except Exception as error:  # boundary: the thread has no caller; the future carries the error
+                if isinstance(error, PeerLostError):
+                    self._failure = self._failure or error
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong

@@ -1,0 +1,193 @@
+"""Device map: modules of one model on several devices of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.config import StrategyConfig
+from samestep.distributed.devices import rank_devices
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.strategies.pipeline.partition import assign_parts
+
+_NAMED = 3  # modules named in an error
+_device_map_error = partial(InputError, code="E_DEVICE_MAP")
+
+
+@dataclass
+class DeviceMap:
+    """Devices of the modules of a model."""
+
+    devices: tuple[torch.device, ...]  # devices of this rank; on a CPU, the CPU for each
+    numbers: dict[str, int]  # index in `devices` by name, for each module that is entirely on one device
+
+    def __post_init__(self) -> None:
+        self._generator_device = self.devices[0]
+
+    def describe(self) -> str:
+        """Return one line per device with its outermost modules."""
+        outermost = {
+            name: number
+            for name, number in self.numbers.items()
+            if not any(outer in self.numbers for outer in _with_ancestors(name) if outer != name)
+        }
+        lines = []
+        for number, device in enumerate(self.devices):
+            names = [name or "the whole model" for name, index in outermost.items() if index == number]
+            lines.append(f"device {number} ({device}): {', '.join(names) or 'nothing'}")
+        return "\n".join(lines)
+
+    def begin_forward(self, module: nn.Module, args: Any) -> None:
+        """Hook of the model: draw the first random numbers from the generator of the first device."""
+        self._generator_device = self.devices[0]
+
+    def move_inputs(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Hook of a module: move inputs and generator state to its device; draws do not depend on the device map."""
+        device = self.devices[self.numbers[name]]
+        if device.type == "cuda" and device != self._generator_device:
+            torch.cuda.set_rng_state(torch.cuda.get_rng_state(self._generator_device), device)
+            self._generator_device = device
+        moved: tuple[Any, Any] = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+        )
+        return moved
+
+
+def apply_device_map(model: nn.Module, world: World) -> DeviceMap:
+    """Move the modules of `model` to the devices of this rank; inputs follow them in forward.
+
+    Raises:
+        InputError: the strategy does not fit the model, or a device is missing.
+    """
+    devices = rank_devices(world)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    config = world.strategy
+    assigned = _by_pattern(modules, config, len(devices)) if config.place else _in_order(model, len(devices))
+    _require_one_device_per_tensor(modules, assigned)
+    for name, module in modules.items():
+        if _own_tensors(module):
+            module._apply(partial(torch.Tensor.to, device=devices[assigned[name]]), recurse=False)
+    device_map = DeviceMap(devices, _single_device_modules(modules, assigned))
+    model.register_forward_pre_hook(device_map.begin_forward)
+    for name in device_map.numbers:
+        modules[name].register_forward_pre_hook(partial(device_map.move_inputs, name), with_kwargs=True)
+    return device_map
+
+
+def require_sync_batch_norm_devices(world: World) -> None:
+    """Refuse a device map of GPUs, across which sync batch norm cannot run, with an `InputError`."""
+    if world.device.type == "cuda":
+        raise _device_map_error(
+            "strategy device_map with batch_norm: sync on GPUs",
+            expected="sync batch norm computes the statistics of one layer on one device",
+            fix="set batch_norm: microbatch",
+        )
+
+
+def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: int) -> dict[str, int]:
+    """Return the device of each module: that of the last pattern that matches the module or an ancestor."""
+    assigned: dict[str, int] = {}
+    for pattern, number in config.place.items():
+        if not 0 <= number < devices:
+            raise _device_map_error(
+                f"strategy.place assigns {pattern!r} to device {number} of {devices}",
+                expected=f"0 to {devices - 1}, according to strategy.devices",
+                fix=f"set strategy.devices: {number + 1}" if number >= 0 else "count devices from 0",
+            )
+        matches = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matches:
+            raise _device_map_error(
+                f"strategy.place: {pattern!r} matches no module",
+                expected="shell patterns of module names, such as layers.*",
+                fix=f"use names such as {', '.join([name for name in modules if name][:_NAMED])}",
+            )
+        assigned |= {name: number for name in modules if not set(_with_ancestors(name)).isdisjoint(matches)}
+    return assigned
+
+
+def _in_order(model: nn.Module, devices: int) -> dict[str, int]:
+    """Return the device of each module of an nn.Sequential: consecutive parts of similar size."""
+    units = _sequential_units("", model)
+    if list(units) == [""]:
+        names = [name for name, _ in model.named_children()]
+        example = f"'{names[0]}*': 0, '{names[-1]}*': 1" if len(names) > 1 else "'*': 0"
+        raise _device_map_error(
+            f"strategy device_map of a {type(model).__name__} without strategy.place",
+            expected="the automatic device map needs an nn.Sequential, which calls its modules in order",
+            fix=f"set strategy.place: {{{example}}}",
+        )
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in units.values()]
+    count = sum(size > 0 for size in sizes)
+    if count < devices:
+        raise _device_map_error(
+            f"{devices} devices for {count} modules with parameters",
+            expected="at least one module with parameters per device",
+            fix=f"set strategy.devices: {max(count, 1)}",
+        )
+    return {
+        f"{name}.{inner}" if inner else name: number
+        for (name, module), number in zip(units.items(), assign_parts(sizes, devices), strict=True)
+        for inner, _ in module.named_modules(remove_duplicate=False)
+    }
+
+
+def _sequential_units(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that a sequential module calls in order, nested sequential modules expanded."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return {name: module}
+    units: dict[str, nn.Module] = {}
+    for inner, child in module.named_children():
+        units |= _sequential_units(f"{name}.{inner}" if name else inner, child)
+    return units
+
+
+def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict[str, int]) -> None:
+    missing = [name for name, module in modules.items() if _own_tensors(module) and name not in assigned]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise _device_map_error(
+            f"strategy.place assigns no device to {', '.join(name or 'the model' for name in missing[:_NAMED])}{more}",
+            expected="each module with parameters or buffers has a device",
+            fix="begin strategy.place with '*': 0",
+        )
+    first: dict[torch.Tensor, tuple[str, int]] = {}
+    for name, module in modules.items():
+        for tensor in _own_tensors(module):
+            other, number = first.setdefault(tensor, (name, assigned[name]))
+            if number != assigned[name]:
+                raise _device_map_error(
+                    f"{other!r} on device {number} and {name!r} on device {assigned[name]} share a tensor",
+                    expected="modules that share a tensor are on one device",
+                    fix="assign both to the same device",
+                )
+
+
+def _single_device_modules(modules: dict[str, nn.Module], assigned: dict[str, int]) -> dict[str, int]:
+    """Return the modules whose tensors, descendants included, are all on one device."""
+    numbers: dict[str, set[int]] = {name: set() for name in modules}
+    for name, number in assigned.items():
+        for outer in _with_ancestors(name):
+            numbers[outer].add(number)
+    return {name: values.pop() for name, values in numbers.items() if len(values) == 1}
+
+
+def _own_tensors(module: nn.Module) -> set[torch.Tensor]:
+    return {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """Iterate over a module's name and the names of its ancestors, innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

@@ -1,0 +1,152 @@
+"""Fully sharded data parallel: torch's FSDP2, over all ranks (`fsdp`) or within groups of ranks (`hsdp`).
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); Zhao et al.,
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from samestep.config import StrategyConfig
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.strategies.local_parameters import Division, LocalParameters
+from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.strategy import Strategy
+
+_MAX_UNITS = 200  # each unit is one message in forward and one in backward
+
+
+def shard_model(model: nn.Module, world: World) -> None:
+    """Shard the parameters of `model` among the ranks of the shard axis, in place."""
+    config, mesh = world.strategy, world.mesh
+    assert mesh is not None
+    axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
+    values = _move_to_meta(model, world) if config.meta else {}
+    # Without a GPU, pinned memory cannot be allocated.
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload else OffloadPolicy()
+    for module, precision in _with_precision([*shard_units(model), model], config):
+        module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
+        fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload)
+    if config.meta:
+        model.to_empty(device="cpu" if config.offload else world.device)
+        _materialize(model, values, world)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The engine divides by the global count, and gloo has no reduction that divides.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """Move a model to the meta device and return its values by name on rank 0, none on other ranks."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    if len({id(parameter) for _, parameter in named}) < len(named):
+        raise InputError(
+            "strategy.meta with a model that uses a parameter under two names",
+            expected="every parameter has one name: values are broadcast by name",
+            fix="remove strategy.meta",
+            code="E_META",
+        )
+    values = {name: tensor.detach() for name, tensor in _named_tensors(model)} if world.is_main else {}
+    if any(tensor.is_meta for tensor in values.values()):
+        raise InputError(
+            "the model has no values on rank 0",
+            expected="strategy.meta: rank 0 builds the model with values, other ranks on the meta device",
+            fix="with torch.device('meta') if world.rank else nullcontext(): model = ...",
+            code="E_META",
+        )
+    model.to("meta")
+    return values
+
+
+def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
+    """Fill a sharded model with the values of rank 0, one tensor at a time: no device ever holds the complete model."""
+    for name, tensor in _named_tensors(model):
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        if world.is_main:
+            full.copy_(values[name])
+        world.broadcast(full)
+        with torch.no_grad():
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(Division.of(tensor).local_part(full))
+            else:
+                tensor.copy_(full)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def shard_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together and released after use.
+
+    These are the elements of module lists (blocks of a transformer), or the children of a model without lists. Small
+    modules, and parameters that several units use, belong to the root and are gathered once per forward.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    elements = dict.fromkeys(element for elements in lists for element in elements)
+    nested = {child for element in elements for child in element.modules() if child is not element}
+    units = [element for element in elements if element not in nested] or list(model.children())
+    users = Counter(parameter for module in units for parameter in set(module.parameters()))
+    min_size = sum(parameter.numel() for parameter in model.parameters()) / _MAX_UNITS
+    return [
+        module
+        for module in units
+        if sum(p.numel() for p in module.parameters()) > min_size and all(users[p] == 1 for p in module.parameters())
+    ]
+
+
+def _with_precision(
+    modules: Sequence[nn.Module], config: StrategyConfig
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Iterate over modules, innermost first and the model last, with their policies; reductions are in float32."""
+    full, half = torch.float32, torch.bfloat16
+    if config.gather == "fp32":
+        yield from ((module, MixedPrecisionPolicy()) for module in modules)
+        return
+    norms = [norm for norm in modules[-1].modules() if isinstance(norm, _BatchNorm) and list(norm.parameters())]
+    # Running statistics are float32, and torch's batch norm requires one dtype for all arguments.
+    yield from ((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms)
+    yield from ((module, MixedPrecisionPolicy(half, full)) for module in modules[:-1] if module not in norms)
+    yield modules[-1], MixedPrecisionPolicy(half, full, output_dtype=full)
+
+
+class FsdpStrategy(Strategy):
+    """Parameters are gathered before use; gradients are reduced and scattered during the last microbatch's backward."""
+
+    defers_gradients = True
+
+    def __init__(self, model: nn.Module, local_parameters: LocalParameters, reduction: Reduction, world: World) -> None:
+        assert isinstance(model, FSDPModule)
+        super().__init__(world.mesh_shape.name, model, reduction)
+        self._root, self._local_parameters = model, local_parameters
+
+    @contextmanager
+    def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(last)
+        yield
+        if last:
+            self._local_parameters.take_gradients()
+
+    def abandon(self) -> None:
+        self._root.set_requires_gradient_sync(True)
+
+
+def _clone_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Clone outputs that are views: an in-place change of a view would detach the hook that gathers parameters."""
+    return tree_map(
+        lambda value: value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value, outputs
+    )

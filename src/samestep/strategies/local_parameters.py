@@ -1,0 +1,197 @@
+"""Parameters of this rank: complete, or the local parts of parameters that are divided among ranks.
+
+In the model, a divided parameter is a DTensor. Everywhere else (optimizer, gradients, averages, checksums) the local
+part is a plain tensor that shares memory with the DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
+
+from samestep.distributed.world import World
+from samestep.errors import InputError
+
+# Optimizers that update an element from its own gradient and state alone. Optimizers that use the complete tensor
+# (Adafactor, LBFGS, Muon) would use a local part instead.
+_ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of one tensor among ranks."""
+
+    mesh: DeviceMesh  # ranks of the division
+    placements: tuple[Placement, ...]  # of the tensor, one per mesh axis
+    shape: torch.Size  # of the full tensor
+    stride: tuple[int, ...]  # of the full tensor
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Division:
+        """Return the division of a DTensor."""
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """One process group per axis along which local parts differ."""
+        axes = enumerate(self.placements)
+        return tuple(self.mesh.get_group(axis) for axis, placement in axes if not placement.is_replicate())
+
+    def full_tensor(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor from the local parts of all ranks. A collective."""
+        full = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        placements = list(self.placements)
+        for axis in range(len(placements)):  # the reverse of the order of division; torch warns of any other
+            placements[axis] = Replicate()
+            full = full.redistribute(placements=placements)
+        return full.to_local()
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor, as a view."""
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+
+
+class LocalParameters:
+    """Parameters of a model on this rank.
+
+    Attributes:
+        local: local part of each parameter, by the model's names.
+        names: trained parameters as the optimizer has them, with the model's names.
+        module_names: trained parameters as the model has them, with the same names.
+        is_divided: some parameter is not complete on this rank.
+        divides_tensors: the optimizer updates parts of tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._in_module = dict(model.named_parameters())
+        self._divisions = {name: Division.of(p) for name, p in self._in_module.items() if isinstance(p, DTensor)}
+        self.local = {name: _local_parameter(parameter) for name, parameter in self._in_module.items()}
+        self.names = {self.local[name]: name for name, p in self._in_module.items() if p.requires_grad}
+        self.module_names = {p: name for name, p in self._in_module.items() if p.requires_grad}
+        self.is_divided = self.divides_tensors = bool(self._divisions)
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Local parts of the trained parameters, by name."""
+        return {name: parameter for name, parameter in self.local.items() if parameter.requires_grad}
+
+    def take_gradients(self) -> None:
+        """Move gradients from the model's parameters to the local parts."""
+        for name, division in self._divisions.items():
+            parameter = self._in_module[name]
+            if isinstance(parameter.grad, DTensor):
+                self.local[name].grad = parameter.grad.redistribute(placements=division.placements).to_local()
+                parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the model's parameters."""
+        for name in self._divisions:
+            self._in_module[name].grad = None
+
+    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a parameter, or of state with the same shape, on every rank. A collective.
+
+        A tensor with another number of dimensions, such as a step count, is returned unchanged.
+        """
+        division = self._divisions.get(name)
+        if division is None or local.dim() != len(division.shape):
+            return local
+        return division.full_tensor(local)
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor; a tensor of another shape than the parameter is unchanged."""
+        division = self._divisions.get(name)
+        if division is None or full.shape != division.shape:
+            return full
+        return division.local_part(full)
+
+    def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """Return per-parameter values of all ranks; every rank has values of every parameter already."""
+        return values
+
+    def total_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients, equal on every rank."""
+        if not self.is_divided:
+            return get_total_norm([p.grad for p in self.local.values() if p.grad is not None])
+        return self._total_of_squares().sqrt()
+
+    def _total_of_squares(self) -> torch.Tensor:
+        # Names of trained parameters by the process groups that divide them.
+        names_by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
+        for name in self.names.values():
+            groups = self._divisions[name].groups if name in self._divisions else ()
+            names_by_groups.setdefault(groups, []).append(name)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for groups, names in names_by_groups.items():
+            subtotal = self._sum_of_squares(names)
+            for group in groups:
+                dist.all_reduce(subtotal, group=group)
+            total += subtotal
+        return total
+
+    def _sum_of_squares(self, names: Sequence[str]) -> torch.Tensor:
+        gradients = [gradient for name in names if (gradient := self.local[name].grad) is not None]
+        squares = [gradient.double().square().sum().to(self._device) for gradient in gradients]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(squares).sum() if squares else zero
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, world: World) -> None:
+        """Share the scaler's overflow flag among ranks: an overflow in one part skips the step on every rank."""
+        if self.is_divided and scaler.is_enabled():
+            flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not flags:  # no parameter of this rank is trained
+                flags[self._device] = torch.zeros((), device=self._device)
+            for flag in flags.values():
+                world.all_reduce(flag)
+
+
+def replace_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, before: Iterable[torch.nn.Parameter], local_parameters: LocalParameters
+) -> None:
+    """Replace the optimizer's parameters, those of the model `before` the division in the model's order.
+
+    Raises:
+        InputError: the optimizer is not elementwise, or has state already.
+    """
+    if not local_parameters.is_divided:
+        return
+    is_elementwise = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+    if local_parameters.divides_tensors and not is_elementwise:
+        raise InputError(
+            f"the optimizer {type(optimizer).__name__} with parameters that are divided among ranks",
+            expected=f"an elementwise optimizer of torch.optim: {', '.join(sorted(_ELEMENTWISE))}",
+            fix="use one of these, or a strategy that keeps parameters complete: ddp",
+            code="E_OPTIMIZER",
+        )
+    if optimizer.state:
+        raise InputError(
+            "the optimizer has state before the engine is created",
+            expected="if parameters are divided, optimizer state is created by the engine or loaded from a checkpoint",
+            fix="create the engine before the first optimizer step",
+            code="E_OPTIMIZER",
+        )
+    now = dict(zip(before, local_parameters.local.values(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _local_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    tensor = parameter.detach()
+    assert isinstance(tensor, DTensor)
+    return torch.nn.Parameter(tensor.to_local(), parameter.requires_grad)

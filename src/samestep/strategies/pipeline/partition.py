@@ -1,0 +1,335 @@
+"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+from torch import fx, nn
+
+from samestep.errors import InputError
+
+# Parts of names of functions that must run exactly once.
+_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+stage_error = partial(InputError, code="E_PIPELINE_STAGES")
+
+
+def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -> fx.Graph:
+    """Return the graph of a forward, down to children of `model` and elements of sequential modules.
+
+    The inside of modules is not traced: modules read their own training mode at run time. The model's own forward is
+    traced with `self.training` set to `training`. `opened` names further modules to trace into.
+
+    Raises:
+        InputError: the control flow of the forward depends on tensor values.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        return _Tracer(model, opened).trace(model)
+    except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
+        raise InputError(
+            f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
+            expected="the code between module calls takes the same path for all tensor values",
+            fix="move such code into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
+            code="E_PIPELINE_TRACE",
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def input_names(model: nn.Module) -> list[str]:
+    """Return the parameters of a forward without default; a pipeline does not pass the others."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, parameter in _signature(model).parameters.items()
+        if parameter.kind not in variadic and parameter.default is inspect.Parameter.empty
+    ]
+
+
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a forward by name.
+
+    Raises:
+        InputError: an argument is passed for a parameter with a default.
+    """
+    # The pre-forward hooks of the model, which is never called as a whole.
+    for number, hook in model._forward_pre_hooks.items():
+        if number in model._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(model, args, kwargs) or (args, kwargs)
+        elif (changed := hook(model, args)) is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    inputs = _signature(model).bind(*args, **kwargs).arguments
+    names = input_names(model)
+    extra = [name for name in inputs if name not in names]
+    if extra:
+        raise InputError(
+            f"the data contain the argument {extra[0]!r}, which has a default in the forward of {type(model).__name__}",
+            expected="a pipeline is built with the defaults of the forward, before data are known",
+            fix=f"define a forward with {extra[0]} as a required parameter, or --strategy fsdp",
+            code="E_PIPELINE_INPUTS",
+        )
+    return inputs
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    """Return the signature of the class's forward, without `self`; wrappers of the instance are not part of it."""
+    signature = inspect.signature(type(model).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, model: nn.Module, opened: Set[str]) -> None:
+        super().__init__(param_shapes_constant=True)
+        self._opened = opened
+        self._inputs = input_names(model)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # A module with a replaced forward (activation checkpointing) is a leaf.
+        is_opened = module_qualified_name in self._opened or type(m).forward is nn.Sequential.forward
+        return not is_opened or "forward" in vars(m)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        # torch creates inputs for parameters with defaults too; then `x is None` is always false.
+        proxies = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
+        parameters = _signature(self.root).parameters
+        keywords = [name for name in proxies if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        kwargs = {name: proxies.pop(name) for name in keywords}
+        return partial(type(self.root).forward, **kwargs), [self.root, *proxies.values()]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Partition of a model into stages.
+
+    Attributes:
+        graphs: of each stage, by training mode. The first placeholders are the outputs of the previous stage, the
+            others, with the prefix `input_`, are inputs of the model.
+        parameter_stages: stages that use a parameter, in order, by parameter name.
+        module_stages: stage of each called module, by module name.
+    """
+
+    graphs: dict[bool, list[fx.Graph]]
+    parameter_stages: dict[str, tuple[int, ...]]
+    module_stages: dict[str, int]
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.graphs[True])
+
+
+def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Partition:
+    """Partition `model` into stages.
+
+    Stages after the first begin at the modules `names`; without names, there are `count` stages of balanced size.
+
+    Raises:
+        InputError: the model cannot be partitioned.
+    """
+    ancestors = {name[:end] for name in names for end, character in enumerate(name) if character == "."}
+    opened = ancestors if names else _opened(model, count)
+    traces = {training: trace(model, opened, training=training) for training in (True, False)}
+    starts = list(names) or balanced_starts(model, traces[True], count)
+    graphs = {
+        training: _stage_graphs(graph, _stage_of_nodes(graph, starts), len(starts) + 1)
+        for training, graph in traces.items()
+    }
+    users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
+    module_stages: dict[str, int] = {}
+    for stages in graphs.values():
+        for stage, graph in enumerate(stages):
+            for node in graph.nodes:
+                for parameter in _parameters_of(model, node):
+                    users[parameter].add(stage)
+                if node.op == "call_module":
+                    first = module_stages.setdefault(str(node.target), stage)
+                    _require_one_stage(model, str(node.target), first, stage)
+    parameter_stages = {name: tuple(sorted(users[parameter])) or (0,) for name, parameter in model.named_parameters()}
+    return Partition(graphs, parameter_stages, module_stages)
+
+
+def balance(weights: Sequence[int], count: int) -> list[int]:
+    """Return where parts 2 to `count` of a sequence begin: the minimal largest part, then the least sum of squares.
+
+    There are at least `count` weights, all positive.
+    """
+    sums = [0, *accumulate(weights)]
+
+    @cache
+    def best(parts: int, end: int) -> tuple[int, int, list[int]]:
+        """Return largest part, sum of squares and starts for the first `end` weights."""
+        if parts == 1:
+            return sums[end], sums[end] ** 2, []
+        choices = []
+        for start in range(parts - 1, end):
+            largest, squares, starts = best(parts - 1, start)
+            last = sums[end] - sums[start]
+            choices.append((max(largest, last), squares + last**2, [*starts, start]))
+        return min(choices)
+
+    return best(count, len(weights))[2]
+
+
+def assign_parts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return the part of each element of a sequence, parts balanced by size.
+
+    Elements of size 0 belong to the part of their predecessor; at least `parts` elements have a size.
+    """
+    positions = [position for position, size in enumerate(sizes) if size > 0]
+    starts = [positions[start] for start in balance([sizes[position] for position in positions], parts)]
+    return [sum(position >= start for start in starts) for position in range(len(sizes))]
+
+
+def balanced_starts(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
+    """Return the first modules of stages 2 to `count`, stages balanced by number of parameters."""
+    sizes = _module_sizes(model, graph)
+    if len(sizes) < count:
+        raise stage_error(
+            f"{type(model).__name__} has {len(sizes)} modules at which a stage can begin, for {count} stages",
+            expected="a stage begins at a child of the model or an element of a sequence, and has parameters",
+            fix=f"--mesh pipeline={max(1, len(sizes))}, or name nested modules: strategy.stages",
+        )
+    names = list(sizes)
+    return [names[start] for start in balance(list(sizes.values()), count)]
+
+
+def _module_sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
+    """Return the number of parameters first used in each called module; modules without any are omitted."""
+    seen: set[nn.Parameter] = set()
+    sizes: dict[str, int] = {}
+    for node in graph.nodes:
+        new = [parameter for parameter in _parameters_of(model, node) if parameter not in seen]
+        seen.update(new)
+        if node.op == "call_module" and new:
+            sizes[str(node.target)] = sum(parameter.numel() for parameter in new)
+    return sizes
+
+
+def _opened(model: nn.Module, count: int) -> set[str]:
+    """Return the modules to trace into: those larger than an average stage, if they can be traced."""
+    average = sum(parameter.numel() for parameter in model.parameters()) / count
+    opened, leaves = set[str](), set[str]()
+    while True:
+        sizes = _module_sizes(model, trace(model, opened, training=True))
+        large = [name for name, size in sizes.items() if size > average and name not in leaves]
+        if not large:
+            return opened
+        for name in large:
+            has_children = any(True for _ in model.get_submodule(name).children())
+            (opened if has_children and _can_open(model, opened | {name}) else leaves).add(name)
+
+
+def _can_open(model: nn.Module, opened: set[str]) -> bool:
+    try:
+        graphs = [trace(model, opened, training=training) for training in (True, False)]
+    except InputError:  # control flow depends on tensor values: the module remains a leaf
+        return False
+    return all(node.target not in opened for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
+    """Return the parameters that a node uses."""
+    if node.op == "call_module":
+        return list(model.get_submodule(str(node.target)).parameters())
+    value = attrgetter(str(node.target))(model) if node.op == "get_attr" else None
+    return [value] if isinstance(value, nn.Parameter) else []
+
+
+def _stage_of_nodes(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int]:
+    order = list(graph.nodes)
+    positions = [_first_call(order, name) for name in starts]
+    first = next(position for position, node in enumerate(order) if node.op == "call_module")
+    if [first, *positions] != sorted({first, *positions}):
+        raise stage_error(
+            f"the stages begin at {', '.join(starts)}",
+            expected="first modules of the second and further stages, in the order in which the forward calls them",
+            fix=f"sort strategy.stages by this order, without {order[first].target}, the start of the first stage",
+        )
+    return {node: sum(position >= start for start in positions) for position, node in enumerate(order)}
+
+
+def _first_call(order: Sequence[fx.Node], name: str) -> int:
+    """Return the position of the first call of a module or of one of its descendants."""
+    calls = [str(node.target) if node.op == "call_module" else "" for node in order]
+    for position, target in enumerate(calls):
+        if target == name or target.startswith(f"{name}."):
+            return position
+    close = get_close_matches(name, [target for target in calls if target], n=3, cutoff=0.3)
+    raise stage_error(
+        f"strategy.stages: the forward never calls a module {name!r}",
+        expected="names of modules that the forward calls",
+        fix=f"use names such as {', '.join(close) or ', '.join(filter(None, calls[:3]))}",
+    )
+
+
+def _require_one_stage(model: nn.Module, name: str, first: int, stage: int) -> None:
+    if stage != first and any(True for _ in model.get_submodule(name).buffers()):
+        raise stage_error(
+            f"the module {name!r} with buffers is used in stages {first + 1} and {stage + 1}",
+            expected="a module with buffers is used in one stage",
+            fix="set other strategy.stages",
+        )
+
+
+def _stage_graphs(graph: fx.Graph, stages: dict[fx.Node, int], count: int) -> list[fx.Graph]:
+    replicated = _replicated_nodes(graph)
+    nodes = [node for node in graph.nodes if node not in replicated]
+    last_use = {
+        node: max((stages[user] for user in node.users if user not in replicated), default=stages[node])
+        for node in nodes
+    }
+    crossing = [[n for n in nodes if stages[n] < stage <= last_use[n]] for stage in range(count + 1)]
+    return [
+        _stage_graph([n for n in nodes if stages[n] == stage], crossing[stage], crossing[stage + 1], replicated)
+        for stage in range(count)
+    ]
+
+
+def _replicated_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that every stage computes itself: functions of the model's inputs and own tensors.
+
+    For example masks, positions, expanded parameters. Random functions and in-place changes are excluded.
+    """
+    replicated: set[fx.Node] = set()
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        runs_once = is_in_place or any(word in name for word in _RANDOM)
+        is_function = node.op in ("call_function", "call_method")
+        depends_on_inputs = is_function and all(used in replicated for used in node.all_input_nodes)
+        if node.op in ("placeholder", "get_attr") or (depends_on_inputs and not runs_once):
+            replicated.add(node)
+    return replicated
+
+
+def _stage_graph(
+    nodes: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node], replicated: set[fx.Node]
+) -> fx.Graph:
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"received_{i}") for i, node in enumerate(received)}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "placeholder":
+            copies[node] = graph.placeholder(f"input_{node.target}")
+        elif node not in copies:
+            assert node in replicated, f"{node} is computed in a stage that does not send it"
+            copies[node] = graph.node_copy(node, copy_of)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    if not nodes or nodes[-1].op != "output":
+        graph.output(tuple(copy_of(node) for node in sent))
+    return graph

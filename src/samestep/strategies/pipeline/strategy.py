@@ -1,0 +1,201 @@
+"""Pipeline parallelism, alone (`pp`) and with replicas (`ddp x pp`): strategy and parameters of this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from samestep.distributed.world import World, all_gather
+from samestep.strategies.buckets import flatten, unflatten
+from samestep.strategies.fast_reduction import FastReduction
+from samestep.strategies.local_parameters import LocalParameters
+from samestep.strategies.pipeline.partition import partition_model
+from samestep.strategies.pipeline.schedule import stage_count
+from samestep.strategies.pipeline.stages import PipelineStages
+from samestep.strategies.reduction import MicrobatchTree
+from samestep.strategies.strategy import DeferredStrategy, TensorFuture
+
+
+def split_into_stages(model: nn.Module, world: World) -> StageParameters:
+    """Partition `model` and remove the parameters of other ranks' stages, in place.
+
+    Raises:
+        InputError: the model cannot be partitioned.
+    """
+    assert world.mesh is not None
+    config, ranks = world.strategy, world.subworld(world.mesh.get_group("pipeline"))
+    partition = partition_model(model, config.stages, stage_count(config, ranks.size))
+    stages = PipelineStages(model, partition, ranks, config, checks_divided=world.mesh_shape.tensor > 1)
+    return StageParameters(model, stages)
+
+
+class StageParameters(LocalParameters):
+    """Parameters of this rank's stages; those of other stages are on the meta device.
+
+    Attributes:
+        stages: of this rank.
+        names: trained parameters of this rank's stages.
+        shared: names of trained parameters that several ranks have (tied weights), by these ranks.
+    """
+
+    def __init__(self, model: nn.Module, stages: PipelineStages) -> None:
+        super().__init__(model, stages.world.device)
+        self.stages, self._pipeline = stages, stages.world
+        size = self._pipeline.size
+        self._ranks = {
+            name: tuple(sorted({stage % size for stage in used}))
+            for name, used in stages.partition.parameter_stages.items()
+        }
+        trained = list(self.names.values())
+        self._release_other_stages(model)
+        self.names = {self.local[name]: name for name in trained if self._is_own(name)}
+        self.module_names = {self._in_module[name]: name for name in trained if self._is_own(name)}
+        self.is_divided = True
+        self.shared: dict[tuple[int, ...], list[str]] = {}
+        for name in trained:
+            if len(self._ranks[name]) > 1:
+                self.shared.setdefault(self._ranks[name], []).append(name)
+
+    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        source, device = self._ranks[name][0], self._pipeline.device
+        if self._pipeline.rank == source:
+            full = super().full_tensor(name, local.detach()).clone().contiguous()
+        else:
+            division = self._divisions.get(name)
+            is_divided = division is not None and local.dim() == len(division.shape)
+            shape = division.shape if division is not None and is_divided else local.shape
+            full = torch.empty(shape, dtype=local.dtype, device=device)
+        self._pipeline.broadcast(full, source)
+        return full
+
+    def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return per-parameter values of all ranks; tensors of other ranks are on the meta device."""
+        own = {
+            name: {slot: _encode(value) for slot, value in slots.items()}
+            for name, slots in values.items()
+            if self._pipeline.rank == self._ranks[name][0]
+        }
+        merged: dict[str, Any] = {}
+        for rows in all_gather(own, self._pipeline):
+            merged |= rows
+        return {
+            name: {
+                slot: values[name][slot] if name in values else _decode(encoded)
+                for slot, encoded in merged[name].items()
+            }
+            for name in self.local
+            if name in merged
+        }
+
+    def total_norm(self) -> torch.Tensor:
+        total = self._total_of_squares()
+        self._pipeline.all_reduce(total)
+        return total.sqrt()
+
+    def _sum_of_squares(self, names: Sequence[str]) -> torch.Tensor:
+        subtotal = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name in names:
+            gradient = self.local[name].grad
+            if gradient is not None and self._ranks[name][0] == self._pipeline.rank:
+                subtotal += gradient.double().square().sum()
+        return subtotal
+
+    def _is_own(self, name: str) -> bool:
+        return self._pipeline.rank in self._ranks[name]
+
+    def _release_other_stages(self, model: nn.Module) -> None:
+        """Replace the parameters of other ranks' stages by meta tensors; buffers of all stages remain."""
+        replaced = {}
+        for name, parameter in list(self._in_module.items()):
+            if not self._is_own(name):
+                local = self.local[name]
+                self._in_module[name] = replaced[parameter] = _on_meta(parameter.shape, parameter)
+                self.local[name] = replaced[parameter] if local is parameter else _on_meta(local.shape, parameter)
+        for module in model.modules():
+            for name, original in module._parameters.items():
+                if original in replaced:
+                    module._parameters[name] = replaced[original]
+
+
+def _on_meta(shape: torch.Size, like: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), like.requires_grad)
+
+
+def _encode(value: Any) -> Any:
+    """Return an optimizer-state value as JSON: a tensor as dtype and shape, a number unchanged."""
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")
+    return value
+
+
+class PipelineStrategy(DeferredStrategy):
+    """Microbatches pass through the stages; then ranks with the same stage sum its gradients.
+
+    Gradients of microbatches are accumulated in the order of backward: sums equal those of one process to rounding.
+
+    Attributes:
+        stages: of this rank.
+    """
+
+    defers_gradients = True
+
+    def __init__(self, model: nn.Module, local_parameters: StageParameters, world: World) -> None:
+        reduction = FastReduction(world.data, list(local_parameters.names), world.strategy.hook)
+        super().__init__(model, local_parameters, reduction, world)
+        self.stages, self._pipeline = local_parameters.stages, local_parameters.stages.world
+        self._tied = [
+            ([local_parameters.local[name] for name in names], self._group(ranks))
+            for ranks, names in sorted(local_parameters.shared.items())
+            if self._pipeline.rank in ranks
+        ]
+
+    @contextmanager
+    def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
+        """Surround forward and backward of all microbatches of this rank at once."""
+        yield
+        self._reduction.accumulate(tree, microbatch)
+
+    def take_gradients(self) -> None:
+        """Move the gradients of all microbatches to the optimizer's parameters."""
+        self._local_parameters.take_gradients()
+
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
+        if vectors:
+            # Losses are on the last stage's rank, buffers on that of their stage: one summand is non-zero.
+            rows = torch.stack(list(vectors.values()))
+            self._pipeline.all_reduce(rows)
+            vectors = dict(zip(vectors, rows, strict=True))
+        return super().sum_vectors(tree, vectors, length)
+
+    def finish(self, tree: MicrobatchTree) -> None:
+        super().finish(tree)
+        for parameters, group in self._tied:
+            flat = flatten([parameter.grad for parameter in parameters if parameter.grad is not None], parameters)
+            self._pipeline.run_collective(
+                partial(dist.all_reduce, flat, group=group), "an all-reduce of tied gradients"
+            )
+            for parameter, gradient in zip(parameters, unflatten(flat, parameters), strict=True):
+                parameter.grad = gradient
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of those ranks of this pipeline that share parameters."""
+        pipeline = self._pipeline.group
+        assert pipeline is not None
+        if len(ranks) == self._pipeline.size:
+            return pipeline
+        global_ranks = [dist.get_global_rank(pipeline, rank) for rank in ranks]
+        group = dist.new_group(global_ranks, timeout=self._pipeline.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group

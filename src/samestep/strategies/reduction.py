@@ -1,0 +1,287 @@
+"""Reduction of the gradients of microbatches: the interface, and the `exact` reduction in tree order.
+
+A rank computes its microbatches one after another. Gradients of all but the last are accumulated locally; those of the
+last are added to them and reduced over ranks during its backward: one communication per step, for any number of
+microbatches per rank.
+
+Floating-point addition is commutative but not associative: a sum has the same bits on any number of ranks only if the
+same pairs are added. The order is a balanced binary tree over microbatches: the sum over `[lo, hi)` is the sum over
+the first half plus that over the second half, `mid = lo + (hi - lo) // 2`. A rank adds the subtrees of its own
+microbatches; ranks then communicate to add the rest of the tree. Microbatches without samples are omitted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from samestep.distributed.world import World
+from samestep.microbatches import owned_microbatches
+from samestep.strategies.buckets import flatten
+
+Node = tuple[int, int]
+T = TypeVar("T")
+
+_COLLECTIVE = "a tree all-reduce"
+# Up to this size, the number of messages costs more than their length (measured on loopback with 4 ranks).
+_SMALL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class MicrobatchTree:
+    """Tree over the microbatches of one global batch."""
+
+    microbatches: int  # number of microbatches, including empty ones
+    samples: int  # size of the global batch, which determines the empty microbatches
+
+    def has_samples(self, node: Node) -> bool:
+        """Return whether any microbatch below `node` has samples."""
+        lo, hi = node
+        return self.samples * hi // self.microbatches > self.samples * lo // self.microbatches
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # a run has few trees, and each is two numbers
+    def cover(self, rank: int, size: int) -> tuple[Node, ...]:
+        """Return the largest subtrees with samples that rank `rank` of `size` owns completely, in order."""
+        owned = owned_microbatches(self.microbatches, size, rank)
+
+        def descend(node: Node) -> tuple[Node, ...]:
+            lo, hi = node
+            if hi <= owned.start or lo >= owned.stop or not self.has_samples(node):
+                return ()
+            if owned.start <= lo and hi <= owned.stop:
+                return (node,)
+            left, right = children(node)
+            return descend(left) + descend(right)
+
+        return descend((0, self.microbatches))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def pairs_up(self, size: int) -> bool:
+        """Return whether each of `size` ranks owns one subtree, and these merge in pairs, level by level."""
+        level: list[Node] = [(0, self.microbatches)]
+        while len(level) < size:
+            level = [child for node in level for child in children(node)]
+        return [self.cover(rank, size) for rank in range(size)] == [(node,) for node in level]
+
+    def is_shared_by_all(self, size: int) -> bool:
+        """Return whether each of `size` ranks has samples; a last batch may be too small."""
+        return all(self.cover(rank, size) for rank in range(size))
+
+    def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
+        """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
+        if node in values:
+            return {node: values[node]}
+        if node[1] - node[0] == 1:
+            return {}
+        left, right = children(node)
+        merged = self.merge(left, values, add) | self.merge(right, values, add)
+        operands = [child for child in (left, right) if self.has_samples(child)]
+        if not operands or any(child not in merged for child in operands):
+            return merged
+        return {node: reduce(add, [merged[child] for child in operands])}
+
+    def sum(self, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+        """Return the sum over all microbatches from the values of subtrees."""
+        return self.merge((0, self.microbatches), values, add)[0, self.microbatches]
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """Return the two children of an inner node."""
+    lo, hi = node
+    mid = lo + (hi - lo) // 2
+    return (lo, mid), (mid, hi)
+
+
+def tree_all_reduce(
+    world: World, tree: MicrobatchTree, subtree_sums: list[torch.Tensor], total: torch.Tensor
+) -> torch.Tensor:
+    """Sum over all microbatches in the order of `tree`, on every rank; return `total`, the output.
+
+    `subtree_sums` are the sums of this rank in the order of `tree.cover`: flat, of equal length. `total` is one of
+    them, or another tensor of this length if this rank has none.
+
+    If the ranks' subtrees pair up, as for a power of two, pairs of ranks exchange and add: complete vectors while these
+    are small, halves of halves otherwise (recursive doubling, and halving and doubling: Thakur et al., "Optimization
+    of collective communication operations in MPICH", 2005). Two ranks can use the backend's all-reduce, since a sum of
+    two operands commutes. Otherwise each rank reduces one slice of the vector: it receives that slice of every subtree
+    sum, adds the slices in tree order, and sends the result to all ranks.
+    """
+    if world.size == 1:
+        return total
+    if not tree.pairs_up(world.size):
+        world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
+    elif total.nbytes <= _SMALL_BYTES:
+        world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
+    elif world.size == 2:
+        world.all_reduce(total)
+    else:
+        world.run_collective(lambda: _reduce_by_halving(world, total), _COLLECTIVE)
+    return total
+
+
+def _reduce_by_doubling(world: World, total: torch.Tensor) -> None:
+    received = torch.empty_like(total)
+    for distance in _distances(world):
+        _communicate(world, [(total, world.rank ^ distance)], [(received, world.rank ^ distance)])
+        total.add_(received)
+
+
+def _reduce_by_halving(world: World, total: torch.Tensor) -> None:
+    current = total
+    history: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    for distance in _distances(world):
+        peer, middle = world.rank ^ distance, current.numel() // 2
+        low, high = current[:middle], current[middle:]
+        own, other = (high, low) if world.rank & distance else (low, high)
+        received = torch.empty_like(own)
+        _communicate(world, [(other, peer)], [(received, peer)])
+        current = own.add_(received)
+        history.append((peer, own, other))
+    for peer, own, other in reversed(history):
+        _communicate(world, [(own, peer)], [(other, peer)])
+
+
+def _distances(world: World) -> list[int]:
+    """Return the distances between the ranks of a pair: powers of two below the number of ranks."""
+    return [2**level for level in range(world.size.bit_length() - 1)]
+
+
+def _reduce_by_slices(
+    world: World, tree: MicrobatchTree, subtree_sums: list[torch.Tensor], total: torch.Tensor
+) -> None:
+    length, size = total.numel(), world.size
+    slices = [slice(length * rank // size, length * (rank + 1) // size) for rank in range(size)]
+    covers = [tree.cover(rank, size) for rank in range(size)]
+    own = total[slices[world.rank]]
+    peers = [(world.rank + offset) % size for offset in range(1, size)]
+    rows = {peer: list(total.new_empty(len(covers[peer]), own.numel())) for peer in peers}
+    _communicate(
+        world,
+        [(vector[slices[peer]], peer) for peer in peers for vector in subtree_sums],
+        [(row, peer) for peer in peers for row in rows[peer]],
+    )
+    rows[world.rank] = [vector[slices[world.rank]] for vector in subtree_sums]
+    values = {node: row for rank in range(size) for node, row in zip(covers[rank], rows[rank], strict=True)}
+    own.copy_(tree.sum(values, lambda left, right: right.add_(left)))
+    _communicate(world, [(own, peer) for peer in peers], [(total[slices[peer]], peer) for peer in peers])
+
+
+def _communicate(world: World, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+    """Send and receive tensors; each comes with the rank of the peer."""
+    operations = [
+        dist.P2POp(operation, tensor, group=world.group, group_peer=peer)
+        for operation, messages in ((dist.irecv, received), (dist.isend, sent))
+        for tensor, peer in messages
+        if tensor.numel() > 0
+    ]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+Parameter = torch.nn.Parameter
+Tensors = list[torch.Tensor]
+
+
+class Reduction(ABC):
+    """Sum over microbatches. `tests/conformance/test_reductions.py` checks every implementation.
+
+    Args:
+        world: ranks that share the microbatches.
+        parameters: trained parameters of the model.
+    """
+
+    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
+        self._world, self._parameters = world, list(parameters)
+        self._position = {parameter: i for i, parameter in enumerate(parameters)}
+        self._sums: dict[Node, Tensors] = {}
+
+    @abstractmethod
+    def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
+        """Move the gradients of a microbatch from `.grad` to the sums of this rank."""
+
+    @abstractmethod
+    def reduce_bucket(
+        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of the gradients of some parameters over all microbatches and ranks, written to `flat`.
+
+        `gradients` are views of `flat`, one per parameter, and belong to `last`, the last microbatch of this rank.
+        """
+
+    @abstractmethod
+    def reduce_accumulated(self, tree: MicrobatchTree, parameters: Sequence[Parameter]) -> torch.Tensor:
+        """Return the sum of the accumulated gradients over ranks, as a new flat tensor.
+
+        For batches in which some rank has no samples.
+        """
+
+    def reduce_local(self, tree: MicrobatchTree, last: int) -> None:
+        """Set `.grad` to the sum over all microbatches, if this rank owns all of them."""
+        self.accumulate(tree, last)
+        (gradients,) = self._sums.values()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def reduce_vector(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
+        """Return the sum of one float64 vector of `length` per microbatch over all microbatches and ranks.
+
+        In tree order under either reduction: for short vectors, faster than the backend's all-reduce.
+        """
+        leaves = {(microbatch, microbatch + 1): [vector] for microbatch, vector in vectors.items()}
+        subtree_sums = [vector for (vector,) in self._merge(tree, leaves).values()]
+        total = subtree_sums[0] if subtree_sums else torch.zeros(length, dtype=torch.float64, device=self._world.device)
+        return tree_all_reduce(self._world, tree, subtree_sums, total)
+
+    def clear(self) -> None:
+        """Drop accumulated gradients."""
+        self._sums = {}
+
+    def _merge(self, tree: MicrobatchTree, values: Mapping[Node, Tensors]) -> dict[Node, Tensors]:
+        """Add all pairs of subtrees of this rank of which both operands are available."""
+        merged: dict[Node, Tensors] = {}
+        for node in tree.cover(self._world.rank, self._world.size):
+            merged |= tree.merge(node, values, _add)
+        return merged
+
+    def _take_gradients(self) -> Tensors:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
+
+    def _select(self, node: Node, parameters: Sequence[Parameter]) -> Tensors:
+        gradients = self._sums[node]
+        return [gradients[self._position[parameter]] for parameter in parameters]
+
+
+class ExactReduction(Reduction):
+    """Sum in one fixed tree over microbatches: the bits do not depend on the number of ranks."""
+
+    def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
+        # Early addition bounds the memory to one set of gradients per level of the tree.
+        self._sums = self._merge(tree, {**self._sums, (microbatch, microbatch + 1): self._take_gradients()})
+
+    def reduce_bucket(
+        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+    ) -> torch.Tensor:
+        sums = {node: self._select(node, parameters) for node in self._sums}
+        *others, own = self._merge(tree, {**sums, (last, last + 1): gradients}).values()
+        assert own is gradients, "the last microbatch is the right-most, and sums go to the right-hand operand"
+        return tree_all_reduce(self._world, tree, [*(flatten(other, parameters) for other in others), flat], flat)
+
+    def reduce_accumulated(self, tree: MicrobatchTree, parameters: Sequence[Parameter]) -> torch.Tensor:
+        subtree_sums = [flatten(self._select(node, parameters), parameters) for node in self._sums]
+        total = subtree_sums[0] if subtree_sums else flatten([torch.zeros_like(p) for p in parameters], parameters)
+        return tree_all_reduce(self._world, tree, subtree_sums, total)
+
+
+def _add(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(right, left)
+    return right

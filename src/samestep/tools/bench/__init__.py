@@ -1,1 +1,0 @@
-"""One recipe in the ways in which it can run on this machine, side by side: `samestep bench`."""

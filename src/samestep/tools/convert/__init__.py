@@ -1,1 +1,0 @@
-"""From PaddleViT to Samestep: recipes and weights."""

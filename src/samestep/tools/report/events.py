@@ -1,0 +1,275 @@
+"""Events of a run, and its curves, reduced to a size that a page of a long run can hold."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from samestep.loggers.logger import parse_json_line
+
+DATA_SHARE = "data_share"
+_STEP_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
+_NOT_METRICS = ("time", "event", "step", "epoch", "epochs", "is_best", "samples", "samples_per_second")
+_NOTES = ("note", "skipped", "stop")
+# Start of every line. A run that was killed can leave half a line, to which the resumed run appends.
+_LINE_START = b'{"time"'
+BUCKETS = 400  # minimum and maximum of each are drawn
+_MEANS = 200
+_NONFINITE = 50
+_DIGITS = 6
+
+Floats = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points with ascending steps, in seconds of the run without pauses. Values can be NaN and infinite."""
+
+    steps: NDArray[numpy.int64]
+    seconds: Floats
+    values: Floats
+
+    def thinned(self, buckets: int = BUCKETS) -> Series:
+        """Return the first and last finite point, and the points of the minimum and maximum of each bucket."""
+        finite = numpy.flatnonzero(numpy.isfinite(self.values))
+        if len(finite) > 2 * buckets:
+            chosen = {0, len(finite) - 1}
+            for begin, end in _buckets(len(finite), buckets):
+                values = self.values[finite[begin:end]]
+                chosen |= {begin + int(values.argmin()), begin + int(values.argmax())}
+            finite = finite[sorted(chosen)]
+        return self._at(finite)
+
+    def means(self, buckets: int = _MEANS) -> Series:
+        """Return the mean of the finite values of each bucket at its middle; no points for a short curve."""
+        finite = numpy.flatnonzero(numpy.isfinite(self.values))
+        bounds = _buckets(len(finite), buckets) if len(finite) > 2 * buckets else []
+        middles = self._at(finite[[(begin + end) // 2 for begin, end in bounds]])
+        values = [float(self.values[finite[begin:end]].mean()) for begin, end in bounds]
+        return Series(middles.steps, middles.seconds, numpy.array(values))
+
+    def data(self) -> dict[str, Any]:
+        """Return `points`, `means`, a selection of `nonfinite` points, and the `nonfinite_count`, for the page."""
+        indices = numpy.flatnonzero(~numpy.isfinite(self.values))
+        count = len(indices)
+        if count > _NONFINITE:
+            indices = indices[numpy.linspace(0, count - 1, _NONFINITE).astype(int)]
+        return {
+            "points": self.thinned()._lists(),
+            "means": self.means()._lists(),
+            "nonfinite": self._at(indices)._lists(),
+            "nonfinite_count": count,
+        }
+
+    def statistics(self) -> dict[str, float] | None:
+        """Return `min`, `max`, `mean`, `median` and `last` of the finite values; None without any."""
+        values = self.values[numpy.isfinite(self.values)]
+        if not len(values):
+            return None
+        statistics = {"min": values.min(), "max": values.max(), "mean": values.mean(), "median": numpy.median(values)}
+        return {name: float(value) for name, value in (*statistics.items(), ("last", values[-1]))}
+
+    def _lists(self) -> dict[str, list[float]]:
+        """Return steps `x`, seconds `t` and the finite values `y`; JSON has no others."""
+        finite = self.values[numpy.isfinite(self.values)]
+        return {"x": self.steps.tolist(), "t": _rounded(self.seconds), "y": _rounded(finite)}
+
+    def _at(self, indices: NDArray[numpy.int64]) -> Series:
+        return Series(self.steps[indices], self.seconds[indices], self.values[indices])
+
+
+class Points:
+    """Points of a curve in the order of a file; 24 bytes each."""
+
+    def __init__(self) -> None:
+        self._points = array("d")
+
+    def add(self, step: int, time: float, value: float) -> None:
+        """Add one point, which replaces an earlier point of the same step."""
+        self._points.extend((step, time, value))
+
+    def series(self, clock: Callable[[Floats], Floats]) -> Series:
+        """Return the last point of each step; `clock` converts Unix timestamps into seconds of the run."""
+        steps, times, values = numpy.array(self._points).reshape(-1, 3)[::-1].T
+        unique, last = numpy.unique(steps, return_index=True)  # the first index in reverse order
+        return Series(unique.astype(numpy.int64), clock(times[last]), values[last])
+
+
+class RunClock:
+    """Converter of Unix timestamps into seconds since the start of a run, without pauses.
+
+    Before a resume, the longest time without an event or a line of a rank is a pause.
+
+    Args:
+        active: times at which a process of the run wrote, in any order.
+        resumed: for each resume, time of the last event before, and time of the resume.
+    """
+
+    def __init__(self, active: Floats, resumed: Sequence[tuple[float, float]]) -> None:
+        active = numpy.unique(active)
+        self._begin, self._end = (float(active[0]), float(active[-1])) if len(active) else (0.0, 0.0)
+        pauses = []
+        for before, after in resumed:
+            times = active[(active >= before) & (active <= after)]
+            if len(times) > 1:
+                gaps = numpy.diff(times)
+                longest = int(gaps.argmax())
+                pauses.append((float(times[longest + 1]), float(gaps[longest])))
+        self._pause_ends = numpy.array([end for end, _ in sorted(pauses)])
+        self._paused = numpy.cumsum([0.0, *(length for _, length in sorted(pauses))])
+
+    def __call__(self, times: Floats) -> Floats:
+        """Return seconds of the run; within a pause, at least those of its end."""
+        paused = self._paused[numpy.searchsorted(self._pause_ends, times, side="right")]
+        seconds: Floats = numpy.maximum(times - self._begin - paused, 0.0)
+        return seconds
+
+    def at(self, time: float) -> float:
+        """Return seconds of the run for one time."""
+        return float(self(numpy.array([time]))[0])
+
+    @property
+    def total(self) -> float:
+        """Duration of the run without pauses."""
+        return self.at(self._end)
+
+
+def _buckets(points: int, count: int) -> list[tuple[int, int]]:
+    """Return begin and end of `count` slices of nearly equal size."""
+    return list(pairwise(numpy.linspace(0, points, count + 1).astype(int).tolist()))
+
+
+def _rounded(values: Floats) -> list[float]:
+    return [float(f"{value:.{_DIGITS}g}") for value in values.tolist()]
+
+
+class JsonLines:
+    """Iterable of the objects in a JSON-lines file; empty if the file does not exist.
+
+    Attributes:
+        unreadable: number of lines so far that a kill cut, or that are damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.unreadable = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            for line in file:
+                value = parse_json_line(line)
+                if value is None and line.strip(b"\0 \t\r\n"):
+                    self.unreadable += 1
+                    value = parse_json_line(line[max(line.rfind(_LINE_START), 0) :])
+                if value is not None:
+                    yield value
+
+
+def parse_number(value: object) -> float | None:
+    """Return a number of an event, in which strings represent NaN and infinities; None for any other value."""
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def parse_finite(value: object) -> float | None:
+    """Return a finite number; None for any other value."""
+    number = parse_number(value)
+    return number if number is not None and abs(number) < float("inf") else None
+
+
+def parse_count(value: object) -> int | None:
+    """Return a non-negative integer below 2^53; None for any other value."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return value if is_count else None  # type: ignore[return-value]
+
+
+def parse_text(value: object) -> str:
+    """Return a string; empty for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+class EventLog:
+    """Events of one run.
+
+    Attributes:
+        curves: values of steps by key, including `DATA_SHARE`.
+        metrics: values of evaluations by key, in the order of the events.
+        evaluations: events of evaluations by step.
+        notes: time and text of each note.
+        resumed: time of the last event before a resume, time of the resume, and its step.
+        step: last completed step.
+        end: event at the end of the run; None if there is none.
+        skipped_steps: steps without an update, because a value was not finite.
+        times: Unix timestamps of all events.
+        unreadable: number of lines that cannot be read.
+    """
+
+    def __init__(self, path: Path, batch_size: float | None) -> None:
+        self.curves = {name: Points() for name in (*_STEP_CURVES, DATA_SHARE)}
+        self.metrics: dict[str, Points] = {}
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.notes: list[tuple[float, str]] = []
+        self.resumed: list[tuple[float, float, int]] = []
+        self.step = 0
+        self.steps_in_epoch: int | None = None
+        self.end: dict[str, Any] | None = None
+        self.skipped_steps: set[int] = set()
+        self.times = array("d")
+        self._batch_size = batch_size
+        lines = JsonLines(path)
+        for event in lines:
+            self._add(event)
+        self.unreadable = lines.unreadable
+
+    def _add(self, event: dict[str, Any]) -> None:
+        time, kind, step = parse_finite(event.get("time")), event.get("event"), parse_count(event.get("step"))
+        if time is None:
+            return
+        if kind == "step" and step is not None:
+            self._add_step(step, time, event)
+        elif kind == "evaluation" and step is not None:
+            self.evaluations[step] = event
+            for name, value in event.items():
+                number = parse_number(value)
+                if name not in _NOT_METRICS and number is not None:
+                    self.metrics.setdefault(name, Points()).add(step, time, number)
+        elif kind == "resume" and step is not None:
+            self.resumed.append((self.times[-1] if self.times else time, time, step))
+            self.step = step
+        elif kind in _NOTES:
+            self.notes.append((time, parse_text(event.get("text"))))
+        self.end = event if kind == "end" else None
+        self.times.append(time)
+
+    def _add_step(self, step: int, time: float, event: dict[str, Any]) -> None:
+        self.step, self.steps_in_epoch = step, parse_count(event.get("steps_in_epoch"))
+        values = {name: parse_number(event.get(name)) for name in _STEP_CURVES}
+        for name, value in {**values, DATA_SHARE: self._data_share(event)}.items():
+            if value is not None:
+                self.curves[name].add(step, time, value)
+        update = self.skipped_steps.add if event.get("skipped") is True else self.skipped_steps.discard
+        update(step)
+
+    def _data_share(self, event: dict[str, Any]) -> float | None:
+        seconds, speed = parse_finite(event.get("data_seconds")), parse_finite(event.get("samples_per_second"))
+        number, count = event.get("step_in_epoch"), event.get("steps_in_epoch")
+        # The batch of an epoch's last step can be smaller by an unknown number of samples.
+        is_smaller = number == count and count != 1
+        if seconds is None or speed is None or self._batch_size is None or is_smaller:
+            return None
+        return min(seconds * speed / self._batch_size, 1.0)

@@ -1,0 +1,100 @@
+"""Launch of trials, their timings, and the description of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from samestep.distributed.resources import read_processors
+from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
+from samestep.launcher.pickling import ByName
+from samestep.launcher.watchdog import HANG_AFTER
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Means over some steps."""
+
+    step_seconds: float  # time of a step, including the wait for its batch
+    data_share: float  # part of that time spent waiting for batches
+    samples_per_second: float  # over all ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, first and third quartile."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        several = [*values, *values] if len(values) == 1 else values
+        q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
+        return cls(median, q1, q3)
+
+    def __mul__(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.q1 * factor, self.q3 * factor)
+
+    def format(self, number: str) -> str:
+        """Return the median ± half of the interquartile range, each in the given number format."""
+        return f"{self.median:{number}} ± {(self.q3 - self.q1) / 2:{number}}"
+
+
+def run_trial(
+    module: str,
+    function: str,
+    *arguments: Any,
+    processes: int,
+    preload: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Run a function of `module`, which ranks import in advance, on all ranks; return the result of rank 0.
+
+    Raises:
+        RankError: a rank failed.
+        StoppedError: a stop was requested.
+    """
+    run, modules = ByName(module, function), (*preload, module)
+    config = LaunchConfig(HANG_AFTER, grace=None)
+    result = run_workers(
+        run, *arguments, processes=processes, launch_config=config, preload=modules, environment=environment
+    )
+    if result.value is None or result.stop_signal is not None:
+        raise StoppedError("stopped on request", fix="start the command again")
+    return result.value
+
+
+def describe_machine(gpus: list[str]) -> dict[str, Any]:
+    """Return device, cores, versions, date and load.
+
+    Args:
+        gpus: names of the GPUs.
+    """
+    return {
+        "device": gpus[0] if gpus else processor_name(),
+        "gpus": gpus,
+        "cores": read_processors().usable,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "samestep": version("samestep"),
+        "date": time.strftime("%Y-%m-%d"),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def processor_name() -> str:
+    """Return the model name of the processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

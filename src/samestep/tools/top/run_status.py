@@ -1,0 +1,322 @@
+"""State of a run and its ranks, read repeatedly from its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from samestep.checkpoint.lock import is_locked
+from samestep.errors import InputError
+from samestep.loggers.logger import parse_json_line
+
+SILENT_SECONDS = 10.0
+_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_BLOCK = 1 << 20
+_LAST_BYTES = 1 << 16  # some hundred lines, of which only the last is used
+_START_SECONDS = 10.0  # error of the start time of a process
+# A run creates its directory before the recipe is complete.
+_RECIPE_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+_STEP = b'"event": "step"'
+_HEAD = 80  # bytes at the start of a line that contain the kind of its event
+_STRIDE = 64  # lines; of steps that are read together, one per stride is parsed
+_SPEED_SECONDS = 600.0
+_NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "samples_per_second")
+
+# silent: no line for some seconds. gone: the process was on this machine and has ended. missing: no line at all.
+Sign = Literal["active", "silent", "gone", "missing"]
+# starting: no rank has written. dead: no process holds the lock, and the run has logged no end.
+State = Literal["starting", "running", "stopped", "ended", "dead"]
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """State of one rank."""
+
+    rank: int
+    sign: Sign
+    age_seconds: float | None  # since the last line; None without a line
+    line: Mapping[str, Any]  # last line, as documented in docs/guides/runs.md
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run at one time."""
+
+    run: str
+    state: State
+    epoch: int  # epoch of the last step, from 1; 0 before the first step
+    epochs: int
+    step: int  # completed optimizer steps
+    steps: int | None
+    progress: float  # share of all steps
+    seconds_left: float | None  # estimate from the speed of the last minutes; None if unknown or if no step is left
+    loss: float | str | None  # loss of the last step, as a string such as `nan` if it is not finite
+    evaluation: Mapping[str, Any]  # `epoch`, `loss`, `samples` and metrics of the last evaluation
+    ranks: Sequence[RankRow]
+    unreadable_lines: int = 0  # number of lines of ranks and events that cannot be read
+
+
+class LineFollower:
+    """Reader of the complete lines that other processes append to a file, which may not exist yet.
+
+    A file that was truncated or replaced is read from its start. At first, at most `last_bytes` at the end are read.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        self._path, self._last_bytes = path, last_bytes
+        self._file: tuple[int, int] | None = None
+        self._offset, self._rest = 0, b""
+
+    def new_lines(self) -> Iterator[bytes]:
+        """Yield the lines completed since the last call."""
+        try:
+            # A network file system checks for changes by other machines when a file is opened.
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            identity = status.st_dev, status.st_ino
+            if identity != self._file or status.st_size < self._offset:
+                self._file, self._offset, self._rest = identity, 0, b""
+                if self._last_bytes is not None and status.st_size > self._last_bytes:
+                    file.seek(status.st_size - self._last_bytes)
+                    self._offset = file.tell() + len(file.readline())  # skip the rest of a line
+            file.seek(self._offset)
+            while block := file.read(_BLOCK):
+                self._offset += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                yield from lines
+
+
+# --- ranks ---
+
+
+class RankFile:
+    """File of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._follower = LineFollower(path, _LAST_BYTES)
+        self._written = 0.0
+        self.line: dict[str, Any] = {}  # last complete line
+        self.unreadable = 0  # number of lines of another format
+
+    def update(self) -> None:
+        """Read new lines."""
+        previous = self.line
+        for text in self._follower.new_lines():
+            line = parse_json_line(text)
+            if line is not None and isinstance(line.get("time"), int | float):
+                self.line = line
+            else:
+                self.unreadable += bool(text)
+        if self.line is not previous:
+            # The clock of another machine can be wrong; the age of its first line has no other source.
+            is_timed = not previous or self._is_local
+            self._written = time.monotonic() - (max(0.0, time.time() - self.line["time"]) if is_timed else 0.0)
+
+    def row(self, rank: int, *, is_running: bool = True) -> RankRow:
+        """Return the state of the rank, which is neither silent nor gone if the run has ended."""
+        if not self.line:
+            return RankRow(rank, "missing", None, {})
+        age = time.monotonic() - self._written
+        sign: Sign = "active"
+        if is_running and self._is_local and not _is_alive(int(self.line["pid"]), float(self.line["time"])):
+            sign = "gone"
+        elif is_running and age >= SILENT_SECONDS:
+            sign = "silent"
+        return RankRow(rank, sign, round(age, 1), self.line)
+
+    @property
+    def _is_local(self) -> bool:
+        return bool(self.line.get("host") == socket.gethostname())
+
+
+def _is_alive(pid: int, written: float) -> bool:
+    """Return whether the process that wrote a line still runs; a process started later has only reused its number."""
+    try:
+        process = psutil.Process(pid)
+        return bool(process.create_time() <= written + _START_SECONDS and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def update_rank_files(folder: Path, files: dict[int, RankFile]) -> None:
+    """Read new lines, and add the files of new ranks to `files`."""
+    for path in folder.glob("rank-*.jsonl"):
+        if name := _NAME.fullmatch(path.name):
+            files.setdefault(int(name[1]), RankFile(path)).update()
+
+
+def rank_rows(files: Mapping[int, RankFile], processes: int | None, since: float, *, is_running: bool) -> list[RankRow]:
+    """Return one row per rank of the last start of a run, at time `since`, with `processes` ranks or None if unknown.
+
+    Higher ranks without a later line belong to an earlier start.
+    """
+    ranks = set(range(processes or 0))
+    ranks |= {rank for rank, file in files.items() if file.line and (processes is None or file.line["time"] > since)}
+    missing = RankFile(Path())
+    return [files.get(rank, missing).row(rank, is_running=is_running) for rank in sorted(ranks)]
+
+
+# --- run ---
+
+
+class LastEvents:
+    """Last step, last evaluation and end of a run, and its speed."""
+
+    def __init__(self) -> None:
+        self.step: dict[str, Any] = {}  # event of the last step
+        self.evaluation: dict[str, Any] = {}  # `epoch`, `loss`, `samples` and metrics; empty without an evaluation
+        self.end: Literal["ended", "stopped"] | None = None  # if the last event is the end of the run
+        self.unreadable = 0  # number of parsed lines that are not events
+        self._samples: deque[tuple[float, int]] = deque()  # times and steps
+
+    def update(self, lines: Iterable[bytes]) -> None:
+        """Add lines of `events.jsonl`; most steps between other events are skipped without parsing."""
+        skipped = b""
+        for number, line in enumerate(lines):
+            is_step = _STEP in line[:_HEAD]
+            if is_step and number % _STRIDE:
+                skipped = line
+                continue
+            if not is_step:
+                self._add(skipped)
+            self._add(line)
+            skipped = b""
+        self._add(skipped)
+
+    def _add(self, line: bytes) -> None:
+        event = parse_json_line(line) if line else {}
+        if event is None:
+            self.unreadable += 1
+            return
+        kind = event.get("event")
+        if kind == "step":
+            self._add_step(event)
+        elif kind == "evaluation":
+            self.evaluation = {name: value for name, value in event.items() if name not in _NOT_VALUES}
+        elif kind == "resume":
+            self.end = None
+            self._samples.clear()
+        elif kind == "end":
+            self.end = "stopped" if event.get("stopped") else "ended"
+
+    def seconds_per_step(self, until: float = 0.0) -> float | None:
+        """Return the mean of the last minutes, with evaluations and pauses; None if unknown.
+
+        There was no later step before `until`, by the clock of the events.
+        """
+        if len(self._samples) < 2:
+            return None
+        (begin, first), (end, last) = self._samples[0], self._samples[-1]
+        return (max(end, until) - begin) / (last - first) if last > first else None
+
+    def _add_step(self, event: dict[str, Any]) -> None:
+        self.step, self.end = event, None
+        samples, time, step = self._samples, float(event["time"]), int(event["step"])
+        if samples and step < samples[-1][1]:
+            samples.clear()  # restarted from an earlier step
+        samples.append((time, step))
+        while time - samples[0][0] > _SPEED_SECONDS and len(samples) > 2:
+            samples.popleft()
+
+
+class RunReader:
+    """Reader of the state of a run in a directory, which can start later. Writes nothing."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._identity: tuple[int, int, int] | None = None  # of the file of the recipe
+        self._epochs = 0
+
+    def read(self) -> RunStatus | None:
+        """Return the current state; None if there is no run yet.
+
+        Raises:
+            InputError: the directory is not a run.
+        """
+        recipe = self._read_recipe()
+        if recipe is None:
+            return None
+        if recipe[0] != self._identity:
+            self._follower, self._events = LineFollower(self._run / "events.jsonl"), LastEvents()
+            self._ranks: dict[int, RankFile] = {}
+            self._start: dict[str, Any] = {}
+        self._identity, self._epochs = recipe
+        lock = is_locked(self._run)  # before the events: a run logs its end while it holds the lock
+        self._events.update(self._follower.new_lines())
+        update_rank_files(self._run / "ranks", self._ranks)
+        with suppress(FileNotFoundError, ValueError, IndexError):  # missing, or being written
+            self._start = json.loads((self._run / "environment.json").read_text(encoding="utf-8"))[-1]
+        return self._status(self._state(lock))
+
+    def _read_recipe(self) -> tuple[tuple[int, int, int], int] | None:
+        """Return the identity of the recipe's file, which changes if the run is created again, and its epochs."""
+        path, deadline = self._run / "recipe.yaml", time.monotonic() + _RECIPE_SECONDS
+        while self._run.exists():
+            try:
+                status = os.stat(path)
+                epochs = int(yaml.safe_load(path.read_text(encoding="utf-8"))["epochs"])
+                return (status.st_dev, status.st_ino, status.st_ctime_ns), epochs
+            except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"{self._run} is not a run",
+                        expected="a run directory, which contains recipe.yaml with epochs",
+                        fix="check the path",
+                        code="E_NOT_A_RUN",
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+        return None
+
+    def _state(self, lock: bool | None) -> State:
+        if lock:
+            return "running"
+        if self._events.end is not None:
+            return self._events.end
+        if any(file.row(rank).sign == "active" for rank, file in self._ranks.items()):
+            return "running"  # before rank 0 locks the directory, or without support for locks
+        has_started = self._start or self._events.step or any(file.line for file in self._ranks.values())
+        return "dead" if has_started else "starting"
+
+    def _status(self, state: State) -> RunStatus:
+        last = self._events.step
+        steps_in_epoch = int(last.get("steps_in_epoch", 0))
+        completed = int(last.get("epoch", 0)) * steps_in_epoch + int(last.get("step_in_epoch", 0))
+        steps = self._epochs * steps_in_epoch
+        last_time = float(self._ranks[0].line.get("time", 0.0)) if 0 in self._ranks else 0.0
+        pace = self._events.seconds_per_step(until=last_time) if state == "running" and steps > completed else None
+        started = self._start.get("started")
+        # A resolution of one second: lines of the same second can belong to an earlier start.
+        since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1 if started else 0.0
+        return RunStatus(
+            run=str(self._run),
+            state=state,
+            epoch=int(last.get("epoch", -1)) + 1,
+            epochs=self._epochs,
+            step=int(last.get("step", 0)),
+            steps=steps or None,
+            progress=round(completed / steps, 4) if steps else 0.0,
+            seconds_left=None if pace is None else round((steps - completed) * pace, 1),
+            loss=last.get("loss"),
+            evaluation=self._events.evaluation,
+            ranks=rank_rows(self._ranks, self._start.get("processes"), since, is_running=state in ("running", "dead")),
+            unreadable_lines=self._events.unreadable + sum(file.unreadable for file in self._ranks.values()),
+        )

@@ -1,0 +1,340 @@
+"""`samestep tune`: memory check, search of loader settings, comparison of step options that change bits."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.config import Recipe, RunOptions
+from samestep.launcher.launch import RankError
+from samestep.tools.bench import COLORS
+from samestep.tools.timing import Spread, run_trial
+from samestep.tools.tune.search import SearchResult
+from samestep.tools.tune.settings import CHANNELS_LAST, COMPILE, THREADS, Setting, TuneTarget
+from samestep.units import format_bytes
+
+_TRIALS = "samestep.tools.trials"
+_WORTHWHILE_SPEED_UP = 1.03
+_WIDTH = 100
+_ONEDNN_NO_MEMORY = re.compile(r"could not create a (primitive|memory)")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Properties of a recipe, from two training steps."""
+
+    device: str
+    workers: int  # default number of loader processes
+    peak: int  # peak memory in bytes of the GPU, or of the process on a CPU; the largest of all ranks
+    norms: int  # number of layers
+    dropouts: int  # number of layers
+    has_images: bool  # the model has 4D inputs, which can be channels-last
+
+
+def check_memory(
+    recipe: Recipe, limit: int | None, inspect: Callable[[Recipe], Inspection], report: Callable[[str], None]
+) -> tuple[dict[str, Any], Inspection | None]:
+    """Check whether the microbatches fit; if not, double their number until they do; return the result as plain data.
+
+    Args:
+        recipe: recipe to check.
+        limit: memory limit of a rank in bytes; None for no limit.
+        inspect: trains two steps of a recipe in new ranks.
+        report: receives progress messages.
+
+    Raises:
+        RankError: a rank failed for another reason than memory.
+    """
+
+    def attempt(variant: Recipe) -> Inspection | str:
+        try:
+            return inspect(variant)
+        except RankError as error:
+            if not _is_out_of_memory(error, limit):
+                raise
+            return str(error).splitlines()[0]
+
+    microbatches, samples = recipe.microbatches, _largest_microbatch(recipe)
+    report(f"memory: a microbatch of {samples} samples")
+    first = attempt(recipe)
+    inspection = first if isinstance(first, Inspection) else None
+    tried: list[dict[str, Any]] = []
+    enough, changes = None, list[str]()
+    while inspection is None and enough is None and microbatches < recipe.batch_size:
+        microbatches = min(2 * microbatches, recipe.batch_size)
+        report(f"memory: does not fit; trying {microbatches} microbatches")
+        variant = replace(recipe, microbatches=microbatches)
+        result = attempt(variant)
+        tried.append({"microbatches": microbatches, "fits": isinstance(result, Inspection)})
+        if isinstance(result, Inspection):
+            enough, changes = microbatches, list(_changes(recipe, variant, result))
+    data = {
+        "limit_bytes": limit,
+        "microbatches": recipe.microbatches,
+        "samples_in_a_microbatch": samples,
+        "fits": inspection is not None,
+        "peak_bytes": inspection.peak if inspection is not None else None,
+        "tried": tried,
+        "microbatches_that_fit": enough,
+        "changes": changes,
+        "message": "" if isinstance(first, Inspection) else first,
+    }
+    return data, inspection
+
+
+def _changes(before: Recipe, after: Recipe, inspection: Inspection) -> Iterator[str]:
+    """Yield the effects of another number of microbatches, other than rounding."""
+    if inspection.norms and before.step.batch_norm == "microbatch":
+        yield f"batch norm is over {_largest_microbatch(after)} instead of {_largest_microbatch(before)} samples"
+    if inspection.dropouts:
+        yield "dropout uses other masks"
+
+
+def _is_out_of_memory(error: RankError, limit: int | None) -> bool:
+    # Without a limit, the system kills the process; with a limit, libraries fail in various ways.
+    failure = error.failure
+    is_killed = failure.by_signal == SIGKILL or (limit is not None and failure.kind is None)
+    is_onednn = limit is not None and _ONEDNN_NO_MEMORY.search(failure.text) is not None
+    return failure.is_out_of_memory or is_killed or is_onednn
+
+
+def _largest_microbatch(recipe: Recipe) -> int:
+    return -(-recipe.batch_size // recipe.microbatches)
+
+
+@dataclass(frozen=True)
+class StepOption:
+    """Other value of a key of the recipe, such as `step.threads`."""
+
+    key: str
+    value: Any
+    reason: str = ""  # why the speed with this value cannot be measured, if so
+
+    def __str__(self) -> str:
+        return f"{self.key}={str(self.value).lower()}"
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this value."""
+        return replace(recipe, step=replace(recipe.step, **{self.key.removeprefix("step."): self.value}))
+
+
+def step_options(
+    recipe: Recipe, inspection: Inspection, names: Sequence[str], cores: int, processes: int
+) -> Iterator[StepOption]:
+    """Yield the options to measure, and with a reason those that cannot be measured on these cores of all ranks."""
+    if THREADS in names:
+        available = cores // processes
+        counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= available and count != recipe.step.threads]
+        if inspection.device != "cpu":
+            yield StepOption("step.threads", available, reason="GPUs compute the steps")
+        elif not counts:
+            yield StepOption("step.threads", 2, reason=f"{processes} ranks on {cores} cores leave no core to spare")
+        else:
+            yield from (StepOption("step.threads", count) for count in counts)
+    if CHANNELS_LAST in names:
+        reason = "" if inspection.has_images else "no input has the four dimensions of images"
+        yield StepOption("step.channels_last", not recipe.step.channels_last, reason=reason)
+    if COMPILE in names:
+        yield StepOption("step.compile", not recipe.step.compile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Configuration of a tuning."""
+
+    settings: Sequence[Setting]  # candidates of the search
+    step_options: Sequence[str]
+    memory: int | None  # memory limit of a rank in bytes; None for no limit
+    seconds: float  # approximate duration of a trial
+    rounds: int  # number of rounds for each step option
+    options: RunOptions
+    preload: tuple[str, ...]
+    environment: Mapping[str, str] | None = None
+
+
+def tune(
+    target: TuneTarget, recipe: Recipe, config: TuneConfig, machine: dict[str, Any], report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Check memory, search the fastest loader setting, and measure step options; return plain data.
+
+    There is neither a search nor a measurement if the microbatches do not fit into memory.
+
+    Args:
+        target: recipe, machine and number of ranks.
+        recipe: recipe of the trials.
+        config: settings, step options and limits.
+        machine: result of `describe_machine` before the load of the trials.
+        report: receives progress messages.
+
+    Raises:
+        RankError: the recipe cannot run.
+        StoppedError: a stop was requested.
+    """
+    began = time.perf_counter()
+    run = partial(
+        run_trial, _TRIALS, processes=target.processes, preload=config.preload, environment=config.environment
+    )
+    memory, inspection = check_memory(
+        recipe, config.memory, lambda variant: run("inspect_recipe", variant, config.options, config.memory), report
+    )
+    rules: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    if inspection is not None:
+        report("workers and prefetch:")
+        found = _search(recipe, config, Setting(inspection.workers), run)
+        for option in step_options(recipe, inspection, config.step_options, machine["cores"], target.processes):
+            if not option.reason:
+                report(f"effect of {option}, which changes bits")
+            rules.append(_measure_option(recipe, option, config, run))
+    seconds = time.perf_counter() - began
+    first = {"place": asdict(target), "machine": machine, "memory": memory, "seconds": seconds, "rules": rules}
+    return {**first, **found}
+
+
+def _search(recipe: Recipe, config: TuneConfig, default: Setting, run: Callable[..., Any]) -> dict[str, Any]:
+    """Search without settings that make a rank fail, and without settings with as many workers."""
+    settings = list(config.settings)
+    failed: list[dict[str, Any]] = []
+    while True:
+        try:
+            result: SearchResult = run("search_settings", recipe, config.options, settings, default, config.seconds)
+            return {**result.to_dict(), "not_run": failed}
+        except RankError as error:
+            activity = error.failure.activity
+            cause = next((s for s in settings if s.workers and f"trial of {s}" in activity), None)
+            if cause is None:
+                raise
+            failed.append({**asdict(cause), "reason": str(error).splitlines()[0]})
+            settings = [setting for setting in settings if setting.workers < cause.workers]
+            default = default if default.workers < cause.workers else Setting(0)
+            if not settings:
+                raise
+
+
+def _measure_option(recipe: Recipe, option: StepOption, config: TuneConfig, run: Callable[..., Any]) -> dict[str, Any]:
+    speed, reason = None, option.reason
+    if not reason:
+        try:
+            ratios = run("compare_recipes", recipe, option.apply(recipe), config.options, config.rounds, config.seconds)
+            speed = asdict(Spread.of(ratios))
+        except RankError as error:
+            reason = str(error).splitlines()[0]
+    return {"key": option.key, "value": option.value, "times_as_fast": speed, "reason": reason}
+
+
+def show(data: dict[str, Any], candidates: int) -> None:
+    """Print the result of a tuning with `candidates` settings in the grid."""
+    if "choice" in data:
+        Console(width=max(Console().width, _WIDTH)).print(table(data), "")
+    for name, text in lines(data, candidates):
+        print(f"{name:<20}{text}")
+
+
+def table(data: dict[str, Any]) -> Table:
+    """Return a table with a row per setting."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("workers", "prefetch", "trials", "samples/s", "vs. default", "waits for data"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("verdict", no_wrap=True)
+    for row in data["settings"]:
+        is_default = _setting(row) == _setting(data["default"])
+        shown.add_row(
+            str(row["workers"]),
+            str(row["prefetch"]) if row["workers"] else "-",
+            str(len(row["turns"])),
+            Spread(**row["samples_per_second"]).format(",.0f"),
+            Spread(**row["against_default"]).format(".2f"),
+            f"{row['data_share']:.0%}",
+            row["verdict"] + (" (default)" if is_default else ""),
+        )
+    return shown
+
+
+def lines(data: dict[str, Any], candidates: int) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the other results."""
+    yield "memory", _memory_text(data["memory"])
+    if "choice" not in data:
+        return
+    count = f"{len(data['settings'])} of {candidates} settings, {data['turns']} trials in {data['seconds']:.0f} s"
+    yield "measured", f"{count}: {data['reason']}" if data["reason"] else count
+    for absent in data["not_run"]:
+        yield "not run", f"{_setting(absent)}, and more workers: {absent['reason']}"
+    for rule in data["rules"]:
+        option = StepOption(rule["key"], rule["value"])
+        yield str(option).removeprefix("step."), _option_text(option, rule)
+    chosen, default = _setting(data["choice"]), _setting(data["default"])
+    ratio = next(row["against_default"]["median"] for row in data["settings"] if _setting(row) == chosen)
+    gain = "the default" if chosen == default else f"{ratio:.2f} times as fast as {default}"
+    yield "chosen", f"{chosen}: {gain}; no result depends on it"
+
+
+def _setting(data: dict[str, Any]) -> Setting:
+    return Setting(data["workers"], data["prefetch"])
+
+
+def _memory_text(memory: dict[str, Any]) -> str:
+    limit = f" in {format_bytes(memory['limit_bytes'])}" if memory["limit_bytes"] is not None else ""
+    microbatch, enough = f"a microbatch of {memory['samples_in_a_microbatch']} samples", memory["microbatches_that_fit"]
+    if memory["fits"]:
+        return f"{microbatch} fits{limit}; a rank used {format_bytes(memory['peak_bytes'])}"
+    if enough is None:
+        return f"{microbatch} does not fit{limit}, and one of a single sample does not either: {memory['message']}"
+    changes = " and ".join(memory["changes"]) or "nothing but rounding"
+    return f"{microbatch} does not fit{limit}; microbatches: {enough} would fit, and would change: {changes}"
+
+
+def _option_text(option: StepOption, rule: dict[str, Any]) -> str:
+    if rule["times_as_fast"] is None:
+        return f"cannot run here: {rule['reason']}"
+    speed = Spread(**rule["times_as_fast"])
+    text = f"{speed.format('.2f')} times as fast"
+    # Worthwhile only if faster by more than the spread of rounds.
+    if speed.median > _WORTHWHILE_SPEED_UP and speed.q1 > 1:
+        text += f"; changes bits, so not set automatically: --set {option}"
+    return text
+
+
+def draw(data: dict[str, Any], title: str, path: Path) -> None:
+    """Write a PNG: samples per second over workers with the spread over trials, one line per prefetch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    speeds = {_setting(row): Spread(**row["samples_per_second"]) for row in data["settings"]}
+    for number, prefetch in enumerate(sorted({setting.prefetch for setting in speeds})):
+        line = {setting: speed for setting, speed in speeds.items() if setting.prefetch == prefetch}
+        axes.errorbar(
+            [setting.workers for setting in line],
+            [speed.median for speed in line.values()],
+            yerr=[[s.median - s.q1 for s in line.values()], [s.q3 - s.median for s in line.values()]],
+            color=COLORS[number % len(COLORS)],
+            label=f"prefetch {prefetch}",
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1,
+        )
+    chosen, default = _setting(data["choice"]), _setting(data["default"])
+    labels = {default: ("default", -16), chosen: ("chosen", 10)}
+    if chosen == default:
+        labels = {chosen: ("chosen, the default", 10)}
+    for setting, (text, offset) in labels.items():
+        point = setting.workers, speeds[setting].median
+        axes.annotate(text, point, xytext=(0, offset), fontsize=8, textcoords="offset points", ha="center")
+    axes.set_xticks(sorted({setting.workers for setting in speeds}))
+    axes.set_ylim(0, 1.15 * max(speed.q3 for speed in speeds.values()))  # leaves space for labels
+    axes.set_xlabel("loader workers per rank")
+    axes.set_ylabel("samples/s")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

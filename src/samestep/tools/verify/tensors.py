@@ -1,0 +1,195 @@
+"""Tensors of a step: digests, distances from those of another trial, and additivity of the loss."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from samestep.data.batch import Microbatch, map_tensors
+from samestep.engine.loss import Loss, LossFunction
+from samestep.engine.multi_loss import MultiLoss, as_step_loss
+from samestep.tools.verify.trials import Trial
+
+# Far above the rounding of a float32 sum, far below the effect of a wrong divisor.
+_TOLERANCE = 1e-4
+# Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
+# norm, for example, is zero except for rounding.
+_MIN_SCALE = 1e-2
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of the dtype, the shape and every bit of a tensor; collective for a `DTensor`."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    result = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
+    result.update(raw.numpy().data)
+    return result.hexdigest()
+
+
+def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested lists, tuples and mappings with their paths, such as `1.mask`."""
+    if isinstance(data, Mapping | list | tuple):
+        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, data
+
+
+def digest_any(data: Any) -> str:
+    """Return a hash of nested data; leaves that are not tensors enter by their `repr`."""
+    result = hashlib.blake2b(digest_size=8)
+    for path, leaf in leaves(data):
+        result.update(path.encode())
+        result.update(digest(leaf).encode() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+    return result.hexdigest()
+
+
+def digest_rows(data: Any, rows: int) -> list[str]:
+    """Return one hash per sample, of the first tensor with one row per sample; empty without such a tensor."""
+    for _, leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
+            return [digest(row) for row in leaf]
+    return []
+
+
+def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.0) -> float:
+    """Return the largest difference of two elements, relative to the largest element of `reference`.
+
+    The scale is per tensor and not per element: elements that cancel to almost zero have no accuracy.
+
+    Args:
+        value: tensor to compare.
+        reference: tensor with the scale.
+        min_scale: lower bound of the scale.
+
+    Returns:
+        Infinity if shapes, dtypes or the positions of non-finite elements differ.
+    """
+    if value.shape != reference.shape or value.dtype != reference.dtype:
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    one, other = reference.detach().cpu().double(), value.detach().cpu().double()
+    if bool((torch.isfinite(one) != torch.isfinite(other)).any()):
+        return float("inf")
+    largest = float((other - one).nan_to_num(posinf=0.0).abs().max())
+    scale = max(min_scale, max_abs(reference))
+    if largest == 0.0:
+        return 0.0
+    return largest / scale if scale else float("inf")
+
+
+def max_abs(tensor: torch.Tensor) -> float:
+    """Return the largest finite magnitude of an element; 0 if no element is finite."""
+    return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+
+
+class StepTensors:
+    """Tensors of one step on one rank, by kind (outputs, gradients, state, optimizer) and name.
+
+    Only rank 0 keeps tensors that are equal on all ranks; each rank keeps its own outputs.
+    """
+
+    def __init__(self, trial: Trial, rank: int) -> None:
+        self._trial, self._rank = trial, rank
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Copy the tensors in nested data, if the trial writes or compares tensors."""
+        is_needed = self._trial.writes_tensors or self._trial.reference is not None
+        if not is_needed or (self._rank > 0 and kind != "outputs"):
+            return
+        for name, value in values.items():
+            for path, leaf in leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
+                    self._tensors[key] = leaf.detach().cpu().contiguous().clone()
+
+    def end_step(self, step: int) -> dict[str, dict[str, float]]:
+        """Write the tensors, or return their distances from the reference by kind and name, if not zero."""
+        tensors, self._tensors = self._tensors, {}
+        if self._trial.writes_tensors:
+            folder = self._trial.folder / "tensors"
+            folder.mkdir(exist_ok=True)
+            save_file(tensors, folder / f"{step}-{self._rank}.safetensors")
+        if self._trial.reference is None:
+            return {}
+        reference: dict[str, torch.Tensor] = {}
+        for file in sorted((self._trial.reference / "tensors").glob(f"{step}-*.safetensors")):
+            reference |= load_file(file)
+        return _distances(tensors, reference)
+
+
+def _distances(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    largest: dict[str, float] = {}
+    for key, tensor in reference.items():
+        kind = key.partition("/")[0]
+        largest[kind] = max(largest.get(kind, 0.0), max_abs(tensor))
+    result: dict[str, dict[str, float]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        distances = result.setdefault(kind, {})
+        if key not in reference:
+            distances[name] = float("inf")
+        elif digest(tensor) != digest(reference[key]):
+            distances[name] = distance(tensor, reference[key], _MIN_SCALE * largest[kind])
+    return result
+
+
+def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: Microbatch) -> dict[str, Any]:
+    """Split outputs and targets of a microbatch at several positions and compare the loss with that of the pieces.
+
+    The model is not called, so neither batch norm nor dropout can affect the comparison.
+
+    Returns:
+        `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up.
+    """
+    targets, size = microbatch.data[1], microbatch.size
+    if size < 2 or not (_is_divisible(outputs, size) and _is_divisible(targets, size)):
+        return {"checked": False, "microbatch": microbatch.number, "cuts": []}
+    step_loss, cuts = as_step_loss(loss), []
+    with torch.no_grad():
+        whole = step_loss.term_losses(outputs, targets, size)
+        for position in sorted({1, size // 3 or 1, size // 2}):
+            pieces = [
+                step_loss.term_losses(_rows(outputs, size, *piece), _rows(targets, size, *piece), piece[1] - piece[0])
+                for piece in ((0, position), (position, size))
+            ]
+            found = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
+            cuts += [{"at": position, **cut} for cut in found if cut is not None]
+    return {"checked": True, "microbatch": microbatch.number, "size": size, "cuts": cuts}
+
+
+def _compare_pieces(whole: Loss, first: Loss, rest: Loss) -> dict[str, Any] | None:
+    """Return sums, counts and means if those of the pieces do not add up to those of the whole."""
+    total, count = float(whole.sum), float(whole.count)
+    totals, counts = float(first.sum) + float(rest.sum), float(first.count) + float(rest.count)
+    if _is_close(totals, total) and _is_close(counts, count):
+        return None
+    means = [float(loss.sum) / float(loss.count) if float(loss.count) else 0.0 for loss in (whole, first, rest)]
+    return {"sum": total, "sum_of_pieces": totals, "count": count, "count_of_pieces": counts, "means": means}
+
+
+def _is_close(value: float, other: float) -> bool:
+    return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+
+
+def _is_divisible(data: Any, size: int) -> bool:
+    if isinstance(data, torch.Tensor):
+        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
+    if isinstance(data, Mapping | list | tuple):
+        return all(_is_divisible(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
+    return False
+
+
+def _rows(data: Any, size: int, start: int, stop: int) -> Any:
+    """Return the rows of the samples `[start, stop)`; a tensor may have several rows per sample."""
+    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])

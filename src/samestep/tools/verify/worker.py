@@ -1,0 +1,313 @@
+"""Worker process of a trial: runs the subject as one rank and records every stage of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from samestep.checkpoint.state import Progress, load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import Recipe, RunOptions, StepConfig
+from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.distributed.collective_check import intercept_collectives
+from samestep.distributed.rng import preserved_generators
+from samestep.engine.callbacks import Intervention
+from samestep.engine.consistency import optimizer_tensors
+from samestep.engine.engine import Engine
+from samestep.engine.loss import Loss
+from samestep.engine.step_stats import StepResult
+from samestep.errors import EXIT_FAILED
+from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.session import start
+from samestep.microbatches import Cursor
+from samestep.recipes.builder import Built, build
+from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
+from samestep.tools.verify.tensors import StepTensors, check_additivity, digest, digest_any, digest_rows
+from samestep.tools.verify.trials import Subject, Trial
+
+
+class EnoughSteps(BaseException):
+    """End of a subject after the requested steps or a stop request; no `except Exception` of a script catches it."""
+
+
+@dataclass
+class _Forward:
+    """Modules with digests of their outputs, and the number of collectives, in the forward of a microbatch."""
+
+    modules: list[tuple[str, str]] = field(default_factory=list)
+    collectives: int = 0
+
+
+class Probe(Intervention):
+    """Callback that writes one line of JSON per event and applies interventions.
+
+    Attributes:
+        last_event: time of the last event, in seconds of the monotonic clock.
+        is_stopped: the run ended after a step because of a stop request.
+    """
+
+    def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool = False) -> None:
+        self._trial, self._rank, self._size, self._file = trial, rank, size, file
+        self._max_steps = trial.steps if ends_script else None
+        self._interventions = EngineInterventions(trial.interventions)
+        self._tensors = StepTensors(trial, rank)
+        self._step: dict[str, Any] = {}
+        self._microbatches: dict[int, dict[str, Any]] = {}
+        self._outputs: dict[int, tuple[Microbatch, Any]] = {}
+        self._hidden_state: dict[str, str] = {}
+        # By thread, between the begin and the end of a microbatch.
+        self._forwards: dict[int, _Forward] = {}
+        intercept_collectives(lambda: threading.get_ident() in self._forwards, self._count_collective)
+        self.last_event = time.monotonic()
+        self.is_stopped = False
+
+    def write(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Write one line, and flush the file: a killed rank leaves the lines of all earlier events."""
+        self.last_event = time.monotonic()
+        self._file.write(json.dumps({"kind": kind, **facts}, default=str) + "\n")
+        self._file.flush()
+
+    def prepare(self, model: torch.nn.Module, config: StepConfig) -> StepConfig:
+        config = self._interventions.prepare(model, config)
+        for name, module in model.named_modules():
+            module.register_forward_hook(partial(self._record_output, name))
+        return config
+
+    def engine_created(self, engine: Engine) -> None:
+        world, modules = engine.world, dict(engine.model.named_modules())
+        # Ranks that perform different operations fail at once instead of waiting for each other.
+        world.context.collective_check.enable(0)
+        is_gpu = world.device.type == "cuda"
+        self.write(
+            "engine",
+            {
+                "device": torch.cuda.get_device_name(world.device) if is_gpu else "cpu",
+                "config": asdict(engine.config),
+                "modules": {name: type(module).__name__ for name, module in modules.items()},
+                "parameters": [name for name, _ in engine.model.named_parameters()],
+                "norms": [name for name, module in modules.items() if isinstance(module, _NormBase)],
+                "averaged": sorted(self._interventions.averaged),
+            },
+        )
+
+    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+        if self._max_steps is not None and engine.steps >= self._max_steps:
+            self._end_subject(engine)
+        self._interventions.begin_step(engine)
+        self._microbatches, self._outputs = {}, {}
+        self._hidden_state = _state_digests(hidden_state(engine.model, self._interventions.averaged))
+        self._step = {
+            "step": engine.steps + 1,
+            "ends_epoch": batch.end.epoch > batch.begin.epoch,
+            "order": [int(index) for index in batch.indices],
+            "microbatches_of_batch": batch.microbatches,
+            "rates": [float(group["lr"]) for group in engine.optimizer.param_groups],
+            "settings": [_settings(group) for group in engine.optimizer.param_groups],
+            "threads": torch.get_num_threads(),
+            "before": _state_digests(_model_state(engine)),
+        }
+
+    def begin_microbatch(self, microbatch: Microbatch) -> None:
+        if self._trial.kill_at == self._step["step"] and self._rank == self._size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._interventions.begin_microbatch(self._step["step"], microbatch)
+        self._forwards[threading.get_ident()] = _Forward()
+
+    def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
+        self._outputs[microbatch.number] = (microbatch, outputs)
+        self._microbatches[microbatch.number] = {
+            "inputs": digest_any(microbatch.data[0]),
+            "targets": digest_any(microbatch.data[1]),
+            "rows": digest_rows(microbatch.data[0], microbatch.size),
+            **vars(self._forwards.pop(threading.get_ident(), _Forward())),
+            "outputs": digest_any(outputs),
+            "sum": float(loss.sum.detach()),
+            "count": float(loss.count),
+        }
+
+    def end_gradients(self, engine: Engine) -> None:
+        local = {(name, ""): p.grad for name, p in engine.local_parameters.local.items() if p.grad is not None}
+        gradients = _full_tensors(engine, local)
+        self._step["gradients"] = _state_digests(gradients)
+        self._tensors.add("gradients", gradients)
+
+    def end_step(self, engine: Engine, result: StepResult) -> None:
+        state = _model_state(engine)
+        optimizer = _full_tensors(engine, optimizer_tensors(engine.local_parameters.local, engine.optimizer))
+        hidden = _state_digests(hidden_state(engine.model, self._interventions.averaged))
+        self._tensors.add("outputs", {str(number): outputs for number, (_, outputs) in self._outputs.items()})
+        self._tensors.add("state", state)
+        self._tensors.add("optimizer", optimizer)
+        self.write(
+            "step",
+            {
+                **self._step,
+                "microbatches": self._microbatches,
+                "loss": result.loss,
+                "count": result.count,
+                "grad_norm": result.grad_norm,
+                "after": _state_digests(state),
+                "optimizer": _state_digests(optimizer),
+                "changed_state": [name for name, value in hidden.items() if self._hidden_state.get(name) != value],
+                "distances": self._tensors.end_step(result.step),
+            },
+        )
+        if self._trial.checks_additivity:
+            with preserved_generators(engine.world.device):
+                for microbatch, outputs in self._outputs.values():
+                    check = check_additivity(engine.loss, outputs, microbatch)
+                    self.write("additivity", {"step": result.step, **check})
+        if result.stop:
+            self.is_stopped = True
+            self._end_subject(engine)
+
+    def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
+        state = _state_digests(_model_state(engine))
+        valid = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self.write("evaluation", {"values": valid, "before": state})
+
+    def _end_subject(self, engine: Engine) -> NoReturn:
+        engine.world.barrier()  # no rank ends while another needs it
+        raise EnoughSteps
+
+    def _count_collective(self, description: str, is_blocking: bool) -> None:
+        self._forwards[threading.get_ident()].collectives += 1
+
+    def _record_output(self, name: str, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        forward = self._forwards.get(threading.get_ident())
+        if forward is not None and torch.is_grad_enabled():
+            forward.modules.append((name, digest_any(outputs)))
+
+
+def _model_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's checkpoint: parameters and persistent buffers. A collective."""
+    state: dict[str, torch.Tensor] = dict(engine.model.named_parameters())
+    for path, module in engine.model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                state[f"{path}.{key}" if path else key] = buffer
+    parameters = engine.local_parameters
+    return state | {name: parameters.full_tensor(name, p.detach()) for name, p in parameters.local.items()}
+
+
+def _full_tensors(engine: Engine, local: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return full tensors by `name/slot`, or by name for an empty slot, from the parts of each rank. A collective."""
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for (name, slot), value in local.items():
+        by_name.setdefault(name, {})[slot] = value
+    parameters = engine.local_parameters
+    return {
+        f"{name}/{slot}" if slot else name: parameters.full_tensor(name, value)
+        for name, slots in parameters.merge_metadata(by_name).items()
+        for slot, value in slots.items()
+    }
+
+
+def _state_digests(state: Mapping[str, StateValue]) -> dict[str, str]:
+    return {name: digest(value) if isinstance(value, torch.Tensor) else repr(value) for name, value in state.items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a parameter group, except for its learning rate; a checkpoint turns tuples into lists."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)}
+    return {key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")}
+
+
+def run(subject: Subject, trial: Trial) -> bool:
+    """Run the subject as one rank and record its results; return whether it ended because of a stop request."""
+    rank, size = rank_and_size()
+    apply_to_process(trial.interventions, trial.folder)
+    with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
+        probe = Probe(trial, rank, size, file, ends_script=subject.script is not None)
+        process_state.callbacks.append(probe)
+        _watch_progress(probe, trial.patience)
+        with contextlib.suppress(EnoughSteps):
+            if subject.recipe is not None:
+                _run_recipe(subject.recipe, trial, probe)
+            else:
+                _run_script(subject, trial, trial.folder / f"output-{rank}.log")
+        probe.write("end", {})
+        return probe.is_stopped
+
+
+def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
+    """Run the first steps, the last batch of the epoch and one evaluation."""
+    assert trial.steps is not None
+    config = recipe.step
+    # A reference on one process has nothing to divide; other runs on one process may use several devices.
+    uses_devices = recipe.strategy.name in ("dp", "device_map") and trial.reference is not None
+    strategy = recipe.strategy if trial.processes > 1 or uses_devices else None
+    with start(device=trial.device, reduction=config.reduction, threads=config.threads, strategy=strategy) as world:
+        built = build(recipe, RunOptions(device=trial.device, workers=0), world)
+        if trial.checkpoint is not None:
+            built.train.cursor = load(trial.checkpoint, built.engine.training).cursor
+            built.engine.steps = int(trial.checkpoint.resolve().name.removeprefix("step-"))
+        if built.engine.steps < trial.steps:
+            for batch in built.train:
+                result = built.engine.step(batch)
+                if trial.kill_at is not None:
+                    _save(built, trial, result.step, batch.end)
+                if result.step >= trial.steps or batch.end.epoch > batch.begin.epoch:
+                    break
+        _step_last_batch(built)
+        built.engine.evaluate(built.evaluation, list(built.metrics))
+
+
+def _step_last_batch(built: Built) -> None:
+    """Step the last batch of the epoch, unless the earlier steps did."""
+    train = built.train
+    if train.cursor.samples:
+        train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
+        for batch in train:
+            built.engine.step(batch)
+
+
+def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
+    world = built.engine.world
+    files = pack(built.engine.training, Progress(step=step, cursor=cursor), keep=world.is_main)
+    if world.is_main:
+        CheckpointFolder(trial.folder / "checkpoints").write(step, files, is_best=False)
+    world.barrier()  # the kill of the last rank must not interrupt the write
+
+
+def _run_script(subject: Subject, trial: Trial, log: Path) -> None:
+    """Run the script as `python script.py arguments` does, with standard output in a file."""
+    assert subject.script is not None
+    scratch = str((trial.scratch or trial.folder / "scratch").resolve())
+    arguments = [argument.replace("{folder}", scratch) for argument in subject.arguments]
+    sys.argv = [str(subject.script), *arguments]
+    sys.path.insert(0, str(subject.script.parent.resolve()))
+    with log.open("a") as output, contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(str(subject.script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+
+
+def _watch_progress(probe: Probe, patience: float) -> None:
+    """End this process after `patience` seconds without an event; ranks that wait for each other do not end."""
+
+    def watch() -> None:
+        while (idle := time.monotonic() - probe.last_event) < patience:
+            time.sleep(patience - idle + 0.01)
+        probe.write("stuck", {"seconds": patience})
+        print(f"no progress for {patience:g} s", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="samestep-verify-watch", daemon=True).start()

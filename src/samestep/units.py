@@ -1,0 +1,107 @@
+"""Bytes, durations, percentages and counts as text for users."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from samestep.errors import InputError
+
+_BINARY_PREFIXES = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
+_DURATION_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.ASCII)
+_MISSING = "–"
+
+
+def format_bytes(value: float | None) -> str:
+    """Return bytes with a binary unit and three significant digits: `64 MiB`, `1.5 GiB`."""
+    if value is None:
+        return _MISSING
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Return the bytes of the text `512MiB`, `1.5g` or `4096` of a command-line option; KB means KiB.
+
+    Raises:
+        InputError: `text` is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise InputError(
+            f"{option} {text}",
+            expected="a number of bytes, or one with KiB, MiB or GiB",
+            fix=f"{option} 1GiB",
+            code="E_SIZE",
+        )
+    return int(float(match[1]) * (1 << _BINARY_PREFIXES[match[2].lower()]))
+
+
+def parse_duration(option: str, text: str) -> float:
+    """Return the seconds of the text `30`, `30s`, `1.5m` or `2h` of a command-line option.
+
+    Raises:
+        InputError: `text` is not a duration above 0.
+    """
+    match = _DURATION.fullmatch(text)
+    value = float(match[1]) * _DURATION_UNITS[match[2]] if match else 0.0
+    if not 0 < value < float("inf"):
+        raise InputError(
+            f"{option} {text}",
+            expected="a duration above 0: a number of seconds, or one with s, m or h",
+            fix=f"{option} 30s",
+            code="E_DURATION",
+        )
+    return value
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in their two largest units: `16 min 40 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    parts = ((hours, "h"), (minutes, "min")) if hours else ((minutes, "min"), (rest, "s"))
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds: `1,234 ms`, `12.3 ms`, `0.12 ms`."""
+    value = seconds * 1e3
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+
+
+def format_percent(fraction: float | None) -> str:
+    """Return a fraction between 0 and 1 as a percentage."""
+    return _MISSING if fraction is None else f"{fraction:.1%}"
+
+
+def format_count(value: float | None) -> str:
+    """Return a number of samples or steps with thousands separators."""
+    return _MISSING if value is None else f"{value:,.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`, `2 processes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def format_time(seconds: float) -> str:
+    """Return the local date and time of a Unix timestamp."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_value(value: float | None, kind: str) -> str:
+    """Return a chart value of the kind `percent`, `bytes`, `count` or `number`."""
+    if kind == "bytes" or value is None:
+        return format_bytes(value)
+    return {"percent": f"{value:.2%}", "count": f"{value:,.1f}"}.get(kind, f"{value:.5g}")

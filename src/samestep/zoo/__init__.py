@@ -1,0 +1,1 @@
+"""Datasets and models of the shipped recipes."""

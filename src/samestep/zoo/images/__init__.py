@@ -1,0 +1,1 @@
+"""Classification datasets of images: class folders, lists and saved datasets of Hugging Face."""

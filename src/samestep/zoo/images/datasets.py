@@ -1,0 +1,264 @@
+"""Images in one folder per class, and images of a list: a table with a path and a label per row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from samestep.config.validation import require
+from samestep.errors import DataError
+from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
+from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
+from samestep.zoo.options import require_path
+from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
+from samestep.zoo.tables import Row, read_table, require_columns
+
+Labels = Literal["names", "numbers"]
+
+
+class Sample(NamedTuple):
+    """One image. An unusable row of a list raises its error on access."""
+
+    file: Path
+    label: int | None  # class number; None for an unusable row
+    problem: str = ""  # list, line, and reason why the row cannot be used; empty for other rows
+
+
+class ImageFiles:
+    """Image files with class numbers, decoded and transformed on access."""
+
+    def __init__(self, samples: list[Sample], transform: Transform) -> None:
+        self._samples, self._transform = samples, transform
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        file, label, problem = self._samples[index]
+        if label is None:
+            raise DataError(
+                problem,
+                expected="the path of an image and a label that is one of the classes",
+                fix="correct the row, or skip such rows: data.bad_samples: skip",
+                code="E_LABEL",
+            )
+        return self._transform(read_image(file)), label
+
+
+def load_images(
+    path: str,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    image_size: int = 224,
+    crop_fraction: float = 0.875,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+    augment: Mapping[str, Any] | None = None,
+) -> Splits:
+    """Return the images of a folder of class folders.
+
+    `evaluation_path` is the folder of the validation images. Without it, the fraction `evaluation_fraction` of the
+    images is split off by file names. The other options are fields of `ImageTransforms`; `augment` has those of
+    `Augment`.
+
+    Raises:
+        InputError: a folder, its classes or their images are missing, or an option is invalid.
+    """
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
+    augmentation = parse_augment(augment)
+    classes, train = _scan(Path(path))
+    if evaluation_path is None:
+        names = [sample.file.relative_to(path).as_posix() for sample in train]
+        train, validation = _split(train, names, evaluation_fraction, classes)
+    else:
+        validation_classes, validation = _scan(Path(evaluation_path))
+        if validation_classes != classes:
+            raise DataError(
+                f"{evaluation_path} has the classes {', '.join(validation_classes)}, {path} has {', '.join(classes)}",
+                expected="equal class folders in both",
+                fix="rename the class folders, or correct data.options.evaluation_path",
+                code="E_CLASSES",
+            )
+    return _splits(train, validation, classes, transforms, augmentation)
+
+
+def image_task(
+    classes: Sequence[str],
+    *,
+    image_size: int = 224,
+    crop_fraction: float = 0.875,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+) -> Task:
+    """Return the task that classifies an image file."""
+    transform = ImageTransforms(image_size, crop_fraction, interpolation, mean, std).validation()
+    return Task(
+        reads="an image file",
+        read=lambda path: transform(read_image(path)),
+        describe=lambda logits: top_classes(logits, classes, count=5),
+    )
+
+
+def load_image_list(
+    path: str,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    image_root: str | None = None,
+    path_column: str = "path",
+    label_column: str = "label",
+    labels: Labels = "names",
+    classes: Sequence[str] | None = None,
+    image_size: int = 224,
+    crop_fraction: float = 0.875,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+    augment: Mapping[str, Any] | None = None,
+) -> Splits:
+    """Return the images of a list; see `samestep.zoo.tables` for its formats, and `load_images` for common options.
+
+    Relative paths begin in `image_root`, by default the folder of the list. With `labels="numbers"`, labels are class
+    numbers from 0. `classes` has the class names; by default the sorted labels, or 0 to the largest number.
+
+    Raises:
+        InputError: a table is missing or damaged, or an option is invalid.
+    """
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
+    augmentation = parse_augment(augment)
+    columns, rows = (path_column, label_column), read_table(Path(path))
+    names = _classes(path, rows, columns, labels, classes)
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def class_number(text: str) -> int | None:
+        if labels == "names":
+            return numbers.get(text)
+        return int(text) if _is_class_number(text) and int(text) < len(names) else None
+
+    def samples(rows: list[Row], table: str) -> list[Sample]:
+        _require_columns(rows, table, columns)
+        folder = Path(table).parent if image_root is None else Path(image_root)
+        return [_sample(row, folder, columns, class_number) for row in rows]
+
+    train = samples(rows, path)
+    if evaluation_path is not None:
+        validation = samples(read_table(Path(evaluation_path)), evaluation_path)
+    else:
+        keys = [str(row.values.get(path_column)) for row in rows]
+        train, validation = _split(train, keys, evaluation_fraction, names)
+    return _splits(train, validation, names, transforms, augmentation)
+
+
+def _split(
+    samples: list[Sample], keys: list[str], fraction: float, classes: Sequence[str]
+) -> tuple[list[Sample], list[Sample]]:
+    labels = [sample.label for sample in samples]
+    parts = train_validation_split(keys, fraction, unit="image", labels=labels, classes=classes)
+    train, validation = ([samples[index] for index in indices] for indices in parts)
+    return train, validation
+
+
+def _splits(
+    train: list[Sample],
+    validation: list[Sample],
+    classes: Sequence[str],
+    transforms: ImageTransforms,
+    augmentation: Augment,
+) -> Splits:
+    return Splits(
+        train=ImageFiles(train, transforms.train(augmentation)),
+        evaluation=ImageFiles(validation, transforms.validation()),
+        classes=tuple(classes),
+        reads_files=True,
+        train_collate=augmentation.collate(len(classes)),
+    )
+
+
+def _scan(root: Path) -> tuple[list[str], list[Sample]]:
+    """Return the class names and the images of a folder of class folders."""
+    require_path(root, "folder", "data.options.path is a folder of class folders")
+    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if len(classes) < 2:
+        raise DataError(
+            f"{root} has {len(classes)} class folders",
+            expected="at least two class folders",
+            fix=f"move images to {root}/CLASS/IMAGE.jpg",
+            code="E_CLASSES",
+        )
+    samples: list[Sample] = []
+    for number, name in enumerate(classes):
+        files = sorted(file for file in (root / name).rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        if not files:
+            raise DataError(
+                f"class {name!r} has no images in {root / name}",
+                expected=f"files that end in {', '.join(IMAGE_SUFFIXES)}",
+                fix="remove the folder, or add images",
+                code="E_CLASSES",
+            )
+        samples += [Sample(file, number) for file in files]
+    return classes, samples
+
+
+def _classes(
+    path: str, rows: list[Row], columns: tuple[str, str], labels: Labels, classes: Sequence[str] | None
+) -> tuple[str, ...]:
+    is_known = labels in ("names", "numbers")
+    require(is_known, f"data.options.labels is {labels!r}", "names or numbers", "set data.options.labels: names")
+    if classes is not None:
+        names = [str(name) for name in classes] if isinstance(classes, list | tuple) else []
+        require(
+            len(names) >= 2 and len(set(names)) == len(names),
+            f"data.options.classes is {classes!r}",
+            "a list of at least two different names",
+            "set data.options.classes: [cat, dog]",
+            code="E_CLASSES",
+        )
+        return tuple(names)
+    _require_columns(rows, path, columns)
+    texts = {text for row in rows if not row.problem and (text := _label_text(row.values.get(columns[1]))) is not None}
+    if labels == "numbers":
+        largest = max((int(text) for text in texts if _is_class_number(text)), default=-1)
+        names = [str(number) for number in range(largest + 1)]
+    else:
+        names = sorted(texts)
+    if len(names) < 2:
+        raise DataError(
+            f"{path} has {len(names)} classes in column {columns[1]!r}",
+            expected="at least two classes",
+            fix="correct data.options.label_column, or set data.options.classes",
+            code="E_CLASSES",
+        )
+    return tuple(names)
+
+
+def _sample(row: Row, root: Path, columns: tuple[str, str], class_number: Callable[[str], int | None]) -> Sample:
+    path, text = row.values.get(columns[0]), _label_text(row.values.get(columns[1]))
+    if row.problem:
+        return Sample(Path(), None, f"{row.where}: {row.problem}")
+    if not isinstance(path, str) or not path or "\0" in path:
+        return Sample(Path(), None, f"{row.where}: no path in {columns[0]!r}")
+    if text is None:
+        return Sample(root / path, None, f"{row.where}: no label in {columns[1]!r}")
+    label = class_number(text)
+    return Sample(root / path, label, f"{row.where}: the label {text!r} is not a class" if label is None else "")
+
+
+def _label_text(value: object) -> str | None:
+    """Return a label as text; labels of JSON files can be integers."""
+    is_label = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+    return str(value) if is_label else None
+
+
+def _is_class_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def _require_columns(rows: list[Row], path: str, columns: tuple[str, str]) -> None:
+    require_columns(rows, path, {"path_column": columns[0], "label_column": columns[1]})

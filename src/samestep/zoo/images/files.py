@@ -1,0 +1,100 @@
+"""Image files as 8-bit RGB, and errors of damaged files."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import numpy
+from PIL import Image, ImageOps
+
+from samestep.errors import DataError, RunError, SamestepError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+
+# Errors of the operating system with these numbers concern the file; all others concern the machine.
+_FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
+_MAX_16_BIT = 65_535
+_BITS_PER_SAMPLE = 258  # TIFF tag
+
+
+def read_image(path: Path) -> Image.Image:
+    """Return the first image of a file as RGB.
+
+    Raises:
+        DataError: the file is missing, damaged or no image, or the brightness of its values is undefined.
+        RunError: the disk or the network failed.
+    """
+    return decode(path, str(path))
+
+
+def decode(source: Path | BytesIO, name: str) -> Image.Image:
+    """Return the first image of `source`, called `name` in errors; see `read_image`."""
+    with file_errors(name, "an image"), Image.open(source) as image:
+        # Cameras store the orientation separately from the pixels.
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
+
+
+@contextmanager
+def file_errors(name: str | Path, kind: str) -> Iterator[None]:
+    """Convert exceptions of a decoder to errors that name the file; `kind` is its expected content, such as `a mask`.
+
+    Raises:
+        DataError: the file is missing, damaged or of another kind.
+        RunError: the disk or the network failed, which does not make the sample unusable.
+    """
+    try:
+        yield
+    except (MemoryError, SamestepError):
+        raise
+    except Exception as error:  # decoders raise exceptions of many types for damaged files
+        if getattr(error, "errno", None) not in _FILE_ERRNOS:
+            raise RunError(
+                f"{name} cannot be read now: {getattr(error, 'strerror', error)}",
+                expected="a working disk and network",
+                fix="resume the run when the disk or the network works again",
+                code="E_IO",
+            ) from error
+        raise DataError(
+            f"{name} cannot be read as {kind}: {error}",
+            expected="intact files of a supported format (images: 8 or 16 bits per channel)",
+            fix="remove or replace the file and resume, or skip such samples: data.bad_samples: skip",
+            code="E_UNREADABLE",
+        ) from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _scaled_to_8_bits(image, _white(image))
+    if image.mode == "I":  # Pillow scales a 16-bit PGM to the full range; other formats have 32 bits
+        if image.format != "PPM":
+            raise ValueError("32-bit values have no defined white")
+        return _scaled_to_8_bits(image, _MAX_16_BIT)
+    if image.mode == "F":
+        values = numpy.asarray(image)
+        if not (numpy.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+            raise ValueError("floating-point values are not all between 0 and 1")
+        return _scaled_to_8_bits(image, 1)
+    if image.has_transparency_data:
+        # The colour of transparent pixels, mostly black, is not visible; viewers show the background.
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _scaled_to_8_bits(image: Image.Image, white: int) -> Image.Image:
+    """Return rounded 8-bit values; Pillow's conversion would clip values above 255."""
+    values = numpy.asarray(image).astype(numpy.float64)
+    gray = numpy.rint(values * (255 / white)).clip(0, 255).astype(numpy.uint8)
+    return Image.fromarray(gray).convert("RGB")
+
+
+def _white(image: Image.Image) -> int:
+    """Return the value of white; Pillow opens a TIFF of 12 bits as one of 16 bits."""
+    tags = getattr(image, "tag_v2", {})
+    bits = tags.get(_BITS_PER_SAMPLE, (16,))[0]
+    return int(2**bits - 1)

@@ -1,0 +1,219 @@
+"""Transforms of training and validation images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+
+from samestep.config.validation import require
+from samestep.data.loader import Collate
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.options import call
+
+make_torchvision_importable()
+
+from torchvision.transforms import v2  # noqa: E402
+
+AUGMENT_KEY = "data.options.augment"
+# Mean and standard deviation of ImageNet, with which torchvision's weights were trained.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_INTERPOLATIONS = ("bilinear", "bicubic")
+_POLICIES = ("imagenet", "cifar10", "svhn")
+_MAX_MAGNITUDE = 30
+# Longer images are cropped to this aspect ratio before their shorter side is resized.
+_MAX_ASPECT_RATIO = 4
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Augmentation of training images. Random numbers are a function of (seed, epoch, sample).
+
+    Attributes:
+        scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al., "Going deeper with
+            convolutions", 2015).
+        flip: probability of a horizontal flip.
+        auto_augment: AutoAugment policy `imagenet`, `cifar10` or `svhn` (Cubuk et al., 2019), or None.
+        randaugment: magnitude of RandAugment, 0 to 30 (Cubuk et al., 2020), or None.
+        randaugment_ops: number of operations of RandAugment.
+        color_jitter: strength for brightness, contrast and saturation, or four numbers with the hue (at most 0.5) last.
+        random_erasing: probability of random erasing (Zhong et al., 2020).
+        mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0 for none. Images and
+            targets are mixed within a microbatch.
+        cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for each microbatch.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = 0.5
+    auto_augment: str | None = None
+    randaugment: int | None = None
+    randaugment_ops: int = 2
+    color_jitter: float | tuple[float, ...] = 0.0
+    random_erasing: float = 0.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        scale, jitter, magnitude, policy = self.scale, self._jitter, self.randaugment, self.auto_augment
+        operations, probability, at_least_0 = self.randaugment_ops, "a probability, 0 to 1", "a number, at least 0"
+        is_pair = isinstance(scale, list | tuple) and len(scale) == 2 and all(map(_is_number, scale))
+        is_ordered = is_pair and 0 < scale[0] <= scale[1] <= 1
+        is_jitter = len(jitter) == 4 and all(map(_is_number, jitter)) and jitter[3] <= 0.5
+        jitter_rule = "one number for brightness, contrast and saturation; or four numbers, the fourth for the hue"
+        is_magnitude = isinstance(magnitude, int) and _is_number(magnitude, _MAX_MAGNITUDE)
+        is_count = isinstance(operations, int) and _is_number(operations) and operations >= 1
+        checks = {
+            "scale": (is_ordered, "two numbers, 0 < first <= second <= 1", "[0.08, 1.0]"),
+            "flip": (_is_number(self.flip, 1), probability, "0.25"),
+            "random_erasing": (_is_number(self.random_erasing, 1), probability, "0.25"),
+            "mixup_alpha": (_is_number(self.mixup_alpha), at_least_0, "0.2"),
+            "cutmix_alpha": (_is_number(self.cutmix_alpha), at_least_0, "0.2"),
+            "color_jitter": (is_jitter, f"{jitter_rule}, at most 0.5", "0.4, or [0.4, 0.4, 0.4, 0.1]"),
+            "randaugment": (magnitude is None or is_magnitude, f"a magnitude, 0 to {_MAX_MAGNITUDE}, or null", "9"),
+            "randaugment_ops": (is_count, "at least 1", "2"),
+            "auto_augment": (policy in (None, *_POLICIES), f"one of {', '.join(_POLICIES)}, or null", "imagenet"),
+        }
+        _require_fields(self, AUGMENT_KEY, checks)
+        require(
+            policy is None or magnitude is None,
+            f"{AUGMENT_KEY} has both auto_augment and randaugment",
+            "at most one of the two policies",
+            f"remove {AUGMENT_KEY}.auto_augment or {AUGMENT_KEY}.randaugment",
+        )
+
+    @property
+    def _jitter(self) -> list[Any]:
+        """Brightness, contrast, saturation and hue."""
+        jitter: Any = self.color_jitter
+        return list(jitter) if isinstance(jitter, list | tuple) else [jitter, jitter, jitter, 0.0]
+
+    def image_transforms(self) -> list[Callable[..., Any]]:
+        """Return the transforms of images with values from 0 to 255."""
+        transforms: list[Callable[..., Any]] = [v2.RandomHorizontalFlip(self.flip)]
+        if self.auto_augment is not None:
+            transforms.append(v2.AutoAugment(v2.AutoAugmentPolicy(self.auto_augment)))
+        if self.randaugment is not None:
+            bins = _MAX_MAGNITUDE + 1
+            transforms.append(v2.RandAugment(self.randaugment_ops, self.randaugment, num_magnitude_bins=bins))
+        if any(self._jitter):
+            transforms.append(v2.ColorJitter(*self._jitter))
+        return transforms
+
+    def collate(self, classes: int) -> Collate | None:
+        """Return a collate function for mixup and CutMix, or None if both are off."""
+        mixes = []
+        if self.mixup_alpha:
+            mixes.append(v2.MixUp(alpha=float(self.mixup_alpha), num_classes=classes))
+        if self.cutmix_alpha:
+            mixes.append(v2.CutMix(alpha=float(self.cutmix_alpha), num_classes=classes))
+        if not mixes:
+            return None
+        mix = mixes[0] if len(mixes) == 1 else v2.RandomChoice(mixes)
+
+        def mixed(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+            images, labels = mix(*default_collate(samples))
+            return images, labels
+
+        return mixed
+
+
+def parse_augment(options: Mapping[str, Any] | None) -> Augment:
+    """Return the augmentation of `data.options.augment`.
+
+    Raises:
+        RecipeError: an option is unknown or has an invalid value.
+    """
+    require(
+        options is None or isinstance(options, Mapping),
+        f"{AUGMENT_KEY} is {options!r}",
+        "a mapping of options to values, or null",
+        f"--set {AUGMENT_KEY}.random_erasing=0.25",
+    )
+    augment: Augment = call(Augment, options or {}, where=AUGMENT_KEY)
+    return augment
+
+
+@dataclass(frozen=True)
+class ImageTransforms:
+    """Resizing, cropping and normalization of images.
+
+    Attributes:
+        image_size: height and width in pixels.
+        crop_fraction: validation images are resized to a shorter side of `image_size / crop_fraction` and
+            center-cropped.
+        interpolation: `bilinear` or `bicubic`.
+        mean: mean of each channel, for values in 0..1.
+        std: standard deviation of each channel.
+    """
+
+    image_size: int
+    crop_fraction: float
+    interpolation: str
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __post_init__(self) -> None:
+        size, fraction, mean, std = self.image_size, self.crop_fraction, self.mean, self.std
+        is_fraction = isinstance(fraction, int | float) and 0 < fraction <= 1
+        is_interpolation = self.interpolation in _INTERPOLATIONS
+        is_std = _is_triple(std) and all(number > 0 for number in std)
+        triple = "three numbers, for red, green and blue"
+        checks = {
+            "image_size": (isinstance(size, int) and size >= 1, "a number of pixels", "224"),
+            "crop_fraction": (is_fraction, "0 < crop_fraction <= 1", "0.875"),
+            "interpolation": (is_interpolation, f"one of {', '.join(_INTERPOLATIONS)}", "bilinear"),
+            "mean": (_is_triple(mean), triple, "[0.5, 0.5, 0.5]"),
+            "std": (is_std, f"{triple}, above 0", "[0.5, 0.5, 0.5]"),
+        }
+        _require_fields(self, "data.options", checks)
+
+    def train(self, augment: Augment) -> Transform:
+        """Return the transform of training images: a random crop and `augment`."""
+        interpolation = v2.InterpolationMode(self.interpolation)
+        crop = v2.RandomResizedCrop(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
+        erasing = [v2.RandomErasing(augment.random_erasing)] if augment.random_erasing else []
+        steps = [crop, *augment.image_transforms(), *self._normalized(), *erasing, v2.ToPureTensor()]
+        transform: Transform = v2.Compose(steps)
+        return transform
+
+    def validation(self) -> Transform:
+        """Return the transform of validation images: resize and center crop."""
+        size, interpolation = round(self.image_size / self.crop_fraction), v2.InterpolationMode(self.interpolation)
+        resize = v2.Resize(size, interpolation=interpolation)
+        steps = [_limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized(), v2.ToPureTensor()]
+        transform: Transform = v2.Compose(steps)
+        return transform
+
+    def _normalized(self) -> list[Callable[..., Any]]:
+        return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(self.mean), list(self.std))]
+
+
+def _limit_aspect_ratio(image: Image.Image) -> Image.Image:
+    """Return the center of a very long image; resizing an image of one pixel in width would need gigabytes."""
+    width, height = image.size
+    longest = _MAX_ASPECT_RATIO * min(width, height)
+    if max(width, height) <= longest:
+        return image
+    left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
+    return image.crop((left, top, left + min(width, longest), top + min(height, longest)))
+
+
+def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, str]]) -> None:
+    """Raise an error unless each field is valid; a check has the validity, the rule and an example."""
+    for name, (is_valid, expected, example) in checks.items():
+        key = f"{prefix}.{name}"
+        require(is_valid, f"{key} is {getattr(config, name)!r}", expected, f"set {key}: {example}")
+
+
+def _is_number(value: object, largest: float = float("inf")) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= largest
+
+
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(one, int | float) for one in value)

@@ -1,0 +1,94 @@
+"""Checks of options, files and optional libraries that a recipe names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from samestep.errors import DataError, RecipeError
+from samestep.torchvision_import import make_torchvision_importable
+
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any, where: str) -> Any:
+    """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
+
+    Raises:
+        RecipeError: an option is unknown or missing.
+    """
+    parameters = inspect.signature(function).parameters
+    positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in options:
+        if key in positional or (key not in names and not is_open):
+            raise unknown_option(where, key, names)
+    for name in names:
+        is_required = parameters[name].default is inspect.Parameter.empty and parameters[name].kind in _BY_KEYWORD
+        if is_required and name not in options:
+            raise RecipeError(
+                f"{where}.{name} is missing",
+                expected="a value; this option has no default",
+                fix=f"--set {where}.{name}=VALUE",
+                code="E_MISSING_KEY",
+            )
+    return function(*arguments, **options)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether `function` has a parameter called `name`."""
+    return name in inspect.signature(function).parameters
+
+
+def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
+    """Return the error for an option `key` that is not one of `names`."""
+    close = get_close_matches(key, names, n=1)
+    return RecipeError(
+        f"{where}.{key} is not an option",
+        expected=f"one of the options {', '.join(names) or '(none)'}",
+        fix=f"did you mean {where}.{close[0]}?" if close else f"remove {where}.{key}",
+        code="E_UNKNOWN_OPTION",
+    )
+
+
+def require_option(name: str, value: object, is_valid: bool, expected: str, example: object) -> None:
+    """Require a condition on `data.options.NAME`; `expected` is the condition in words, `example` a valid value.
+
+    Raises:
+        DataError: the condition does not hold.
+    """
+    if not is_valid:
+        key = f"data.options.{name}"
+        raise DataError(f"{key} is {value!r}", expected=expected, fix=f"--set {key}={example}", code="E_VALUE")
+
+
+def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path") -> None:
+    """Require that a file or a folder exists.
+
+    Raises:
+        DataError: `path` does not exist, or is of the other kind.
+    """
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        raise DataError(f"there is no {kind} {path}", expected=expected, fix=fix, code="E_FILE_MISSING")
+
+
+def import_optional(module: str, needed_by: str) -> Any:
+    """Return a module of an optional library that is `needed_by` a part of the recipe, such as `model timm:resnet10t`.
+
+    Raises:
+        RecipeError: the library is not installed.
+    """
+    make_torchvision_importable()
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise RecipeError(
+            f"{needed_by} needs {error.name or module}: {error}",
+            expected="an installed library; this one is optional",
+            fix="pip install 'samestep[zoo]'",
+            code="E_NOT_INSTALLED",
+        ) from error

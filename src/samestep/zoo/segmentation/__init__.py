@@ -1,0 +1,1 @@
+"""Segmentation of images and volumes: datasets, losses and U-Nets."""

@@ -1,0 +1,218 @@
+"""Images and masks of the same name in two folders, and their joint transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy
+import torch
+from PIL import Image
+
+from samestep.errors import DataError
+from samestep.metrics.overlays import areas, blended, class_map
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
+from samestep.zoo.images.transforms import MEAN, STD
+from samestep.zoo.options import require_option
+from samestep.zoo.segmentation.masks import (
+    IGNORED,
+    ClassNumbers,
+    MaskCode,
+    Pair,
+    Unpaired,
+    Value,
+    as_target,
+    read_mask,
+    require_sides,
+    split_pairs,
+)
+from samestep.zoo.splits import Splits, Task
+
+make_torchvision_importable()
+
+from torchvision import tv_tensors  # noqa: E402
+from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms.v2 import functional  # noqa: E402
+
+Fit = Literal["resize", "crop"]
+Flips = Literal["none", "horizontal", "both"]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Augmentation of images and masks.
+
+    Attributes:
+        flips: axes that are flipped with probability 0.5.
+        scale: minimum and maximum area of a random crop with `fit: resize`, as fractions of the image.
+        jitter: maximum relative change of brightness and contrast.
+    """
+
+    flips: Flips = "none"
+    scale: Sequence[float] = (1.0, 1.0)
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        scale, known = self.scale, get_args(Flips)
+        require_option("flips", self.flips, self.flips in known, f"one of {', '.join(known)}", "none")
+        is_range = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
+        require_option("scale", list(scale), is_range, "two fractions, 0 < first <= second <= 1", "[0.5, 1.0]")
+        require_option("jitter", self.jitter, 0 <= self.jitter <= 1, "0 <= jitter <= 1", "0.2")
+
+
+class JointTransform:
+    """Transform of an RGB image and its class numbers to tensors `(3, H, W)` and `(H, W)`.
+
+    Args:
+        size: height and width, or both.
+        fit: `resize` changes the size without keeping proportions. `crop` takes a random part with augmentation, else
+            the center; smaller images are padded with zeros, and their masks with `IGNORED`.
+        augment: augmentation for training, with torch's generator.
+
+    Raises:
+        DataError: an option is invalid.
+    """
+
+    def __init__(self, size: int | Sequence[int], fit: Fit = "resize", augment: Augment | None = None) -> None:
+        sides = require_sides("image_size", size, 2, "a number of pixels, or [height, width]", 256)
+        require_option("fit", fit, fit in get_args(Fit), f"one of {', '.join(get_args(Fit))}", "resize")
+        self._transform = _compose(sides, fit, augment)
+
+    def __call__(self, image: Image.Image, mask: ClassNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalized image and its class numbers."""
+        pixels, numbers = self._apply(image, mask)
+        scaled = functional.to_dtype(pixels, torch.float32, scale=True)
+        return functional.normalize(scaled, list(MEAN), list(STD)), numbers
+
+    def resized(self, image: Image.Image) -> Image.Image:
+        """Return the image after resizing or cropping, without normalization."""
+        result: Image.Image = functional.to_pil_image(self._apply(image, _no_mask(image))[0])
+        return result
+
+    def _apply(self, image: Image.Image, mask: ClassNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels, numbers = tv_tensors.Image(functional.pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(mask))
+        pixels, numbers = self._transform(pixels, numbers)
+        return pixels.as_subclass(torch.Tensor), numbers.as_subclass(torch.Tensor)
+
+
+def _compose(size: tuple[int, ...], fit: Fit, augment: Augment | None) -> Callable[..., Any]:
+    if fit == "crop":
+        steps = [partial(_pad, size=size), v2.RandomCrop(size) if augment else v2.CenterCrop(size)]
+    elif augment and augment.scale[0] < 1:
+        steps = [v2.RandomResizedCrop(size, scale=tuple(augment.scale))]
+    else:
+        steps = [v2.Resize(size)]
+    if augment and augment.flips != "none":
+        steps += [v2.RandomHorizontalFlip(), *([v2.RandomVerticalFlip()] if augment.flips == "both" else [])]
+    if augment and augment.jitter > 0:
+        steps.append(v2.ColorJitter(brightness=augment.jitter, contrast=augment.jitter))
+    return v2.Compose(steps)  # type: ignore[no-any-return]
+
+
+def _pad(image: torch.Tensor, mask: torch.Tensor, *, size: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return image and mask, padded equally on both sides if smaller than `size`."""
+    height, width = (max(0, side - length) for side, length in zip(size, image.shape[-2:], strict=True))
+    top, left = height // 2, width // 2
+    padding = [left, top, width - left, height - top]
+    return functional.pad(image, padding, fill=0), functional.pad(mask, padding, fill=IGNORED)
+
+
+def _no_mask(image: Image.Image) -> ClassNumbers:
+    return numpy.zeros((image.height, image.width), numpy.int16)
+
+
+class MaskedImages:
+    """Image files with their masks, decoded and transformed on access.
+
+    Targets are floating-point zeros and ones `(1, H, W)` for binary masks, else class numbers `(H, W)`; -100 is
+    ignored.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], code: MaskCode, transform: JointTransform) -> None:
+        self._pairs, self._code, self._transform = pairs, code, transform
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = self._pairs[index]
+        image, mask = read_image(pair.image), read_mask(pair.mask, self._code)
+        if mask.shape != (image.height, image.width):
+            raise DataError(
+                f"{pair.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, {pair.image} has "
+                f"{image.width} x {image.height}",
+                expected="masks of the size of their images",
+                fix="correct the pair and resume, or skip such samples: data.bad_samples: skip",
+                code="E_MASK",
+            )
+        pixels, numbers = self._transform(image, mask)
+        return pixels, as_target(numbers, is_binary=self._code.is_binary)
+
+    def count_foreground(self, index: int) -> tuple[int, int]:
+        """Return the numbers of background and foreground pixels of a binary mask file."""
+        numbers = read_mask(self._pairs[index].mask, self._code)
+        return int((numbers == 0).sum()), int((numbers == 1).sum())
+
+
+def load_segmentation(
+    path: str | None = None,
+    *,
+    images: str | None = None,
+    masks: str | None = None,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    mask_suffix: str = "",
+    unpaired: Unpaired = "stop",
+    classes: Sequence[str] | None = None,
+    mask_values: Sequence[Value] | None = None,
+    ignore_values: Sequence[Value] = (),
+    threshold: float | None = None,
+    image_size: int | Sequence[int] = 256,
+    fit: Fit = "resize",
+    flips: Flips = "horizontal",
+    scale: Sequence[float] = (0.5, 1.0),
+    jitter: float = 0.0,
+) -> Splits:
+    """Return images and masks, with the options of `docs/guides/segmentation.md`.
+
+    Raises:
+        DataError: a folder is missing, files have no partner, or options contradict each other.
+    """
+    code = MaskCode(classes, mask_values, ignore_values, threshold)
+    evaluation_transform = JointTransform(image_size, fit)
+    pairs, evaluation_pairs, notes = split_pairs(
+        IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix, unpaired
+    )
+    train = MaskedImages(pairs, code, JointTransform(image_size, fit, Augment(flips, scale, jitter)))
+    return Splits(
+        train=train,
+        evaluation=MaskedImages(evaluation_pairs, code, evaluation_transform),
+        classes=code.classes,
+        reads_files=True,
+        notes=notes,
+        count_foreground=train.count_foreground if code.is_binary else None,
+    )
+
+
+def segmentation_task(classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Fit = "resize") -> Task:
+    """Return the task that segments an image: the share of each class, and the image with colored classes."""
+    transform = JointTransform(image_size, fit)
+
+    def read(path: Path) -> torch.Tensor:
+        image = read_image(path)
+        return transform(image, _no_mask(image))[0]
+
+    def picture(path: Path, outputs: torch.Tensor) -> Image.Image:
+        image = transform.resized(read_image(path)) if fit == "crop" else read_image(path)
+        return blended(image, class_map(outputs), is_binary=len(classes) == 1)
+
+    return Task(
+        reads="an image file",
+        read=read,
+        describe=lambda outputs: {"areas": areas(class_map(outputs), classes)},
+        picture=picture,
+    )

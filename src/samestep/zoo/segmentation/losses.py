@@ -1,0 +1,199 @@
+"""Segmentation losses as sums and counts (cross entropy per pixel, Dice per sample), and weights from masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from samestep.config import BadSamples, NamedConfig
+from samestep.distributed.world import World, all_gather
+from samestep.engine.loss import Loss, cross_entropy
+from samestep.engine.multi_loss import LossTerm, MultiLoss
+from samestep.errors import DataError, InputError, RecipeError
+from samestep.zoo.segmentation.masks import IGNORED
+from samestep.zoo.splits import Splits
+
+
+def bce_with_logits(
+    outputs: torch.Tensor, targets: torch.Tensor, *, foreground_weight: float = 1.0, ignore_index: int = IGNORED
+) -> Loss:
+    """Return the summed binary cross entropy of pixels and the number of pixels.
+
+    Args:
+        outputs: logits `(N, 1, ...)`.
+        targets: zeros and ones of the same shape.
+        foreground_weight: factor for pixels of value 1; torch's `pos_weight`.
+        ignore_index: target value that is neither summed nor counted.
+
+    Raises:
+        InputError: shapes do not match, or the weight is not a number.
+    """
+    logits, labels, is_counted = _binary(outputs, targets, ignore_index)
+    if isinstance(foreground_weight, str):
+        raise InputError(
+            f"foreground_weight is {foreground_weight!r}",
+            expected="a number; `from_masks` is valid in recipes whose data has binary masks",
+            fix="set foreground_weight: 5.0",
+            code="E_VALUE",
+        )
+    weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
+    losses = functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
+    return Loss((losses * is_counted).sum(), is_counted.sum())
+
+
+def dice_loss(
+    outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1.0, ignore_index: int = IGNORED
+) -> Loss:
+    """Return one minus the Dice coefficient (Milletari et al., "V-Net", 2016, without squares), and the sample count.
+
+    The coefficient is computed per sample and averaged over classes, so it does not depend on the other samples of a
+    microbatch. Samples with only ignored targets do not count.
+
+    Args:
+        outputs: logits `(N, 1, ...)` or `(N, C, ...)`.
+        targets: zeros and ones of the shape of `outputs`, or class numbers `(N, ...)`.
+        smooth: addition to numerator and denominator, for samples without foreground.
+        ignore_index: ignored target value.
+
+    Raises:
+        InputError: shapes do not match.
+    """
+    if targets.is_floating_point():
+        logits, labels, is_counted = _binary(outputs, targets, ignore_index)
+        probabilities = logits.sigmoid()
+    else:
+        logits, labels, is_counted = _one_hot(outputs, targets, ignore_index)
+        probabilities = logits.softmax(dim=1)
+    dims = tuple(range(2, probabilities.ndim))
+    probabilities, labels = probabilities * is_counted, labels * is_counted
+    overlap = (probabilities * labels).sum(dim=dims)
+    dice = (2 * overlap + smooth) / (probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth)
+    sample_counts = is_counted.flatten(1).any(dim=1)
+    return Loss(((1 - dice.mean(dim=1)) * sample_counts).sum(), sample_counts.sum())
+
+
+class DicePlus(MultiLoss):
+    """Sum of the cross entropy per pixel and the Dice loss per sample, each divided by its own count.
+
+    Args:
+        dice_weight: factor of the Dice loss.
+        smooth: as in `dice_loss`.
+        foreground_weight: as in `bce_with_logits`; for binary masks.
+        ignore_index: ignored target value.
+    """
+
+    def __init__(
+        self, dice_weight: float = 1.0, smooth: float = 1.0, foreground_weight: float = 1.0, ignore_index: int = IGNORED
+    ) -> None:
+        def entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if targets.is_floating_point():
+                loss = bce_with_logits(outputs, targets, foreground_weight=foreground_weight, ignore_index=ignore_index)
+            else:
+                loss = cross_entropy(outputs, targets, ignore_index=ignore_index)
+            return loss.sum
+
+        def dice(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return dice_loss(outputs, targets, smooth=smooth, ignore_index=ignore_index).sum
+
+        def count_samples(targets: torch.Tensor) -> torch.Tensor:
+            return (targets != ignore_index).flatten(1).any(dim=1).sum()
+
+        pixel_term = LossTerm("pixel", entropy, lambda targets: (targets != ignore_index).sum())
+        super().__init__([pixel_term, LossTerm("dice", dice, count_samples, dice_weight)])
+
+
+def _binary(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
+    """Return logits of at least 32 bits, targets with 0 for ignored values, and the mask of counted values."""
+    _require_shapes(
+        outputs.shape == targets.shape and outputs.shape[1] == 1,
+        outputs,
+        targets,
+        "(N, 1, ...) for both, with binary masks",
+        "use one output channel and data.options.classes: null, or the loss cross_entropy for several classes",
+    )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)  # sums of thousands of terms need 32 bits
+    is_counted = targets != ignore_index
+    return outputs.to(dtype), targets.to(dtype).where(is_counted, 0), is_counted
+
+
+def _one_hot(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
+    """Return the same for class numbers, as one channel of zeros and ones per class."""
+    _require_shapes(
+        targets.shape == outputs.shape[:1] + outputs.shape[2:],
+        outputs,
+        targets,
+        "logits (N, C, ...) and class numbers (N, ...)",
+        "correct model.options.num_classes or data.options.classes",
+    )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    is_counted = (targets != ignore_index).unsqueeze(1)
+    numbers = torch.arange(outputs.shape[1], device=targets.device).view(-1, *([1] * (targets.ndim - 1)))
+    return outputs.to(dtype), (targets.unsqueeze(1) == numbers).to(dtype), is_counted
+
+
+def _require_shapes(is_valid: bool, outputs: torch.Tensor, targets: torch.Tensor, expected: str, fix: str) -> None:
+    if not is_valid:
+        problem = f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+        raise InputError(problem, expected=expected, fix=fix, code="E_SHAPE")
+
+
+def resolve_foreground_weight(
+    loss: NamedConfig, splits: Splits, bad_samples: BadSamples, world: World
+) -> tuple[NamedConfig, tuple[str, ...]]:
+    """Return the loss with a number as `foreground_weight`, and a note. A collective operation.
+
+    The weight is the number of background pixels divided by the number of foreground pixels. Each rank counts some of
+    the masks; counts are integers, so their sums do not depend on the number of ranks.
+
+    Raises:
+        RecipeError: the dataset has no binary masks.
+        DataError: a mask cannot be used and `bad_samples` is `stop`, or there is no foreground.
+    """
+    if loss.options.get("foreground_weight") != "from_masks":
+        return loss, ()
+    if splits.count_foreground is None:
+        raise RecipeError(
+            "loss.options.foreground_weight is from_masks, but the data has no binary masks",
+            expected="a number, or from_masks for data with binary masks",
+            fix="--set loss.options.foreground_weight=5.0",
+            code="E_INCOMPATIBLE",
+        )
+    background, foreground, unusable = _count_pixels(splits, bad_samples, world)
+    if not foreground:
+        raise DataError(
+            f"the training masks have {background} background pixels and no foreground",
+            expected="some foreground; from_masks divides background by foreground",
+            fix="correct the masks or data.options.mask_values, or set loss.options.foreground_weight to a number",
+            code="E_MASK",
+        )
+    weight = background / foreground
+    share = 100 * foreground / (background + foreground)
+    left_out = f"; {unusable} masks cannot be used" if unusable else ""
+    note = f"foreground weight {weight:.6g}: {share:.3g} % of the training masks is foreground{left_out}"
+    return replace(loss, options=dict(loss.options) | {"foreground_weight": weight}), (note,)
+
+
+def _count_pixels(splits: Splits, bad_samples: BadSamples, world: World) -> tuple[int, int, int]:
+    """Return background pixels, foreground pixels and unusable masks over all ranks.
+
+    The error of the first unusable mask is raised after the exchange, so it is the same for every number of ranks.
+    """
+    assert splits.count_foreground is not None
+    counts: list[tuple[int, int]] = []
+    errors: dict[int, DataError] = {}
+    for index in range(world.rank, len(splits.train), world.size):
+        world.context.status.heartbeat()
+        try:
+            counts.append(splits.count_foreground(index))
+        except DataError as error:
+            errors[index] = error
+    background, foreground = (sum(column) for column in zip((0, 0), *counts, strict=True))
+    gathered = all_gather([background, foreground, sorted(errors)], world)
+    unusable = sorted(index for _, _, indices in gathered for index in indices)
+    if unusable and bad_samples == "stop":
+        if unusable[0] in errors:
+            raise errors[unusable[0]]
+        world.barrier()  # ends with the error of the rank that raises
+    return sum(counts[0] for counts in gathered), sum(counts[1] for counts in gathered), len(unusable)

@@ -1,0 +1,295 @@
+"""Images with their masks: files of the same name in two folders, and class numbers of mask values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from samestep.errors import DataError
+from samestep.units import plural
+from samestep.zoo.images.files import file_errors
+from samestep.zoo.options import require_option, require_path
+from samestep.zoo.splits import train_validation_split
+
+IGNORED = -100  # target that losses and metrics ignore
+
+Unpaired = Literal["stop", "skip"]
+Value = int | Sequence[int]
+ClassNumbers = NDArray[numpy.int16]
+
+_MAX_LISTED = 10  # files without a partner in an error or a note
+
+
+class Pair(NamedTuple):
+    """Image or volume with its mask."""
+
+    name: str  # path below the folder without suffix, with `/` as separator
+    image: Path
+    mask: Path
+
+
+def split_pairs(
+    suffixes: Sequence[str],
+    path: str | None,
+    images: str | None,
+    masks: str | None,
+    evaluation_path: str | None,
+    evaluation_fraction: float,
+    mask_suffix: str,
+    unpaired: Unpaired,
+) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
+    """Return the training pairs and the validation pairs, both sorted by name, and notes for the user.
+
+    The arguments are options of `docs/guides/segmentation.md`, after the suffixes of the files; a suffix that ends in
+    another one stands before that one.
+
+    Raises:
+        DataError: the options contradict each other, a folder is missing, there are no pairs or too few for a split,
+            two files have the same name, or a file has no partner and `unpaired` is `stop`.
+    """
+    find = partial(_find_pairs, suffixes=suffixes, mask_suffix=mask_suffix, unpaired=unpaired)
+    pairs, notes = find(*_folders(path, images, masks))
+    if evaluation_path is not None:
+        validation, validation_notes = find(*_folders(evaluation_path, None, None))
+        return pairs, validation, (*notes, *validation_notes)
+    parts = train_validation_split([pair.name for pair in pairs], evaluation_fraction, unit="pair")
+    train, validation = ([pairs[index] for index in indices] for indices in parts)
+    return train, validation, tuple(notes)
+
+
+def _folders(path: str | None, images: str | None, masks: str | None) -> tuple[Path, Path]:
+    if (path is None) != (images is not None and masks is not None) or (images is None) != (masks is None):
+        raise DataError(
+            f"data.options.path is {path}, images is {images}, masks is {masks}",
+            expected="either path, a folder with the folders images and masks, or both of images and masks",
+            fix="--set data.options.path=FOLDER",
+            code="E_MISSING_KEY",
+        )
+    folders = Path(images or f"{path}/images"), Path(masks or f"{path}/masks")
+    for folder in folders:
+        require_path(
+            folder,
+            "folder",
+            "data.options.path has the folders images and masks",
+            "correct the path, or set data.options.images and data.options.masks",
+        )
+    return folders
+
+
+def _find_pairs(
+    image_folder: Path, mask_folder: Path, suffixes: Sequence[str], mask_suffix: str, unpaired: str
+) -> tuple[list[Pair], list[str]]:
+    require_option("unpaired", unpaired, unpaired in ("stop", "skip"), "stop or skip", "skip")
+    images, masks = _by_name(image_folder, suffixes, ""), _by_name(mask_folder, suffixes, mask_suffix)
+    alone = [f"{images[name]} has no mask" for name in sorted(images.keys() - masks.keys())]
+    alone += [f"{masks[name]} has no image" for name in sorted(masks.keys() - images.keys())]
+    pairs = [Pair(name, images[name], masks[name]) for name in sorted(images.keys() & masks.keys())]
+    if not pairs:
+        raise DataError(
+            f"no file in {image_folder} has a partner in {mask_folder} ({len(images)} images, {len(masks)} masks)",
+            expected=f"images and masks of the same name that end in {', '.join(suffixes)}",
+            fix="rename the files; data.options.mask_suffix=_mask for cat.jpg and cat_mask.png",
+            code="E_UNPAIRED",
+        )
+    if not alone:
+        return pairs, []
+    more = [f"and {len(alone) - _MAX_LISTED} more"] if len(alone) > _MAX_LISTED else []
+    listed = "; ".join(alone[:_MAX_LISTED] + more)
+    summary = f"{plural(len(alone), 'file')} without a partner: {listed}"
+    if unpaired == "stop":
+        raise DataError(
+            summary,
+            expected="a mask of the same name for every image, an image for every mask",
+            fix="add or remove files, or leave these out: data.options.unpaired=skip",
+            code="E_UNPAIRED",
+        )
+    return pairs, [f"left out {summary}"]
+
+
+def _by_name(root: Path, suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in sorted(root.rglob("*")):
+        suffix = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
+        if suffix is None or path.name.startswith(".") or not path.is_file():
+            continue
+        name = path.relative_to(root).as_posix()[: -len(suffix)].removesuffix(mask_suffix)
+        if name in files:
+            raise DataError(
+                f"{files[name]} and {path} have the same name",
+                expected="one file per name, without its suffix",
+                fix="remove or rename one of the files",
+                code="E_UNPAIRED",
+            )
+        files[name] = path
+    return files
+
+
+class MaskCode:
+    """Mapping from mask values to class numbers.
+
+    Attributes:
+        classes: class names, one per output channel of the model: `foreground` alone for binary masks, else all
+            classes including the background.
+        is_binary: class numbers are 0 for background and 1 for foreground.
+        has_colors: mask values are RGB colors.
+
+    Args:
+        classes: class names of the recipe; None for binary masks.
+        values: value of each class, integers or colors `[R, G, B]`; of background and foreground for binary masks. By
+            default class `i` has the value `i`, and binary masks contain 0 and either 1 or 255.
+        ignored: values that become `IGNORED`, such as an uncertain border.
+        threshold: minimum foreground value of a binary mask, for JPEG files with blurred values.
+
+    Raises:
+        DataError: the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None = None,
+        values: Sequence[Value] | None = None,
+        ignored: Sequence[Value] = (),
+        threshold: float | None = None,
+    ) -> None:
+        self.is_binary = classes is None
+        self.classes = tuple(classes or ("foreground",))
+        self.has_colors = any(not isinstance(value, int) for value in values or ())
+        self._threshold = threshold
+        self._is_default_binary = self.is_binary and values is None
+        count = 2 if self.is_binary else len(self.classes)
+        self._require_consistent(values, count)
+        codes = {self._packed(value): number for number, value in enumerate(range(count) if values is None else values)}
+        if self._is_default_binary:
+            codes[255] = 1
+        codes |= {self._packed(value): IGNORED for value in ignored}
+        self._known = numpy.array(sorted(codes), dtype=numpy.int64)
+        self._codes = numpy.array([codes[int(value)] for value in self._known], dtype=numpy.int16)
+
+    def numbers(self, values: NDArray[Any], name: str) -> ClassNumbers:
+        """Return the class numbers of mask values, `IGNORED` for ignored values.
+
+        Args:
+            values: integers of any shape; colors have three channels last.
+            name: file name, for errors.
+
+        Raises:
+            DataError: a value is unknown.
+        """
+        if self._threshold is not None:
+            is_foreground: ClassNumbers = (values >= self._threshold).astype(numpy.int16)
+            return is_foreground
+        packed = values.astype(numpy.int64)
+        if self.has_colors:
+            packed = (packed[..., 0] << 16) | (packed[..., 1] << 8) | packed[..., 2]
+        indices = numpy.searchsorted(self._known, packed).clip(max=len(self._known) - 1)
+        unknown = packed[self._known[indices] != packed]
+        if unknown.size:
+            threshold = ", or data.options.threshold=128 for blurred masks such as JPEG" if self.is_binary else ""
+            raise DataError(
+                f"{name} has the unknown value {self._format(unknown.min())} ({unknown.size} such pixels)",
+                expected=f"mask values {', '.join(map(self._format, self._known))}",
+                fix=f"correct the mask, or set data.options.mask_values or ignore_values{threshold}",
+                code="E_MASK",
+            )
+        if self._is_default_binary and (packed == 1).any() and (packed == 255).any():
+            raise DataError(
+                f"{name} has both of the values 1 and 255",
+                expected="0 and either 1 or 255 in a binary mask",
+                fix="data.options.mask_values=[0, 255], and data.options.ignore_values=[1] to ignore 1",
+                code="E_MASK",
+            )
+        numbers: ClassNumbers = self._codes[indices]
+        return numbers
+
+    def _format(self, value: numpy.int64) -> str:
+        number = int(value)
+        return str([number >> 16, number >> 8 & 255, number & 255]) if self.has_colors else str(number)
+
+    def _packed(self, value: Value) -> int:
+        """Return an integer, or a color as `0xRRGGBB`."""
+        if isinstance(value, int) and not self.has_colors:
+            return value
+        if isinstance(value, int) or len(value) != 3 or not all(0 <= part <= 255 for part in value):
+            raise DataError(
+                f"data.options.mask_values or ignore_values contains {value}",
+                expected="integers only, or colors [R, G, B] of 0 to 255 only",
+                fix="set data.options.mask_values: [[0, 0, 0], [255, 0, 0]]",
+                code="E_VALUE",
+            )
+        red, green, blue = value
+        return red << 16 | green << 8 | blue
+
+    def _require_consistent(self, values: Sequence[Value] | None, count: int) -> None:
+        if len(set(self.classes)) < len(self.classes) or (not self.is_binary and count < 2):
+            raise DataError(
+                f"data.options.classes is {list(self.classes)}",
+                expected="at least two different names, or null for binary masks",
+                fix="set data.options.classes: [background, road, car]",
+                code="E_CLASSES",
+            )
+        if values is not None and len(values) != count:
+            raise DataError(
+                f"data.options.mask_values has {len(values)} values for {count} classes",
+                expected="one value per class, starting with the background",
+                fix="set data.options.mask_values: [0, 255] for a binary mask",
+                code="E_VALUE",
+            )
+        if self._threshold is not None and not self._is_default_binary:
+            raise DataError(
+                f"data.options.threshold is {self._threshold}",
+                expected="a threshold only for binary masks without mask_values",
+                fix="remove data.options.threshold, or data.options.classes and mask_values",
+                code="E_VALUE",
+            )
+
+
+def read_mask(path: Path, code: MaskCode) -> ClassNumbers:
+    """Return the class numbers `(H, W)` of an image file.
+
+    Values of an image with a palette are palette indices, unless the values of `code` are colors.
+
+    Raises:
+        DataError: the file is missing, damaged or no image, or has unknown values.
+        RunError: the disk or the network failed.
+    """
+    with file_errors(path, "a mask"), Image.open(path) as image:
+        ImageOps.exif_transpose(image, in_place=True)  # as for the image of the mask
+        values = numpy.asarray(image.convert("RGB")) if code.has_colors else _integers(image)
+    return code.numbers(values, str(path))
+
+
+def _integers(image: Image.Image) -> NDArray[Any]:
+    values = numpy.asarray(image)
+    if image.mode in ("1", "L", "P", "I") or image.mode.startswith("I;16"):
+        return values.astype(numpy.int64)
+    if image.mode in ("LA", "PA"):
+        return values[..., 0]
+    if image.mode not in ("RGB", "RGBA"):
+        raise ValueError(f"the mode is {image.mode}; masks contain integers or RGB colors")
+    if (values[..., :3] != values[..., :1]).any():
+        raise ValueError("the mask has colors; set data.options.mask_values to colors: [[0, 0, 0], [255, 0, 0]]")
+    return values[..., 0]
+
+
+def as_target(numbers: torch.Tensor, *, is_binary: bool) -> torch.Tensor:
+    """Return class numbers as the target of a loss for one output channel, or for several."""
+    return numbers.to(torch.float32).unsqueeze(0) if is_binary else numbers.to(torch.int64)
+
+
+def require_sides(name: str, size: int | Sequence[int], count: int, expected: str, default: int) -> tuple[int, ...]:
+    """Return `count` sides from an option with one number for all of them, or a number for each.
+
+    Raises:
+        DataError: `size` is something else.
+    """
+    sides = (size,) * count if isinstance(size, int) else tuple(size)
+    is_valid = len(sides) == count and all(isinstance(side, int) and side >= 1 for side in sides)
+    require_option(name, size, is_valid, expected, default)
+    return sides

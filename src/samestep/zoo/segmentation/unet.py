@@ -1,0 +1,162 @@
+"""U-Nets (Ronneberger et al., 2015): segmentation_models_pytorch's, and a small one for two or three dimensions.
+
+All kernels are deterministic on GPUs. Upsampling takes the nearest pixel or is a transposed convolution, because
+linear interpolation has no deterministic backward on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from samestep.errors import RecipeError
+from samestep.zoo.options import import_optional
+
+_DEPTH = 5  # halvings of the resolution in an encoder
+_STEP = 2**_DEPTH
+
+
+def unet(
+    num_classes: int = 1,
+    *,
+    encoder: str = "resnet34",
+    in_channels: int = 3,
+    decoder_channels: Sequence[int] = (256, 128, 64, 32, 16),
+    attention: str | None = None,
+) -> nn.Module:
+    """Return a U-Net of segmentation_models_pytorch with random weights.
+
+    Args:
+        num_classes: output channels.
+        encoder: name of an encoder of the library.
+        in_channels: input channels.
+        decoder_channels: channels of the five decoder blocks.
+        attention: `scse` for squeeze and excitation in the decoder.
+
+    Raises:
+        RecipeError: the library is not installed, or has no such encoder.
+    """
+    library = import_optional("segmentation_models_pytorch", f"a U-Net with encoder {encoder}")
+    encoders = library.encoders.encoders
+    if encoder not in encoders:
+        close = get_close_matches(encoder, encoders, n=1)
+        raise RecipeError(
+            f"model.options.encoder is {encoder!r}",
+            expected="a name of segmentation_models_pytorch.encoders, such as vgg16_bn or resnet34",
+            fix=f"did you mean {close[0]}?" if close else "choose a name of the list",
+            code="E_UNKNOWN_NAME",
+        )
+    model: nn.Module = library.Unet(
+        encoder,
+        encoder_weights=None,
+        in_channels=in_channels,
+        classes=num_classes,
+        decoder_channels=tuple(decoder_channels),
+        decoder_attention_type=attention,
+        decoder_interpolation="nearest",
+    )
+    model.register_forward_pre_hook(_require_multiples)
+    return model
+
+
+unet_vgg16 = partial(unet, encoder="vgg16")
+unet_resnet34 = partial(unet, encoder="resnet34")
+unet_resnet101 = partial(unet, encoder="resnet101")
+
+
+def _require_multiples(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    # The library accepts other sizes, with misaligned skip connections.
+    sides = tuple(inputs[0].shape[-2:])
+    if all(side % _STEP == 0 and side > _STEP for side in sides):
+        return
+    below, above = ([max(2, side // _STEP + more) * _STEP for side in sides] for more in (0, 1))
+    raise RecipeError(
+        f"the images have {sides[0]} x {sides[1]} pixels",
+        expected=f"sides that are multiples of {_STEP} and at least {2 * _STEP}, for a U-Net of depth {_DEPTH}",
+        fix=f"data.options.image_size={below}, or {above}",
+        code="E_SHAPE",
+    )
+
+
+class UNet(nn.Module):
+    """Small U-Net with batch norm, strided and transposed convolutions.
+
+    Inputs of any size are padded with zeros at the end, and the output is cropped.
+
+    Args:
+        num_classes: output channels.
+        dimensions: 2 for images, 3 for volumes.
+        in_channels: input channels.
+        width: channels at full resolution; doubled at each level.
+        levels: number of halvings of the resolution.
+        dropout: dropout probability of channels at the lowest level.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 1,
+        *,
+        dimensions: int = 2,
+        in_channels: int = 3,
+        width: int = 16,
+        levels: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dimensions not in (2, 3) or levels < 1 or width < 1:
+            raise RecipeError(
+                f"model.options: dimensions is {dimensions}, levels is {levels}, width is {width}",
+                expected="dimensions 2 or 3, levels >= 1, width >= 1",
+                fix="set model.options: {dimensions: 2, levels: 3, width: 16}",
+                code="E_VALUE",
+            )
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.stem = _double_convolution(dimensions, in_channels, widths[0])
+        self.down = nn.ModuleList(
+            _double_convolution(dimensions, before, after, stride=2) for before, after in pairwise(widths)
+        )
+        self.dropout = _layer("Dropout", dimensions)(dropout)
+        pairs, up_convolution = list(pairwise(widths[::-1])), _layer("ConvTranspose", dimensions)
+        self.up = nn.ModuleList(up_convolution(below, above, 2, stride=2) for below, above in pairs)
+        self.joined = nn.ModuleList(_double_convolution(dimensions, 2 * above, above) for _, above in pairs)
+        self.head = _layer("Conv", dimensions)(widths[0], num_classes, 1)
+        self._step = 2**levels
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits `(N, num_classes, ...)` of inputs `(N, in_channels, ...)`."""
+        sides = images.shape[2:]
+        # Batch norm of one sample needs at least two positions per channel at the lowest level.
+        padded = [max(2, -(-side // self._step)) * self._step for side in sides]
+        padding = [part for side, size in zip(sides[::-1], padded[::-1], strict=True) for part in (0, size - side)]
+        features = [self.stem(functional.pad(images, padding))]
+        for block in self.down:
+            features.append(block(features[-1]))
+        lowest = self.dropout(features.pop())
+        for up, joined in zip(self.up, self.joined, strict=True):
+            lowest = joined(torch.cat([up(lowest), features.pop()], dim=1))
+        logits: torch.Tensor = self.head(lowest)
+        return logits[(slice(None), slice(None), *(slice(side) for side in sides))]
+
+
+unet_small = partial(UNet, dimensions=2)
+unet_3d = partial(UNet, dimensions=3, in_channels=1)
+
+
+def _double_convolution(dimensions: int, before: int, after: int, stride: int = 1) -> nn.Sequential:
+    convolution, norm = _layer("Conv", dimensions), _layer("BatchNorm", dimensions)
+    layers: list[nn.Module] = []
+    for inputs, step in ((before, stride), (after, 1)):
+        layers += [convolution(inputs, after, 3, stride=step, padding=1, bias=False), norm(after), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _layer(kind: str, dimensions: int) -> Callable[..., nn.Module]:
+    layer: Callable[..., nn.Module] = getattr(nn, f"{kind}{dimensions}d")
+    return layer

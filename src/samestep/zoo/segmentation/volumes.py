@@ -1,0 +1,300 @@
+"""Volumes and masks of the same name, as random patches for training and a grid of patches for validation.
+
+Functions that read files raise `DataError` if a file is missing, damaged or has invalid values, and `RunError` if the
+disk or the network failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from samestep.errors import DataError
+from samestep.metrics.overlays import areas, blended, class_map, scaled_image
+from samestep.zoo.images.files import file_errors
+from samestep.zoo.options import import_optional, require_option
+from samestep.zoo.segmentation.masks import (
+    IGNORED,
+    ClassNumbers,
+    MaskCode,
+    Pair,
+    Unpaired,
+    as_target,
+    require_sides,
+    split_pairs,
+)
+from samestep.zoo.splits import Splits, Task
+
+VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy", ".npz")
+
+Voxels = NDArray[numpy.float32]
+Sample = tuple[torch.Tensor, torch.Tensor]
+# Start of a patch along one axis, and the first voxel that earlier patches do not cover.
+Interval = tuple[int, int]
+
+_FIX = "correct or remove the files and resume, or skip such samples: data.bad_samples: skip"
+
+
+def read_volume(path: Path) -> Voxels:
+    """Return the finite values `(D, H, W)` of a volume in the axis order of the file."""
+    with file_errors(path, "a volume"):
+        values = _read_array(path).astype(numpy.float32)
+    count = values.size - int(numpy.isfinite(values).sum())
+    if count:
+        raise DataError(
+            f"{path} has {count} values that are not finite", expected="finite values", fix=_FIX, code="E_UNREADABLE"
+        )
+    return values
+
+
+def read_volume_mask(path: Path, code: MaskCode) -> ClassNumbers:
+    """Return the class numbers `(D, H, W)` of a mask."""
+    with file_errors(path, "a mask"):
+        values = _read_array(path)
+        integers = values.astype(numpy.int64)
+        if not numpy.array_equal(integers, values):
+            raise ValueError("some values are not integers")
+    return code.numbers(integers, str(path))
+
+
+def read_pair(pair: Pair, code: MaskCode) -> tuple[Voxels, ClassNumbers]:
+    """Return a volume and its mask, which have the same shape."""
+    volume, mask = read_volume(pair.image), read_volume_mask(pair.mask, code)
+    if volume.shape != mask.shape:
+        raise DataError(
+            f"{pair.mask} has the shape {mask.shape}, {pair.image} has {volume.shape}",
+            expected="masks of the shape of their volumes",
+            fix=_FIX,
+            code="E_MASK",
+        )
+    return volume, mask
+
+
+def read_shape(path: Path) -> tuple[int, ...]:
+    """Return the shape of a volume, from the header if the format allows."""
+    with file_errors(path, "a volume"):
+        image = _open_nifti(path)
+        return _require_3d(_read_array(path, is_mapped=True) if image is None else image)
+
+
+def _read_array(path: Path, *, is_mapped: bool = False) -> NDArray[Any]:
+    image = _open_nifti(path)
+    if image is not None:
+        values = numpy.asarray(image.dataobj)
+    else:
+        values = numpy.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
+        if isinstance(values, numpy.lib.npyio.NpzFile):
+            with values as arrays:
+                if len(arrays.files) != 1:
+                    raise ValueError(f"the file contains {len(arrays.files)} arrays instead of one")
+                values = arrays[arrays.files[0]]
+    if values.dtype.kind not in "buif":
+        raise ValueError(f"the values are of type {values.dtype} instead of numbers")
+    _require_3d(values)
+    return values
+
+
+def _open_nifti(path: Path) -> Any:
+    """Return the image of a NIfTI file, or None for other formats."""
+    is_nifti = path.name.lower().endswith((".nii", ".nii.gz"))
+    return import_optional("nibabel", str(path)).load(path) if is_nifti else None
+
+
+def _require_3d(volume: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = volume.shape
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(f"the shape is {shape}; volumes have three dimensions")
+    return shape
+
+
+class Volumes:
+    """Normalized volumes with their masks and a cache of the most recent ones.
+
+    Args:
+        window: minimum and maximum; values outside are clipped.
+        cache_size: number of cached volumes; changes time and memory but not the results.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None, cache_size: int) -> None:
+        self.pairs, self.code, self._window = pairs, code, window
+        self.read = lru_cache(maxsize=cache_size)(self._read)
+
+    def _read(self, index: int) -> Sample:
+        """Return values `(1, D, H, W)` and class numbers `(D, H, W)`."""
+        volume, mask = read_pair(self.pairs[index], self.code)
+        return torch.from_numpy(normalize(volume, self._window))[None], torch.from_numpy(mask)
+
+    def count_foreground(self, index: int) -> tuple[int, int]:
+        """Return the numbers of background and foreground voxels of a binary mask."""
+        numbers = read_volume_mask(self.pairs[index].mask, self.code)
+        return int((numbers == 0).sum()), int((numbers == 1).sum())
+
+
+def normalize(volume: Voxels, window: Sequence[float] | None) -> Voxels:
+    """Return a volume with mean 0 and standard deviation 1; a constant volume becomes 0."""
+    values: NDArray[numpy.float64] = volume.astype(numpy.float64)
+    if window is not None:
+        values = values.clip(window[0], window[1])
+    scaled: Voxels = ((values - values.mean()) / (float(values.std()) or 1.0)).astype(numpy.float32)
+    return scaled
+
+
+class RandomPatches:
+    """Random patches, a fixed number per volume, drawn again in each epoch.
+
+    Args:
+        foreground_share: probability that a patch is centered on a foreground voxel, if the volume has any.
+        flips: flip each axis with probability 0.5.
+    """
+
+    def __init__(
+        self, volumes: Volumes, size: tuple[int, ...], patches: int, foreground_share: float, *, flips: bool
+    ) -> None:
+        self._volumes, self._size, self._patches = volumes, size, patches
+        self._share, self._flips = foreground_share, flips
+
+    def __len__(self) -> int:
+        return len(self._volumes.pairs) * self._patches
+
+    def __getitem__(self, index: int) -> Sample:
+        values, numbers = self._volumes.read(index // self._patches)
+        start = self._random_start(numbers)
+        patch, target = crop(values, start, self._size, 0), crop(numbers[None], start, self._size, IGNORED)[0]
+        axes = [axis for axis, draw in enumerate(torch.rand(3).tolist()) if self._flips and draw < 0.5]
+        patch, target = patch.flip([axis + 1 for axis in axes]), target.flip(axes)
+        return patch, as_target(target, is_binary=self._volumes.code.is_binary)
+
+    def count_foreground(self, index: int) -> tuple[int, int]:
+        """Return background and foreground of a mask for the first patch of a volume, zeros for the other patches."""
+        number, patch = divmod(index, self._patches)
+        return (0, 0) if patch else self._volumes.count_foreground(number)
+
+    def _random_start(self, numbers: torch.Tensor) -> list[int]:
+        centered, choice, *position = torch.rand(5, dtype=torch.float64).tolist()
+        limits = [max(0, length - side) for length, side in zip(numbers.shape, self._size, strict=True)]
+        foreground = (numbers > 0).nonzero() if centered < self._share else numbers.new_empty(0, 3)
+        if not len(foreground):
+            return [int(draw * (limit + 1)) for draw, limit in zip(position, limits, strict=True)]
+        center = foreground[int(choice * len(foreground))].tolist()
+        starts = [middle - side // 2 for middle, side in zip(center, self._size, strict=True)]
+        return [min(max(0, start), limit) for start, limit in zip(starts, limits, strict=True)]
+
+
+class Tiles:
+    """Grid of patches in which every voxel of every volume is a target once.
+
+    The last patch along an axis overlaps the previous one to have full size; the overlap is ignored.
+    """
+
+    def __init__(self, volumes: Volumes, size: tuple[int, ...]) -> None:
+        self._volumes, self._size = volumes, size
+        self._tiles = [(number, tile) for number, pair in enumerate(volumes.pairs) for tile in _tiles(pair, size)]
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    def __getitem__(self, index: int) -> Sample:
+        number, tile = self._tiles[index]
+        values, numbers = self._volumes.read(number)
+        starts = [start for start, _ in tile]
+        patch = crop(values, starts, self._size, 0)
+        target = crop(numbers[None], starts, self._size, IGNORED)[0].clone()
+        for axis, (start, fresh) in enumerate(tile):
+            target.narrow(axis, 0, fresh - start).fill_(IGNORED)
+        return patch, as_target(target, is_binary=self._volumes.code.is_binary)
+
+
+def tile_axis(length: int, side: int) -> list[Interval]:
+    """Return the intervals that cover one axis."""
+    return [(min(fresh, max(0, length - side)), fresh) for fresh in range(0, length, side)]
+
+
+def _tiles(pair: Pair, size: tuple[int, ...]) -> Iterator[tuple[Interval, ...]]:
+    try:
+        shape = read_shape(pair.image)
+    except DataError:
+        shape = (1, 1, 1)  # one tile, whose access raises the error
+    return product(*(tile_axis(length, side) for length, side in zip(shape, size, strict=True)))
+
+
+def crop(values: torch.Tensor, start: Sequence[int], size: tuple[int, ...], fill: float) -> torch.Tensor:
+    """Return the part of `values` `(C, D, H, W)` at `start`, padded with `fill` at the end."""
+    part = values[(slice(None), *(slice(begin, begin + side) for begin, side in zip(start, size, strict=True)))]
+    if part.shape[1:] == size:
+        return part
+    padded = part.new_full((len(part), *size), fill)
+    padded[(slice(None), *(slice(0, side) for side in part.shape[1:]))] = part
+    return padded
+
+
+def load_volumes(
+    path: str | None = None,
+    *,
+    images: str | None = None,
+    masks: str | None = None,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    mask_suffix: str = "",
+    unpaired: Unpaired = "stop",
+    classes: Sequence[str] | None = None,
+    mask_values: Sequence[int] | None = None,
+    ignore_values: Sequence[int] = (),
+    patch_size: int | Sequence[int] = 64,
+    patches: int = 4,
+    foreground_share: float = 0.5,
+    flips: bool = True,
+    window: Sequence[float] | None = None,
+    kept_volumes: int = 4,
+) -> Splits:
+    """Return volumes and masks, with the options of `docs/guides/segmentation.md`.
+
+    Raises:
+        DataError: a folder is missing, files have no partner, or options contradict each other.
+    """
+    require_option("patches", patches, patches >= 1, "patches >= 1", 4)
+    is_share = 0 <= foreground_share <= 1
+    require_option("foreground_share", foreground_share, is_share, "0 <= foreground_share <= 1", 0.5)
+    is_window = window is None or (len(window) == 2 and window[0] < window[1])
+    require_option("window", window, is_window, "[minimum, maximum], or null", "null")
+    require_option("kept_volumes", kept_volumes, kept_volumes >= 0, "kept_volumes >= 0", 4)
+    size = require_sides("patch_size", patch_size, 3, "a number of voxels, or three", 64)
+    code = MaskCode(classes, mask_values, ignore_values)
+    pairs, evaluation_pairs, notes = split_pairs(
+        VOLUME_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix, unpaired
+    )
+    train = RandomPatches(Volumes(pairs, code, window, kept_volumes), size, patches, foreground_share, flips=flips)
+    return Splits(
+        train=train,
+        evaluation=Tiles(Volumes(evaluation_pairs, code, window, kept_volumes), size),
+        classes=code.classes,
+        reads_files=True,
+        notes=notes,
+        count_foreground=train.count_foreground if code.is_binary else None,
+    )
+
+
+def volumes_task(classes: Sequence[str], *, window: Sequence[float] | None = None) -> Task:
+    """Return the task that segments a volume: the share of each class, and the middle slice with colored classes."""
+
+    def read(path: Path) -> torch.Tensor:
+        return torch.from_numpy(normalize(read_volume(path), window))[None]
+
+    def picture(path: Path, outputs: torch.Tensor) -> Image.Image:
+        numbers = class_map(outputs)
+        middle = len(numbers) // 2
+        return blended(scaled_image(read(path)[:, middle]), numbers[middle], is_binary=len(classes) == 1)
+
+    return Task(
+        reads="a volume (NIfTI or NumPy)",
+        read=read,
+        describe=lambda outputs: {"areas": areas(class_map(outputs), classes)},
+        picture=picture,
+    )

@@ -1,0 +1,138 @@
+"""Rows of CSV, TSV, JSON, JSONL and Parquet files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import DataError
+from samestep.zoo.options import import_optional, require_path
+
+# The csv module refuses cells above 128 KiB by default.
+_MAX_CELL = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table."""
+
+    where: str  # file and line, for errors
+    values: Mapping[str, Any]  # cells by column
+    problem: str = ""  # reason why the row cannot be used; empty for valid rows
+
+
+def read_table(path: Path) -> list[Row]:
+    """Return the rows of a `.csv` or `.tsv` with a header, a `.json` list, a `.jsonl` or a `.parquet`.
+
+    Invalid rows of a valid file are included, with a problem.
+
+    Raises:
+        DataError: the file is missing, empty, damaged or of another format.
+    """
+    readers: dict[str, Callable[[Path], Iterable[Row]]] = {
+        ".csv": _csv_rows,
+        ".tsv": _csv_rows,
+        ".json": _json_rows,
+        ".jsonl": _jsonl_rows,
+        ".ndjson": _jsonl_rows,
+        ".parquet": _parquet_rows,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path} ends in {path.suffix or 'no suffix'}",
+            expected=f"a table that ends in {', '.join(readers)}",
+            fix="convert the file, or correct the path",
+            code="E_UNREADABLE",
+        )
+    require_path(path, "file", "data.options.path is a table")
+    try:
+        rows = list(reader(path))
+    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        raise _damaged(path, error) from error
+    if not rows:
+        raise DataError(f"{path} has no rows", expected="at least one row", fix="add rows", code="E_UNREADABLE")
+    return rows
+
+
+def require_columns(rows: Iterable[Row], path: str | Path, columns: Mapping[str, str]) -> None:
+    """Require columns, given as a mapping from the option of `data.options` to the column name.
+
+    Raises:
+        DataError: no row has a column of this name.
+    """
+    names = dict.fromkeys(str(name) for row in rows for name in row.values)
+    for option, column in columns.items():
+        if names and column not in names:
+            raise DataError(
+                f"{path} has no column {column!r}",
+                expected=f"one of the columns {', '.join(names)}",
+                fix=f"--set data.options.{option}=NAME",
+                code="E_COLUMN",
+            )
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(_MAX_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        for values in reader:
+            extra = values.pop(None, None)
+            columns = len(reader.fieldnames or ())
+            problem = f"{columns + len(extra)} values in {columns} columns" if extra else ""
+            yield Row(f"{path}, line {reader.line_num}", values, problem)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    content = json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(content, list):
+        raise DataError(
+            f"{path} contains a {type(content).__name__}",
+            expected="a list of mappings",
+            fix="write [{...}, {...}]",
+            code="E_UNREADABLE",
+        )
+    for number, value in enumerate(content, start=1):
+        yield _json_row(f"{path}, entry {number}", value)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    row = _json_row(where, json.loads(line))
+                except json.JSONDecodeError as error:
+                    row = Row(where, {}, f"not JSON: {error}")
+                yield row
+
+
+def _json_row(where: str, value: object) -> Row:
+    if isinstance(value, Mapping):
+        return Row(where, value)
+    return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    parquet = import_optional("pyarrow.parquet", str(path))
+    arrow = import_optional("pyarrow", str(path))
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except arrow.ArrowException as error:
+        raise _damaged(path, error) from error
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{path}, row {number}", values)
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read: {error}",
+        expected="an intact table; text in UTF-8",
+        fix="correct the file, or write it again",
+        code="E_UNREADABLE",
+    )

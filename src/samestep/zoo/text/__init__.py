@@ -1,0 +1,1 @@
+"""Text datasets and models: next-token prediction and classification."""

@@ -1,0 +1,252 @@
+"""Text files as blocks of tokens, for next-token prediction."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from samestep.checkpoint.files import replacing
+from samestep.errors import DataError
+from samestep.zoo.options import require_option, require_path
+from samestep.zoo.splits import Splits, Task, hash_fraction, require_fraction, train_validation_split
+from samestep.zoo.text.generation import complete, next_tokens
+from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
+from samestep.zoo.text.tokens import PADDING, Sample, collate_padded
+
+_CACHE = ".samestep-cache"
+_CACHE_FORMAT = 1  # part of the file name; a change makes existing files unused
+_MAX_2_BYTES = 2**16
+# Folders of the standard library that contain installed packages or tests.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+Tokens = NDArray[Any]
+
+
+class Document(NamedTuple):
+    """Text file."""
+
+    name: str  # path below the dataset's folder, equal on all machines
+    path: Path
+    digest: str  # SHA-256 of the content
+    size: int  # size in bytes
+
+
+class Blocks:
+    """Blocks of tokens with the next token of each; the last block may be shorter.
+
+    Every token but the first is a target exactly once.
+
+    Attributes:
+        tokens: all tokens.
+    """
+
+    def __init__(self, tokens: Tokens, block_size: int) -> None:
+        self.tokens, self._block_size = tokens, block_size
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1 + self._block_size - 1) // self._block_size
+
+    def __getitem__(self, index: int) -> Sample:
+        start = index * self._block_size
+        block = torch.from_numpy(self.tokens[start : start + self._block_size + 1].astype("int64"))
+        return block[:-1], block[1:]
+
+
+def load_language(
+    path: str | None = None,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.1,
+    split: str = "auto",
+    suffixes: Sequence[str] = (".txt",),
+    tokenizer: str | None = None,
+    block_size: int = 64,
+    train_tokens: int | None = None,
+    evaluation_tokens: int | None = None,
+    cache: str = _CACHE,
+) -> Splits:
+    """Return the blocks of text files, with the options of `docs/guides/text.md`.
+
+    If `path` is None, the text is the source of Python's standard library.
+
+    Raises:
+        DataError: there is not enough text, or an option is invalid.
+    """
+    require_fraction(evaluation_fraction)
+    require_option("split", split, split in ("auto", "files", "tail"), "auto, files or tail", "auto")
+    require_option("block_size", block_size, block_size >= 1, "block_size >= 1", 64)
+    encoder, documents = read_tokenizer(tokenizer), _documents(path, suffixes)
+    validation_documents: list[Document] = []
+    if evaluation_path is not None:
+        validation_documents = _documents(evaluation_path, suffixes)
+    elif split == "files" or (split == "auto" and len(documents) > 1):
+        names = [document.name for document in documents]
+        parts = train_validation_split(names, evaluation_fraction, unit="file")
+        documents, validation_documents = ([documents[index] for index in indices] for indices in parts)
+    train = cached_tokens(documents, encoder, Path(cache))
+    if validation_documents:
+        validation = cached_tokens(validation_documents, encoder, Path(cache))
+    else:
+        bound = len(train) - round(len(train) * evaluation_fraction)
+        train, validation = train[:bound], train[bound:]
+    train = _first(train, train_tokens, "train_tokens")
+    validation = _first(validation, evaluation_tokens, "evaluation_tokens")
+    targets = f"{len(train) - 1:,} train, {len(validation) - 1:,} evaluation"
+    return Splits(
+        train=Blocks(train, block_size),
+        evaluation=Blocks(validation, block_size),
+        classes=tuple(encoder.name(token) for token in range(encoder.size)),
+        collate=collate_padded,
+        count_tokens=_count_tokens,
+        notes=(_note(path, [*documents, *validation_documents], targets),),
+    )
+
+
+def language_task(
+    classes: tuple[str, ...], *, tokenizer: str | None = None, block_size: int = 64, **others: Any
+) -> Task:
+    """Return the task that continues a prompt, and predicts the token after a file."""
+    encoder = read_tokenizer(tokenizer)
+
+    def read(path: Path) -> torch.Tensor:
+        tokens = encoder.encode(path.read_bytes())[-block_size:]
+        if not tokens:
+            raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
+        return torch.tensor(tokens)
+
+    return Task(
+        reads="a text file",
+        read=read,
+        describe=partial(next_tokens, encoder),
+        complete=partial(complete, tokenizer=encoder, block_size=block_size),
+    )
+
+
+def read_document(path: Path, name: str) -> Document:
+    """Return name, size and hash of a file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return Document(name, path, hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}",
+            expected="readable files",
+            fix="correct the permissions, or remove the file",
+            code="E_UNREADABLE",
+        ) from error
+
+
+def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> Tokens:
+    """Return the tokens of all documents in order, each followed by the end token, as a memory-mapped file.
+
+    The file name is a hash of the tokenizer and of the names and contents of the documents. The file is written under
+    another name and renamed, so processes can write it at the same time without waiting: their contents are equal.
+
+    Raises:
+        DataError: a document is not text, the tokenizer has no end token, or `folder` is not writable.
+    """
+    dtype = numpy.dtype("<u2" if tokenizer.size <= _MAX_2_BYTES else "<u4")
+    key = [_CACHE_FORMAT, tokenizer.digest, tokenizer.end, [(document.name, document.digest) for document in documents]]
+    path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.{dtype.str[1:]}"
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                for row in _encoded(documents, tokenizer):
+                    file.write(numpy.array(row, dtype=dtype).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be written: {error.strerror}",
+                expected="a writable folder for tokens",
+                fix="--set data.options.cache=FOLDER",
+                code="E_OUTPUT",
+            ) from error
+    if not path.stat().st_size:
+        return numpy.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+    return numpy.memmap(path, dtype=dtype, mode="r")
+
+
+def _count_tokens(microbatch: Sample) -> tuple[int, int]:
+    targets = microbatch[1]
+    return int((targets != PADDING).sum()), targets.numel()
+
+
+def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
+    """Return documents in the order of a hash of their names, which files added later do not change."""
+    root = Path(sysconfig.get_path("stdlib") if source is None else source)
+    if root.is_file():
+        return [read_document(root, root.name)]
+    if source is None:
+        files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
+    else:
+        require_path(root, "folder", "data.options.path is a file or folder of text")
+        files = [file for file in root.rglob("*") if file.suffix in suffixes and file.is_file()]
+    if not files:
+        raise DataError(
+            f"{root} has no files that end in {', '.join(suffixes)}",
+            expected="text files",
+            fix="--set data.options.suffixes='[.md, .txt]'",
+            code="E_FILE_MISSING",
+        )
+    documents = [read_document(file, file.relative_to(root).as_posix()) for file in files]
+    return sorted(documents, key=lambda document: (hash_fraction(document.name), document.name))
+
+
+def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
+    """Return the first tokens with `limit` targets; the first token is not a target."""
+    first = tokens if limit is None else tokens[: limit + 1]
+    if len(first) < 2:
+        raise DataError(
+            f"data.options.{option} is {limit} and there are {len(first)} tokens",
+            expected="at least two tokens, an input and a target",
+            fix=f"--set data.options.{option}=null, and add text",
+            code="E_VALUE",
+        )
+    return first
+
+
+def _note(path: str | None, documents: Sequence[Document], targets: str) -> str:
+    source = f"source of Python {platform.python_version()}'s library" if path is None else path
+    digest = hashlib.sha256("".join(sorted(document.digest for document in documents)).encode()).hexdigest()[:16]
+    size = sum(document.size for document in documents)
+    return f"text: {source}: {len(documents)} files, {size:,} bytes, hash {digest}; target tokens: {targets}"
+
+
+def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of each document that is not empty."""
+    if tokenizer.end is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token",
+            expected="a token that separates documents, such as <|endoftext|>",
+            fix="add the token to the special tokens of the tokenizer",
+            code="E_TOKENIZER",
+        )
+    for document in documents:
+        try:
+            tokens = tokenizer.encode(document.path.read_bytes())
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{document.path} is not text: {error.reason} at byte {error.start}",
+                expected="UTF-8, with a tokenizer from a file",
+                fix="convert or remove the file, or use bytes: data.options.tokenizer: null",
+                code="E_UNREADABLE",
+            ) from error
+        if tokens:
+            yield [*tokens, tokenizer.end]

@@ -1,0 +1,194 @@
+"""Classification of texts from tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from samestep.errors import DataError
+from samestep.zoo.options import require_option
+from samestep.zoo.splits import Answer, Splits, Task, require_fraction, train_validation_split
+from samestep.zoo.tables import Row, read_table, require_columns
+from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
+
+Sample = tuple[torch.Tensor, int]
+Inputs = dict[str, torch.Tensor]
+
+
+class LabeledText(NamedTuple):
+    """Text and label of one row."""
+
+    where: str  # file and line, for errors
+    text: str
+    label: str  # label as text; empty if missing
+    problem: str = ""  # reason why the row cannot be used; empty for valid rows
+
+
+class Texts:
+    """Texts as tokens and class numbers. An unusable row raises its error on access."""
+
+    def __init__(self, rows: Sequence[LabeledText], tokenizer: Tokenizer, classes: Sequence[str]) -> None:
+        self._rows, self._tokenizer = rows, tokenizer
+        self._numbers = {name: number for number, name in enumerate(classes)}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of each text in characters, an estimate of the number of tokens."""
+        return [len(row.text) for row in self._rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self._rows[index]
+        if row.problem:
+            fix = "correct the row, or skip such rows: data.bad_samples: skip"
+            raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=fix, code="E_LABEL")
+        return torch.tensor(self._tokenizer.encode_framed(row.text)), self._class_number(row)
+
+    def _class_number(self, row: LabeledText) -> int:
+        """Return the class number of a label, which is a class name or a number."""
+        number = self._numbers.get(row.label)
+        if number is None and row.label.isdecimal() and int(row.label) < len(self._numbers):
+            number = int(row.label)
+        if number is None:
+            raise DataError(
+                f"{row.where}: the label {row.label!r} is not a class",
+                expected=f"one of {', '.join(self._numbers)}, or a number below {len(self._numbers)}",
+                fix="correct the label, set data.options.classes, or skip such rows: data.bad_samples: skip",
+                code="E_LABEL",
+            )
+        return number
+
+
+def load_texts(
+    path: str,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.1,
+    text_column: str = "text",
+    label_column: str = "label",
+    classes: Sequence[str | int] | None = None,
+    tokenizer: str | None = None,
+    longest: int = 512,
+    group_by_length: bool = True,
+) -> Splits:
+    """Return the texts of a table, with the options of `docs/guides/text.md`.
+
+    Raises:
+        InputError: a file is missing or damaged, or an option is invalid.
+    """
+    require_fraction(evaluation_fraction)
+    require_option("longest", longest, longest >= 3, "longest >= 3", 512)
+    encoder = read_tokenizer(tokenizer, longest)
+    rows = read_texts(Path(path), text_column, label_column)
+    names = _classes(classes, rows, path)
+    if evaluation_path is None:
+        keys = [row.text or row.where for row in rows]
+        parts = train_validation_split(keys, evaluation_fraction, unit="text")
+        train_rows, validation_rows = ([rows[index] for index in indices] for indices in parts)
+    else:
+        train_rows, validation_rows = rows, read_texts(Path(evaluation_path), text_column, label_column)
+    train, validation = Texts(train_rows, encoder, names), Texts(validation_rows, encoder, names)
+    vocabulary = max(encoder.size, encoder.padding + 1)
+    return Splits(
+        train=train,
+        evaluation=validation,
+        classes=names,
+        collate=partial(collate_texts, padding=encoder.padding),
+        train_lengths=train.lengths if group_by_length else None,
+        evaluation_lengths=validation.lengths if group_by_length else None,
+        count_tokens=_count_tokens,
+        model_options={"vocabulary": vocabulary, "padding": encoder.padding, "longest": longest},
+    )
+
+
+def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512, **others: Any) -> Task:
+    """Return the task that classifies the text of a file."""
+    encoder = read_tokenizer(tokenizer, longest)
+
+    def read(path: Path) -> Inputs:
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}",
+                expected="text in UTF-8",
+                fix="convert the file, or choose another one",
+                code="E_UNREADABLE",
+            ) from error
+        if not text:
+            raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
+        tokens = torch.tensor(encoder.encode_framed(text))
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    def describe(outputs: torch.Tensor) -> Answer:
+        values = outputs.reshape(-1).double().softmax(dim=0).tolist()
+        probabilities = dict(zip(classes, values, strict=True))
+        return {"class": max(classes, key=probabilities.__getitem__), "probabilities": probabilities}
+
+    return Task(reads="a text file", read=read, describe=describe)
+
+
+def read_texts(path: Path, text_column: str, label_column: str) -> list[LabeledText]:
+    """Return the texts and labels of a table; unusable rows have a problem.
+
+    Raises:
+        DataError: the table is missing, empty or damaged, or has no such column.
+    """
+    rows = read_table(path)
+    require_columns(rows, path, {"text_column": text_column, "label_column": label_column})
+    return [_labeled_text(row, text_column, label_column) for row in rows]
+
+
+def collate_texts(samples: list[Sample], *, padding: int) -> tuple[Inputs, torch.Tensor]:
+    """Return texts padded to the longest one, their attention mask and their class numbers."""
+    tokens = [sample[0] for sample in samples]
+    inputs = pad_sequence(tokens, batch_first=True, padding_value=padding)
+    mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
+    return {"input_ids": inputs, "attention_mask": mask}, torch.tensor([sample[1] for sample in samples])
+
+
+def _count_tokens(microbatch: tuple[Inputs, torch.Tensor]) -> tuple[int, int]:
+    mask = microbatch[0]["attention_mask"]
+    return int(mask.sum()), mask.numel()
+
+
+def _labeled_text(row: Row, text_column: str, label_column: str) -> LabeledText:
+    text, label = row.values.get(text_column), row.values.get(label_column)
+    if row.problem:
+        return LabeledText(row.where, "", "", row.problem)
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)  # 1 and 1.0 are equal labels
+    label = "" if label is None else str(label).strip()
+    if not isinstance(text, str) or not text.strip():
+        kind = "empty" if text is None or isinstance(text, str) else f"a {type(text).__name__}"
+        return LabeledText(row.where, "", label, f"the text is {kind}")
+    return LabeledText(row.where, text, label)
+
+
+def _classes(classes: Sequence[str | int] | None, rows: Sequence[LabeledText], path: str) -> tuple[str, ...]:
+    """Return `classes`, or the sorted labels of the rows; numbers are sorted as numbers."""
+    if classes is not None and any(isinstance(name, bool) for name in classes):
+        raise DataError(
+            "data.options.classes contains true or false",
+            expected="text; YAML reads yes and no as booleans",
+            fix="quote the names: ['no', 'yes']",
+            code="E_CLASSES",
+        )
+    labels = {row.label for row in rows if row.label}
+    ordered = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
+    names = ordered if classes is None else [str(name) for name in classes]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise DataError(
+            f"{path}: the classes are {', '.join(names) or '(none)'}",
+            expected="at least two different classes",
+            fix="correct data.options.label_column, or set data.options.classes",
+            code="E_CLASSES",
+        )
+    return tuple(names)

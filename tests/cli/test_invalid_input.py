@@ -1,0 +1,471 @@
+"""Invalid input ends a command with exit code 2 and an error with value, expectation and fix, and changes no file."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from helpers.system import events, flip_bit, here, samestep, state_of, tree, weights
+from samestep.cli.main import main
+from samestep.data.order import global_order
+from samestep.errors import EXIT_INPUT
+from samestep.zoo.images.datasets import ImageFiles, load_images
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+Refused = Callable[..., str]
+CheckError = Callable[[str], None]
+
+
+# --- recipes and options, checked before a rank starts --------------------------------------------------
+
+UNKNOWN_KEYS = {
+    "batchsize=64": "batch_size",
+    "optimizer.option.lr=1": "optimizer.options",
+    "schedule.warmup=1": "schedule.warmup_epochs",
+    "step.sed=1": "step.seed",
+    "model.optoins.width=8": "model.options",
+    "lr=0.1": None,
+}
+
+
+@pytest.mark.parametrize("override", UNKNOWN_KEYS)
+def test_unknown_key_is_an_error_with_the_nearest(refused: Refused, override: str) -> None:
+    err = refused("train", "digits", "--set", override)
+    assert f"unknown key {override.split('=', maxsplit=1)[0]}".removesuffix(".width").removesuffix(".lr") in err
+    nearest = UNKNOWN_KEYS[override]
+    assert (f"did you mean {nearest}?" if nearest else "[E_UNKNOWN_KEY]") in err
+
+
+INVALID_VALUES = [
+    "epochs=abc",
+    "epochs=2.5",
+    "epochs=true",
+    "epochs=0",
+    "epochs=",
+    "batch_size=null",
+    "batch_size=[64]",
+    "batch_size='64'",
+    "microbatches=0",
+    "metrics=accuracy",
+    "schedule.name=polynomial",
+    "schedule.warmup_epochs=-1",
+    "schedule.final=2",
+    "step.reduction=Exact",
+    "step.seed=-1",
+    "step.threads=0",
+    "step.clip_norm=0",
+    "step.precision=fp8",
+    "model.freeze=layer1.*",
+    "model.name=7",
+    "model.pretrained=1",
+    "data.options=3",
+    "optimizer=sgd",
+]
+
+
+@pytest.mark.parametrize("override", INVALID_VALUES)
+def test_invalid_value_is_an_error_with_key_and_value(refused: Refused, override: str) -> None:
+    err = refused("train", "digits", "--set", override)
+    key, _, _ = override.partition("=")
+    assert key in err.splitlines()[0]
+
+
+@pytest.mark.parametrize("override", ["batch_size", "=3", "epochs=[1", "batch_size.x=1", "data.name.x=1"])
+def test_invalid_override_is_an_error(refused: Refused, override: str) -> None:
+    assert override in refused("train", "digits", "--set", override).splitlines()[0]
+
+
+def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
+    err = refused("train", "digits", "--set", "batch_size=4")
+    assert "batch_size is 4 but there are 8 microbatches" in err
+    assert "batch_size: 8" in err
+
+
+@pytest.mark.parametrize("processes", ["0", "-1", "abc", "1.5", "", "²"])
+def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: str) -> None:
+    assert f"--processes {processes}" in refused("train", "digits", f"--processes={processes}").splitlines()[0]
+
+
+def test_more_processes_than_microbatches_is_an_error(refused: Refused) -> None:
+    err = refused("train", "digits", "--processes", 9)
+    assert "9 ranks share the data but the recipe has 8 microbatches" in err
+    assert "[E_TOO_MANY_RANKS]" in err
+    assert "--processes 8" in err
+
+
+@pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "2:", "1:2:3", "auto:2", "1:9"])
+def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str) -> None:
+    refused("train", "digits", f"--processes={processes}")
+
+
+OUT_OF_RANGE = (
+    "--workers=-1",
+    "--prefetch=0",
+    "--checkpoint-every=0",
+    "--keep=0",
+    "--max-restarts=-1",
+    "--hang-after=0",
+    "--grace=-1s",
+)
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE)
+def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
+    refused("train", "digits", option)
+
+
+@pytest.mark.parametrize(
+    "time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "\uff13", "9" * 400]
+)
+def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
+    err = refused("train", "digits", f"--max-lost-work={time}")
+    assert f"--max-lost-work {time}" in err.splitlines()[0]
+    assert "--max-lost-work 30s" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["resume", "--folder"], []]
+)
+def test_invalid_arguments_print_the_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    output = capsys.readouterr()
+    assert end.value.code == EXIT_INPUT
+    assert output.out == ""
+    assert "usage: samestep" in output.err
+    assert not tree(tmp_path)
+
+
+def test_unknown_recipe_is_an_error_with_the_nearest(refused: Refused) -> None:
+    assert "did you mean digits?" in refused("train", "digit")
+    assert "digits" in refused("train", "cooking")
+
+
+BROKEN_RECIPES = {
+    "missing": None,
+    "not YAML": "data: [",
+    "a list": "- data",
+    "empty": "",
+    "a date": "data: 2020-01-01",
+    "incomplete": "data: {name: digits}\noptimizer: {name: sgd}\nbatch_size: 8\nepochs: 1",
+    "part without a name": "data: {options: {}}\nmodel: {name: x}\noptimizer: {name: sgd}\nbatch_size: 8\nepochs: 1",
+    "not UTF-8": b"data: \xff\xfe",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_RECIPES)
+def test_invalid_recipe_file_is_an_error(refused: Refused, tmp_path: Path, kind: str) -> None:
+    text = BROKEN_RECIPES[kind]
+    if text is not None:
+        (tmp_path / "mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert "mine.yaml" in refused("train", "mine.yaml").splitlines()[0]
+
+
+def test_folder_as_a_recipe_is_an_error(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").mkdir()
+    refused("train", "mine.yaml")
+
+
+# --- names and options, checked by the ranks ------------------------------------------------------------
+
+NAMES = {
+    "model.name=helpers.recorded:Nett": "Nett",
+    "model.name=nowhere_at_all:Net": "nowhere_at_all",
+    "model.name=digitsnet": "did you mean digits_net?",
+    "model.name=samestep.errors:EXIT_DONE": "is a int",
+    "model.name=torchvision:resnet35": "did you mean torchvision:resnet",
+    "data.name=digit": "did you mean digits?",
+    "data.name=helpers.recorded:not_a_splits": "Splits",
+    "loss.name=crossentropy": "did you mean cross_entropy?",
+    "optimizer.name=sdg": "did you mean sgd?",
+    "metrics=[acuracy]": "accuracy",
+    "model.options.widht=8": "model.options.widht",
+    "data.options.sample=8": "did you mean data.options.samples?",
+    "optimizer.options.learning_rate=1": "optimizer.options.learning_rate",
+    "optimizer.options.lr=-1": "learning rate: -1",
+    "optimizer.options.params=1": "optimizer.options.params",
+    "loss.options.smoothing=1": "loss.options.smoothing",
+    "model.freeze=[layer9.*]": "layer9.*",
+    "model.freeze=['*']": "every parameter",
+    "model.pretrained=none.safetensors": "none.safetensors",
+}
+
+
+@pytest.mark.parametrize("override", NAMES)
+def test_unknown_name_or_option_is_an_error(refused: Refused, override: str) -> None:
+    fixed = [] if override.startswith("data.name") else ["metrics=[]"]
+    if override.startswith("data.name=helpers.recorded"):
+        fixed = ["data.options={}"]
+    assert NAMES[override] in refused("train", RECIPE, "--processes", 2, "--set", *fixed, override)
+
+
+def test_invalid_pretrained_file_is_an_error(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "text.safetensors").write_text("these are no weights", encoding="utf-8")
+    (tmp_path / "text.pth").write_text("these are no weights", encoding="utf-8")
+    torch.save({"epoch": 3, "model": {"0.weight": torch.zeros(1)}}, tmp_path / "nested.pth")
+    save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
+    for name, message in {
+        "text.safetensors": "cannot be read as weights",
+        "text.pth": "cannot be read as weights",
+        "nested.pth": "no tensor",
+        "other.safetensors": "no tensor",
+    }.items():
+        err = refused("train", RECIPE, "--set", f"model.pretrained={name}")
+        assert name in err.splitlines()[0]
+        assert message in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_missing_device_is_an_error(refused: Refused) -> None:
+    assert "--device cpu" in refused("train", RECIPE, "--device", "cuda")
+
+
+def test_several_ranks_report_once(tmp_path: Path, check_error: CheckError) -> None:
+    arguments = ("train", RECIPE, "--processes", 3, "--set", "model.freeze=[layer9.*]")
+    done = samestep(*arguments, cwd=tmp_path)
+    assert (done.code, done.out) == (EXIT_INPUT, "")
+    check_error(done.err)
+    assert not tree(tmp_path)
+
+
+# --- folders of images -----------------------------------------------------------------------------------
+
+
+def picture(path: Path, value: int = 90) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (20, 16), (value, 3 * value % 256, 60)).save(path)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes of twelve pictures."""
+    for name in ("dark", "light"):
+        for number in range(12):
+            picture(tmp_path / "pictures" / name / f"{number}.jpg", 20 * number)
+    return tmp_path / "pictures"
+
+
+TINY = (
+    "model.name=helpers.recorded:Pooled",
+    "data.options.image_size=16",
+    "data.options.path=pictures",
+    "batch_size=4",
+    "microbatches=2",
+    "epochs=2",
+    "metrics=[]",
+)
+
+
+def train_pictures(refused: Refused, *overrides: str) -> str:
+    return refused("train", "images", "--processes", 2, "--set", *TINY, *overrides)
+
+
+def test_images_without_a_folder(refused: Refused) -> None:
+    err = refused("train", "images", "--set", "model.name=helpers.recorded:Pooled")
+    assert "data.options.path is missing [E_MISSING_KEY]" in err
+    assert "there is no folder pictures" in train_pictures(refused)
+
+
+def test_images_with_an_empty_class(refused: Refused, pictures: Path) -> None:
+    (pictures / "empty").mkdir()
+    (pictures / "empty" / "notes.txt").write_text("no image", encoding="utf-8")
+    assert "class 'empty' has no images" in train_pictures(refused)
+
+
+def test_images_with_a_single_class(refused: Refused, pictures: Path) -> None:
+    shutil.rmtree(pictures / "light")
+    assert "pictures has 1 class folder" in train_pictures(refused)
+
+
+def test_images_with_one_image_in_a_class(refused: Refused, pictures: Path) -> None:
+    picture(pictures / "rare" / "0.jpg")
+    assert "class 'rare' has only one image" in train_pictures(refused)
+
+
+@pytest.mark.parametrize("fraction", ["0", "1", "-0.5"])
+def test_images_with_an_evaluation_fraction_out_of_range(refused: Refused, pictures: Path, fraction: str) -> None:
+    assert "evaluation_fraction" in train_pictures(refused, f"data.options.evaluation_fraction={fraction}")
+
+
+def test_images_with_other_classes_to_evaluate_on(refused: Refused, pictures: Path, tmp_path: Path) -> None:
+    picture(tmp_path / "others" / "dark" / "0.jpg")
+    picture(tmp_path / "others" / "grey" / "0.jpg")
+    assert "dark, grey" in train_pictures(refused, "data.options.evaluation_path=others")
+
+
+def spoil(path: Path, kind: str) -> None:
+    if kind == "text":
+        path.write_text("this is no image", encoding="utf-8")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        path.write_bytes(path.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "truncated"])
+def test_images_none_of_which_can_be_read(refused: Refused, pictures: Path, kind: str) -> None:
+    for path in pictures.rglob("*.jpg"):
+        spoil(path, kind)
+    err = train_pictures(refused)
+    assert re.search(r"error: .*pictures/(dark|light)/\d+\.jpg cannot be read", err)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_unreadable_image_loses_no_completed_step(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, check_error: CheckError
+) -> None:
+    """The steps before the image are saved; with the repaired image, the resumed run gives the same weights."""
+    late = in_a_later_step(pictures)
+    intact = late.read_bytes()
+    spoil(late, "truncated")
+    arguments = ("--processes", 2, "--workers", workers, "--name", "a")
+    assert here("train", "images", *arguments, "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines()[0].startswith(f"error: {late.relative_to(tmp_path)} cannot be read")
+    check_error(output.err)
+    assert state_of(tmp_path / "runs" / "a")["cursor"] == {"epoch": 0, "samples": 2 * 4}
+
+    late.write_bytes(intact)
+    assert here("resume", "runs/a", cwd=tmp_path) == 0
+    assert here("train", "images", "--name", "reference", "--set", *TINY, cwd=tmp_path) == 0
+    assert weights(tmp_path / "runs" / "a") == weights(tmp_path / "runs" / "reference")
+
+
+def test_unreadable_image_in_evaluation_loses_no_completed_step(pictures: Path, tmp_path: Path) -> None:
+    files = load_images(str(pictures), image_size=16).evaluation
+    assert isinstance(files, ImageFiles)
+    path = files._samples[-1][0]
+    intact = path.read_bytes()
+    spoil(path, "text")
+    assert here("train", "images", "--processes", 2, "--name", "a", "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
+    run = tmp_path / "runs" / "a"
+    assert state_of(run)["cursor"] == {"epoch": 1, "samples": 0}
+
+    path.write_bytes(intact)
+    assert here("resume", run, cwd=tmp_path) == 0
+    assert here("train", "images", "--name", "reference", "--set", *TINY, cwd=tmp_path) == 0
+    reference = tmp_path / "runs" / "reference"
+    assert weights(run) == weights(reference)
+    assert [event["train_loss"] for event in events(run, "evaluation")] == [
+        event["train_loss"] for event in events(reference, "evaluation")
+    ]
+
+
+def in_a_later_step(pictures: Path) -> Path:
+    """Return a training image of the third batch of the first epoch."""
+    train = load_images(str(pictures), image_size=16).train
+    assert isinstance(train, ImageFiles)
+    index = int(global_order(len(train), seed=0, epoch=0, shuffle=True)[2 * 4])
+    return train._samples[index][0]
+
+
+# --- runs and their checkpoints --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of one epoch."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=folder) == 0
+    return folder / "runs" / "a"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "runs" / "a", symlinks=True)
+
+
+def test_existing_run_is_not_overwritten(refused: Refused, run: Path) -> None:
+    err = refused("train", RECIPE, "--name", "a")
+    assert "the run runs/a exists" in err
+    assert "samestep resume runs/a" in err
+
+
+def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "file" in refused("train", RECIPE, "--runs", "file", "--name", "a").splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, command: str) -> None:
+    assert "nowhere is not a run" in refused(command, "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "empty is not a run" in refused(command, "empty")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "file is not a run" in refused(command, "file")
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+@pytest.mark.parametrize("which", ["worst", "99", "..", "²"])
+def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: str, which: str) -> None:
+    assert "steps: 13" in refused(command, run, f"--checkpoint={which}")
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, command: str) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert "steps: none" in refused(command, run)
+
+
+@pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1", "epochs=5"])
+def test_resume_with_another_recipe_lists_the_differences(refused: Refused, run: Path, change: str) -> None:
+    key, _, new = change.partition("=")
+    err = refused("resume", run, "--set", change)
+    assert re.search(rf"^    {re.escape(key)}: \S.* -> {new}$", err, re.MULTILINE)
+    assert "model.pretrained=" in err
+
+
+def test_resume_with_an_edited_recipe_lists_the_differences(refused: Refused, run: Path) -> None:
+    file = run / "recipe.yaml"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("lr: 0.01", "lr: 0.02").replace("seed: 0", "seed: 3"), encoding="utf-8")
+    err = refused("resume", run)
+    assert "    optimizer.options.lr: 0.01 -> 0.02\n" in err
+    assert "    step.seed: 0 -> 3\n" in err
+
+
+def test_fix_for_another_recipe_works(run: Path, tmp_path: Path) -> None:
+    """The error suggests a new run from the weights of the old one."""
+    weights_file = run / "checkpoints" / "last" / "model.safetensors"
+    overrides = ("epochs=1", "batch_size=16", f"model.pretrained={weights_file}")
+    assert here("train", RECIPE, "--name", "b", "--set", *overrides, cwd=tmp_path) == 0
+    notes = [event["text"] for event in events(tmp_path / "runs" / "b", "note")]
+    assert notes == [f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"]
+
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+@pytest.mark.parametrize("file", FILES)
+def test_missing_or_short_checkpoint_file_is_an_error(refused: Refused, run: Path, command: str, file: str) -> None:
+    path = run / "checkpoints" / "step-000000013" / file
+    path.write_bytes(path.read_bytes()[:-1])
+    assert file in refused(command, run)
+    path.unlink()
+    assert f"{file} is missing" in refused(command, run)
+
+
+@settings(max_examples=60)
+@given(file=st.sampled_from(FILES), bit=st.integers(0, 2**20))
+def test_flipped_bit_in_a_checkpoint_is_detected(finished: Path, file: str, bit: int) -> None:
+    path = finished / "checkpoints" / "step-000000013" / file
+    intact = path.read_bytes()
+    before = tree(finished)
+    flip_bit(path, bit)
+    try:
+        assert main(["resume", str(finished)]) == EXIT_INPUT
+    finally:
+        path.write_bytes(intact)
+    assert tree(finished) == before

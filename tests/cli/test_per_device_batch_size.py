@@ -1,0 +1,74 @@
+"""`--per-device-batch-size` sets the global batch size of a new run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.system import events, here, samestep, weights
+from samestep.recipes.recipe_files import read_recipe
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+Refused = Callable[..., str]
+
+
+def test_global_batch_is_logged_and_saved_in_the_recipe(tmp_path: Path) -> None:
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1")
+    done = samestep("train", RECIPE, *arguments, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.err.splitlines()[0] == "global batch 12 = 6 per device x 2 processes, saved in the recipe"
+    run = tmp_path / "runs" / "a"
+    assert read_recipe(run / "recipe.yaml").batch_size == 12
+    assert here("resume", run, "--processes", 3, cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "b", "--set", "epochs=1", "batch_size=12", cwd=tmp_path) == 0
+    assert weights(tmp_path / "runs" / "b") == weights(run)
+    assert len(events(run, "step")) == 9
+
+
+def test_one_process_counts_as_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--per-device-batch-size", 51, "--name", "a", "--set", "epochs=1")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    assert "global batch 51 = 51 per device x 1 process," in capsys.readouterr().err
+
+
+def test_json_is_the_only_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--per-device-batch-size", 51, "--name", "a", "--json", "--set", "epochs=1")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    output = capsys.readouterr()
+    assert (output.err, output.out.count("\n")) == ("", 1)
+
+
+def test_learning_rate_scales_with_the_global_batch(tmp_path: Path) -> None:
+    rule = "learning_rate={rule: linear, base_batch_size: 6}"
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1", rule)
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    (note,) = events(tmp_path / "runs" / "a", "note")
+    assert note["text"] == "learning rate 0.02 = 0.01 x 12/6 (linear)"
+
+
+def test_number_of_processes_is_required(refused: Refused) -> None:
+    err = refused("train", "digits", "--per-device-batch-size", 32, "--processes", "auto")
+    assert "--per-device-batch-size 32 with --processes auto" in err.splitlines()[0]
+    assert "--set batch_size=64" in err
+    assert "--processes abc" in refused("train", "digits", "--per-device-batch-size", 32, "--processes", "abc")
+
+
+def test_two_options_for_the_batch_size_are_an_error(refused: Refused) -> None:
+    chosen = ("--per-device-batch-size", 32, "--set", "epochs=1", "batch_size=64")
+    assert "--set batch_size=64" in refused("train", "digits", *chosen).splitlines()[0]
+
+
+def test_batch_size_and_microbatches_are_validated(refused: Refused) -> None:
+    assert "--per-device-batch-size 0" in refused("train", "digits", "--per-device-batch-size", 0)
+    assert "batch_size is 3 but there are 8 microbatches" in refused("train", "digits", "--per-device-batch-size", 3)
+    err = refused("train", "digits", "--per-device-batch-size", 3, "--processes", 9)
+    assert "9 ranks share the data" in err
+
+
+def test_recipe_has_no_per_device_batch_size(refused: Refused, tmp_path: Path) -> None:
+    err = refused("train", "digits", "--set", "per_device_batch_size=32")
+    assert "per_device_batch_size is 32" in err.splitlines()[0]
+    assert "--per-device-batch-size 32 --processes N" in err
+    text = RECIPE.read_text(encoding="utf-8").replace("batch_size: 8", "per_device_batch_size: 8")
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    assert "mine.yaml: per_device_batch_size is 8" in refused("train", "mine.yaml").splitlines()[0]

@@ -1,0 +1,189 @@
+"""`--strategy` and `--mesh`: runs, resumption with another strategy, and errors that suggest a valid mesh."""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from helpers.system import answer, events, here, tree, weights
+from samestep.cli.main import main
+from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
+from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+STRATEGIES = ("ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp")
+MESHES = (
+    "",
+    "tensor=2",
+    "shard=2",
+    "replicate=3",
+    "pipeline=2",
+    "tensor=2,shard=2",
+    "pipeline=2,shard=2",
+    "replicate=2",
+)
+
+
+def axes(text: str) -> dict[str, int]:
+    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(",") if part)}
+
+
+def is_invalid(strategy: str, mesh: str, processes: int) -> bool:
+    try:
+        resolve_mesh(StrategyConfig(name=strategy, mesh=MeshConfig(**axes(mesh))), processes)  # type: ignore[arg-type]
+    except InputError:
+        return True
+    return False
+
+
+INVALID = [case for case in product(STRATEGIES, MESHES, (3, 4)) if is_invalid(*case)]
+
+
+def test_there_are_enough_invalid_combinations() -> None:
+    assert len(INVALID) >= 40
+    assert {strategy for strategy, _, _ in INVALID} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "processes"), INVALID)
+def test_invalid_combination_is_an_error_that_suggests_a_valid_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    strategy: str,
+    mesh: str,
+    processes: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = ["--strategy", strategy, *(["--mesh", mesh] if mesh else []), "--processes", str(processes)]
+    assert main(["train", str(RECIPE), *chosen]) == EXIT_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(re.findall(r"^  expected: \S", error, re.MULTILINE)) == 1
+    (fix,) = re.findall(r"^  fix:      (\S.*)", error, re.MULTILINE)
+    assert tree(tmp_path) == {}
+    assert not is_invalid(*suggested(fix, strategy, mesh, processes)), fix
+
+
+def suggested(fix: str, strategy: str, mesh: str, processes: int) -> tuple[str, str, int]:
+    """Return the combination that a fix suggests; of alternatives, the last."""
+    other, sizes = (re.search(pattern, fix) for pattern in (r"--strategy (\w+)", r"--mesh ([\w=,]+)"))
+    if not other and not sizes:
+        match = re.search(r"--processes (\d+)", fix)
+        assert match, fix
+        return strategy, mesh, int(match[1])
+    return other[1] if other else strategy, sizes[1] if sizes else mesh, processes
+
+
+@pytest.mark.parametrize("mesh", ["tensor", "tensor=0", "tensor=x", "rows=2", "tensor=2,tensor=2", "tensor=2;shard=2"])
+def test_invalid_mesh_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: str) -> None:
+    assert here("train", RECIPE, "--mesh", mesh, cwd=tmp_path) == EXIT_INPUT
+    assert f"error: --mesh {mesh} [E_MESH]\n  expected: AXIS=N" in capsys.readouterr().err
+    assert tree(tmp_path) == {}
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the runs `single`, on one process, and `divided`, with `fsdp` on four processes."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, chosen in (("single", ()), ("divided", ("--strategy", "fsdp", "--processes", 4))):
+        code = here("train", "digits", *chosen, "--name", name, "--set", "epochs=1", "step.threads=1", cwd=folder)
+        assert code == EXIT_DONE
+    return folder
+
+
+def test_divided_run_equals_one_process_to_rounding(two_runs: Path) -> None:
+    single, divided = (two_runs / "runs" / name for name in ("single", "divided"))
+    (one,), (four,) = events(single, "evaluation"), events(divided, "evaluation")
+    assert four["samples"] == one["samples"] == 360
+    assert four["train_loss"] == pytest.approx(one["train_loss"], rel=1e-2)
+    assert [event["loss"] for event in events(divided, "step")][:3] == pytest.approx(
+        [event["loss"] for event in events(single, "step")][:3], rel=1e-5
+    )
+    (note,) = [event["text"] for event in events(divided, "note") if event["text"].startswith("mesh")]
+    assert note.splitlines()[0] == "mesh fsdp: shard 4"
+    (facts,) = json.loads((divided / "environment.json").read_text())
+    assert facts["strategy"] == "fsdp"
+
+
+def test_checkpoint_of_a_divided_run_has_the_same_format(two_runs: Path) -> None:
+    single, divided = (two_runs / "runs" / name / "checkpoints" / "last" for name in ("single", "divided"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, four = load_file(single / file), load_file(divided / file)
+        assert {name: (t.shape, t.dtype) for name, t in one.items()} == {
+            name: (t.shape, t.dtype) for name, t in four.items()
+        }
+    one, four = (json.loads((folder / "state.json").read_text()) for folder in (single, divided))
+    assert one["optimizer"] == four["optimizer"]
+    assert one["aliases"] == four["aliases"]
+
+
+@pytest.mark.slow
+def test_run_is_evaluated_and_resumed_with_another_strategy(two_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = two_runs / "runs" / "divided"
+    results = []
+    for chosen in ((), ("--processes", 3), ("--processes", 4, "--strategy", "hsdp", "--mesh", "shard=2")):
+        capsys.readouterr()
+        assert here("eval", run, *chosen, "--json", cwd=two_runs) == EXIT_DONE
+        results.append(answer(capsys))
+    assert results[1] == results[0]
+    assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=1e-5)
+    before = weights(run)
+    assert here("resume", run, "--strategy", "ddp", "--processes", 2, cwd=two_runs) == EXIT_DONE
+    assert weights(run) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "processes"),
+    [
+        ("fsdp", "", "1,2,3"),
+        ("tp", "", "1,2"),
+        ("pp", "", "1,2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("hsdp", "shard=2", "1,4"), ("ddp", "tensor=2", "1,4"), ("fsdp", "tensor=2", "1,4"))
+        ),
+        *(pytest.param(name, "pipeline=2", "1,4", marks=pytest.mark.long) for name in ("ddp", "pp")),
+    ],
+)
+def test_certificate_has_the_level_of_agreement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str, mesh: str, processes: str
+) -> None:
+    layout = ("--strategy", strategy, *(("--mesh", mesh) if mesh else ()))
+    options = ("--processes", processes, "--steps", 2, "--double", "--json", "--out", tmp_path / "certificate")
+    recipe: tuple[object, ...] = ("digits",)
+    if strategy == "fsdp" and not mesh:
+        options = (*options, "--kill-at", 2, "--resume-on", 2)
+    elif strategy != "hsdp":
+        sizes = (
+            "model.options.n_embd=32",
+            "model.options.n_head=4",
+            "model.options.n_layer=2",
+            "data.options.train_tokens=4000",
+            "data.options.evaluation_tokens=640",
+        )
+        recipe = ("language", "--set", *sizes)
+    assert here("verify", *recipe, *layout, *options, cwd=tmp_path) == EXIT_DONE
+    certificate = answer(capsys)
+    assert (certificate["holds"], certificate["level"], certificate["precision"]) == (True, "1e-12 relative", "float64")
+    for run in certificate["comparisons"]:
+        assert run["quantities"]["order of samples"] == "bits"
+    on_three = certificate["comparisons"][-1] if strategy == "fsdp" and not mesh else None
+    assert on_three is None or on_three["quantities"]["gradients"] != "bits", "the order of sums differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("dp", "1"), ("device_map", "1,2")])
+def test_several_devices_per_rank_give_equal_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, processes: str
+) -> None:
+    place = "strategy.place={stem: 0, blocks: 0, head: 1}" if name == "device_map" else "strategy.name=dp"
+    chosen = ("--strategy", name, "--set", "strategy.devices=2", place, "--processes", processes, "--steps", 2)
+    assert here("verify", "digits", *chosen, "--json", "--out", tmp_path / "certificate", cwd=tmp_path) == EXIT_DONE
+    certificate = answer(capsys)
+    assert (certificate["holds"], certificate["level"]) == (True, "bits")
+    assert [run["first_difference"] for run in certificate["comparisons"]] == [None] * len(certificate["comparisons"])

@@ -1,0 +1,30 @@
+"""The reference contains every command, recipe key, error code and public name."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "reference" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["recipe.md", "cli.md", "errors.md", "api.md"])
+def test_page_is_up_to_date(generator: ModuleType, name: str) -> None:
+    page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    assert page == generator.PAGES[name](), "run: python docs/reference/generate.py"
+
+
+def test_every_recipe_key_has_a_description(generator: ModuleType) -> None:
+    rows = [line.split(" | ") for line in generator.recipe_page().splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows if not row[-1].strip(" |")] == []

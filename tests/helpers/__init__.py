@@ -1,0 +1,1 @@
+"""Helpers of the tests: commands, models, recipes and faults."""

@@ -1,0 +1,130 @@
+"""Starts the ranks of a job as other launchers do: one process per rank, identified by variables."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from helpers.system import COMMAND, TESTS, Done
+from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
+
+Variables = Callable[[int, int], Mapping[str, str]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_torchrun(port: int) -> Variables:
+    """What torchrun sets, where no agent hosts the store."""
+    return lambda rank, size: {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
+    """What Slurm 22.05 sets in the tasks of a step."""
+    more = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    return lambda rank, size: {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(rank if nodes == 1 else 0),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NODELIST": "localhost" if nodes == 1 else "localhost,n[2-3]",
+        **more,
+    }
+
+
+def as_mpirun(rank: int, size: int) -> Mapping[str, str]:
+    """What Open MPI sets on one machine, but for the number of the job: the common parent stands for it."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+    }
+
+
+class Ranks:
+    """Processes that run one command, one a rank."""
+
+    def __init__(self, processes: Sequence["subprocess.Popen[bytes]"], files: Sequence[Sequence[Path]]) -> None:
+        self.processes, self._files = processes, files
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send all of them a signal, as a batch system does."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def wait(self, timeout: float = 90) -> list[Done]:
+        """How each ended, all within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        texts = [[path.read_text(encoding="utf-8") for path in paths] for paths in self._files]
+        return [Done(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+
+
+@contextmanager
+def ranks(
+    variables: Variables,
+    size: int,
+    *arguments: object,
+    cwd: Path,
+    command: Sequence[str] = COMMAND,
+    more: Mapping[str, str] | None = None,
+) -> Iterator[Ranks]:
+    """Ranks of one job; leaving the block kills what is left of them."""
+    bare = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCH_VARIABLES and name != "GLOO_SOCKET_IFNAME"
+    }
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"ranks-{uuid4().hex}")))
+        processes, files = [], []
+        for rank in range(size):
+            paths = [folder / f"{rank}.{name}" for name in ("out", "err")]
+            out, err = (stack.enter_context(path.open("wb")) for path in paths)
+            environment = {**bare, "PYTHONPATH": str(TESTS), **variables(rank, size), **(more or {})}
+            process = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(_kill, process.pid)
+            processes.append(process)
+            files.append(paths)
+        yield Ranks(processes, files)
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all of it has ended
+
+
+def python(*arguments: str) -> list[str]:
+    """This interpreter as a command."""
+    return [sys.executable, *arguments]

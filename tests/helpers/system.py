@@ -1,0 +1,234 @@
+"""Runs the `samestep` command as people do, in processes of its own, and looks at what it leaves behind."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, chdir
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from samestep.cli.main import main
+
+TESTS = Path(__file__).parents[1]
+COMMAND = (sys.executable, "-m", "samestep")
+_MARK = "SAMESTEP_TEST_MARK"
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def samestep(*arguments: object, cwd: Path, timeout: float = 100) -> Done:
+    """Run the command to its end in the folder `cwd`."""
+    with Running(*arguments, cwd=cwd) as running:
+        return running.wait(timeout)
+
+
+def here(*arguments: object, cwd: Path) -> int:
+    """Run the command from this process, so that one fork server imports for all of a file's runs; its exit code."""
+    with chdir(cwd):
+        return main([str(argument) for argument in arguments])
+
+
+class Running:
+    """A command in a session of its own; leaving the block kills whatever is left of it.
+
+    Args:
+        terminal: what it prints to, in place of files.
+        variables: what it finds in its environment besides.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        cwd: Path,
+        terminal: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._mark = uuid4().hex
+        self._stack = ExitStack()
+        self._files = [self._stack.enter_context(file) for file in map(tempfile.TemporaryFile, ("w+b", "w+b"))]
+        out, err = self._files if terminal is None else (terminal, terminal)
+        self._process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            cwd=cwd,
+            env=environment() | {_MARK: self._mark, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self.processes():
+            _kill(process, signal.SIGKILL)
+        self._process.wait()
+        self._stack.close()
+
+    @property
+    def launcher(self) -> int:
+        """Its process id; also that of its session and process group."""
+        return self._process.pid
+
+    def processes(self) -> list[int]:
+        """All that run in its environment, however they descend from it."""
+        return [process for process in _processes() if self._mark in _environment_of(process)]
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher alone."""
+        _kill(self.launcher, number)
+
+    def kill_process(self, process: int, number: signal.Signals) -> None:
+        """Send a signal to one of its processes."""
+        assert process in self.processes()
+        _kill(process, number)
+
+    def try_kill_process(self, process: int, number: signal.Signals) -> None:
+        """Send a signal to one of its processes, which may have ended by now."""
+        _kill(process, number)
+
+    def is_running(self) -> bool:
+        """Whether the launcher has not ended yet."""
+        return self._process.poll() is None
+
+    def kill_group(self, number: signal.Signals) -> None:
+        """Send a signal to the whole process group, as a terminal or a batch system does."""
+        os.killpg(self.launcher, number)
+
+    def wait(self, timeout: float) -> Done:
+        """How it ended; it must do so within `timeout` seconds."""
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            out, err = self._read()
+            raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
+        return Done(code, *self._read())
+
+    def must_run(self) -> None:
+        """Fail if it ended already."""
+        code = self._process.poll()
+        assert code is None, f"ended early with {code}:\n" + "\n".join(self._read())
+
+    def until(self, condition: Callable[[], Any], what: str, timeout: float = 60) -> None:
+        """Wait for a condition while it runs."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            self.must_run()
+            return False
+
+        until(holds, what, timeout)
+
+    def _read(self) -> tuple[str, str]:
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read().decode())
+        return texts[0], texts[1]
+
+
+def answer(capture: pytest.CaptureFixture[str]) -> Any:
+    """What a command run by `here(..., "--json")` has answered."""
+    out, errors = capture.readouterr()
+    assert out, errors
+    return json.loads(out)
+
+
+def environment() -> dict[str, str]:
+    """What a command runs in: modules beside the tests can be named in recipes."""
+    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The terminal determines its size; pytest-xdist gives its processes a terminal of 80 columns.
+    bare = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return {**bare, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def until(condition: Callable[[], Any], what: str, timeout: float, instead: Callable[[], object] = str) -> None:
+    """Wait for a condition; fail when it does not come about in `timeout` seconds, and tell what there is instead."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}\n{instead()}"
+        time.sleep(0.02)
+
+
+def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run, or those of one kind, as far as they are written."""
+    path = run / "events.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    found = [json.loads(line) for line in whole.splitlines()]
+    return [event for event in found if kind in (None, event["event"])]
+
+
+def weights(run: Path, which: str = "last") -> tuple[str, str]:
+    """The SHA-256 of a checkpoint's model and optimizer state."""
+    folder = run / "checkpoints" / which
+    names = ("model.safetensors", "optimizer.safetensors")
+    model, optimizer = (hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names)
+    return model, optimizer
+
+
+def steps_saved(run: Path) -> list[int]:
+    """The steps of which a run has a checkpoint."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def state_of(run: Path, which: str = "last") -> dict[str, Any]:
+    """Where a checkpoint stands."""
+    text = (run / "checkpoints" / which / "state.json").read_text(encoding="utf-8")
+    progress: dict[str, Any] = json.loads(text)["progress"]
+    return progress
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every path below `folder`, with the hash of what is in it."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        is_plain = path.is_file() and not path.is_symlink()
+        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest() if is_plain else ""
+    return found
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Turn one bit of a file over; `bit` counts from its beginning and wraps around."""
+    data = bytearray(path.read_bytes())
+    place = bit % (8 * len(data))
+    data[place // 8] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _environment_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
+
+
+def _kill(process: int, number: signal.Signals) -> None:
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return  # it ended while we looked

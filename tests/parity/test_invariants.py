@@ -1,0 +1,130 @@
+"""Weights and certificates of shipped recipes equal the values recorded on this type of machine.
+
+Bits depend on the processor type, its instruction set and the torch version, so values are recorded for each such
+combination in `invariants.json`. On a machine without recorded values only the equality between process counts is
+tested. Record the values of the present machine with `pytest tests/parity/test_invariants.py --record-invariants`.
+"""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from helpers.system import answer, here, weights
+from samestep.errors import EXIT_DONE
+
+RECORDED = Path(__file__).with_name("invariants.json")
+WEIGHTS = {
+    "digits": ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
+    "tokens": ("epochs=1", "metrics=[]"),
+    "images": (
+        "epochs=1",
+        "batch_size=24",
+        "metrics=[]",
+        "model.name=torchvision:resnet18",
+        "data.options.image_size=64",
+    ),
+}
+CERTIFICATES = {
+    "digits": (),
+    "tokens": (),
+    "images": WEIGHTS["images"],
+    "language": ("data.options.train_tokens=4096", "data.options.evaluation_tokens=1024"),
+    "vit_tiny_patch16_224": (
+        "data.options.image_size=32",
+        "model.options.img_size=32",
+        "model.options.patch_size=8",
+        "model.options.depth=2",
+        "batch_size=22",
+        "metrics=[]",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of small JPEGs whose pixels are a function of their number."""
+    root = tmp_path_factory.mktemp("invariants") / "pictures"
+    for number in range(60):
+        folder = root / ("dark" if number % 2 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        size = (40 + number, 70 - number // 2)
+        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(size[0] * size[1]))
+        Image.frombytes("L", size, data).convert("RGB").save(folder / f"{number:02}.jpg")
+    return root
+
+
+def machine() -> str:
+    """The combination that bits depend on."""
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
+        platform.processor(),
+    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()}, {model}, {capability}, torch {torch.__version__}"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def expect(request: pytest.FixtureRequest, key: str, value: Any) -> None:
+    """Compare `value` with the recorded one, or record it."""
+    values: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    of_machine = values.setdefault(machine(), {})
+    if request.config.getoption("--record-invariants"):
+        of_machine[key] = value
+        RECORDED.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    elif key in of_machine:
+        assert of_machine[key] == value
+
+
+def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]:
+    path = {"images": "data.options.path", "vit_tiny_patch16_224": "data.options.path"}.get(name)
+    return [f"--set={each}" for each in (*settings, *([f"{path}={pictures}"] if path else ()))]
+
+
+@pytest.mark.parametrize(
+    "name", ["digits", pytest.param("tokens", marks=pytest.mark.slow), pytest.param("images", marks=pytest.mark.slow)]
+)
+def test_weights_on_1_2_and_3_processes(
+    request: pytest.FixtureRequest, tmp_path: Path, pictures: Path, name: str
+) -> None:
+    arguments = overrides(name, WEIGHTS[name], pictures)
+    digests = []
+    for processes in (1, 2, 3):
+        command = ("train", name, "--processes", processes, "--name", f"on-{processes}", *arguments)
+        assert here(*command, cwd=tmp_path) == EXIT_DONE
+        digests.append(weights(tmp_path / "runs" / f"on-{processes}"))
+    assert digests[0] == digests[1] == digests[2]
+    expect(request, f"weights of {name}", list(digests[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CERTIFICATES)
+def test_certificate(
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    pictures: Path,
+    name: str,
+) -> None:
+    arguments = overrides(name, CERTIFICATES[name], pictures)
+    command = ("verify", name, "--processes", "1,3", "--steps", "2", "--json", "--out", tmp_path, *arguments)
+    assert here(*command, cwd=tmp_path) == EXIT_DONE
+    certificate = answer(capsys)
+    [comparison] = certificate["comparisons"]
+    verdicts = [
+        certificate["holds"],
+        certificate["level"],
+        certificate["steps"],
+        certificate["samples"],
+        list(comparison["quantities"].values()),
+        list(comparison["compared"].values()),
+        certificate["evaluation"],
+    ]
+    expect(request, f"certificate of {name}", verdicts)

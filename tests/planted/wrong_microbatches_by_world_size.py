@@ -1,0 +1,10 @@
+"""The number of microbatches is the number of processes."""
+
+from parts import Net, Points, batches_of, fit, seeded, sgd
+
+import samestep
+
+with samestep.start() as world:
+    model = seeded(Net)
+    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
+    fit(engine, batches_of(world, Points(), microbatches=world.size))

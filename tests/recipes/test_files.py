@@ -1,0 +1,215 @@
+"""Recipes as YAML files, with overrides and validation."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.config import NamedConfig, Recipe
+from samestep.errors import RecipeError
+from samestep.recipes.recipe_files import (
+    differences,
+    load_recipe,
+    make_recipe,
+    read_recipe,
+    recipe_data,
+    shipped_recipes,
+    write_recipe,
+)
+
+
+def raw(**more: Any) -> dict[str, Any]:
+    """Return the smallest valid recipe."""
+    smallest = {"data": {"name": "d"}, "model": {"name": "m"}, "optimizer": {"name": "o"}, "batch_size": 8, "epochs": 1}
+    return {**smallest, **more}
+
+
+def made(*overrides: str, **more: Any) -> Recipe:
+    return make_recipe(raw(**more), overrides, origin="a test")
+
+
+def test_shipped_recipes_are_valid() -> None:
+    assert set(shipped_recipes()) >= {"digits", "images", "tokens"}
+    for name in shipped_recipes():
+        assert load_recipe(name).step.reduction == "exact"
+
+
+def test_defaults_are_filled_in() -> None:
+    recipe = made()
+    assert recipe.loss == NamedConfig(name="cross_entropy")
+    assert (recipe.microbatches, recipe.metrics, recipe.schedule.name) == (8, ("accuracy",), "constant")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E+2", 100.0),
+        ("-2.5e3", -2500.0),
+        (".5", 0.5),
+        ("3", 3),
+        ("1_000", 1000),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("word", "word"),
+        ("'3'", "3"),
+        ("a=b", "a=b"),
+        ("a:b", "a:b"),
+        ("[1, 2e0]", [1, 2.0]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+        ("1e", "1e"),
+        ("e-3", "e-3"),
+    ],
+)
+def test_override_values_are_yaml(override: str, value: Any) -> None:
+    result = made(f"data.options.x={override}").data.options["x"]
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_integers_are_accepted_for_floats_but_not_the_reverse() -> None:
+    assert made("schedule.warmup_epochs=2").schedule.warmup_epochs == 2.0
+    assert made("step.clip_norm=1").step.clip_norm == 1.0
+    for override in ("epochs=2.0", "epochs=1e1", "batch_size=true", "step.clip_norm='1'"):
+        with pytest.raises(RecipeError):
+            made(override)
+
+
+def test_overrides_set_nested_keys_and_the_last_one_wins() -> None:
+    recipe = made("optimizer.options.lr=1", "optimizer.options.lr=2", "model.freeze=[a.*, b]")
+    assert recipe.optimizer.options == {"lr": 2}
+    assert recipe.model.freeze == ("a.*", "b")
+    assert made("optimizer.options={lr: 3}", "optimizer.options.momentum=0.5").optimizer.options == {
+        "lr": 3,
+        "momentum": 0.5,
+    }
+
+
+def test_overrides_do_not_change_their_input() -> None:
+    data = raw(data={"name": "d", "options": {"x": 1}})
+    make_recipe(data, ("data.options.x=2",), origin="a test")
+    assert data["data"] == {"name": "d", "options": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("more", "nearest"),
+    [
+        ({"epoch": 1}, "epochs"),
+        ({"schedule": {"warmup": 1}}, "schedule.warmup_epochs"),
+        ({"step": {"reductoin": "fast"}}, "step.reduction"),
+        ({"model": {"name": "m", "pretrain": "x"}}, "model.pretrained"),
+    ],
+)
+def test_unknown_key_suggests_a_similar_key(more: dict[str, Any], nearest: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(**more)
+    assert error.value.fix == f"did you mean {nearest}?"
+    assert nearest.rpartition(".")[2] in str(error.value.expected)
+
+
+@pytest.mark.parametrize("part", ["data", "model", "loss", "optimizer"])
+@pytest.mark.parametrize("value", ["3", "text", "[1, 2]", "null", "{}"])
+def test_option_without_options_suggests_the_full_key(part: str, value: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(f"{part}.name=n", f"{part}.width={value}")
+    assert error.value.code == "E_UNKNOWN_KEY"
+    assert f"{part}.width" in error.value.value
+    assert error.value.fix == f"did you mean {part}.options.width?"
+
+
+@pytest.mark.parametrize(
+    ("typo", "key"),
+    [
+        ("model.pretraind=a", "model.pretrained"),
+        ("model.freez=[a]", "model.freeze"),
+        ("optimizer.layer_decy=1", "optimizer.layer_decay"),
+        ("data.bad_sample=x", "data.bad_samples"),
+        ("data.option.path=x", "data.options"),
+    ],
+)
+def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(typo)
+    assert (error.value.code, error.value.fix) == ("E_UNKNOWN_KEY", f"did you mean {key}?")
+
+
+def test_options_must_be_a_mapping() -> None:
+    with pytest.raises(RecipeError, match="options is 3, which has no keys"):
+        made("data.options=3", "data.options.path=a")
+    with pytest.raises(RecipeError, match=r"data\.options is 3"):
+        made(data={"name": "d", "options": 3})
+
+
+def test_missing_key_is_reported() -> None:
+    data = raw()
+    del data["optimizer"]
+    with pytest.raises(RecipeError, match="optimizer is missing"):
+        make_recipe(data, (), origin="a test")
+    with pytest.raises(RecipeError, match=r"data\.name is missing"):
+        made(data={"options": {}})
+
+
+leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=8)
+options = st.dictionaries(
+    st.text(max_size=6), st.recursive(leaves, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+)
+
+
+@settings(max_examples=40)
+@given(options=options, freeze=st.lists(st.text(max_size=5), max_size=3), rate=st.floats(0, 1), seed=st.integers(0))
+def test_written_recipe_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], freeze: list[str], rate: float, seed: int
+) -> None:
+    step = {"seed": seed % 2**63, "clip_norm": rate or None}
+    recipe = made(
+        data={"name": "d", "options": options},
+        model={"name": "m", "freeze": freeze},
+        schedule={"final": rate},
+        step=step,
+    )
+    path = tmp_path_factory.getbasetemp() / "recipe.yaml"
+    write_recipe(recipe, path)
+    assert read_recipe(path) == recipe
+    assert not differences(recipe_data(recipe), recipe_data(read_recipe(path)))
+
+
+def test_text_like_a_number_is_written_with_quotes(tmp_path: Path) -> None:
+    recipe = made(data={"name": "d", "options": {"text": "1e100", "number": 1e100}})
+    write_recipe(recipe, tmp_path / "recipe.yaml")
+    assert read_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+def test_written_recipe_has_every_key(tmp_path: Path) -> None:
+    write_recipe(made(), tmp_path / "recipe.yaml")
+    text = (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+    for key in recipe_data(made())["step"]:
+        assert f"  {key}: " in text
+
+
+def test_differences_have_one_line_per_key() -> None:
+    old = recipe_data(made("data.options.gone=1", "data.options.kept=1"))
+    new = recipe_data(made("data.options.kept=1", "data.options.come={a: 1}", "epochs=3", "step.clip_norm=0.5"))
+    assert differences(old, old) == []
+    assert sorted(differences(old, new)) == [
+        'data.options.come: (not set) -> {"a": 1}',
+        "data.options.gone: 1 -> (not set)",
+        "epochs: 1 -> 3",
+        "step.clip_norm: null -> 0.5",
+    ]
+
+
+def test_differences_distinguish_types_and_missing_keys() -> None:
+    assert differences({"a": 1}, {"a": "1"}) == ['a: 1 -> "1"']
+    assert differences({"a": None}, {}) == ["a: null -> (not set)"]
+    assert differences({}, {"a": None}) == ["a: (not set) -> null"]
+
+
+def test_recipes_are_immutable() -> None:
+    recipe = made()
+    with pytest.raises(AttributeError):
+        recipe.epochs = 2  # type: ignore[misc]
+    assert replace(recipe, epochs=2) != recipe

@@ -1,0 +1,27 @@
+"""Models of checkpoints do not need their initial weights."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from helpers.system import here, weights
+from samestep.zoo.digits import DigitsNet
+
+SMALL = ("epochs=2", "model.options.width=8", "batch_size=256")
+
+
+@pytest.mark.slow
+def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "initial.safetensors"
+    save_file(DigitsNet(width=8).state_dict(), file)
+    overrides = ("--set", *SMALL, f"model.pretrained={file}")
+    assert here("train", "digits", "--name", "a", *overrides, cwd=tmp_path) == 0
+    file.unlink()
+    run = tmp_path / "runs/a"
+    before = weights(run)
+    assert here("eval", run, cwd=tmp_path) == 0
+    assert here("resume", run, "--processes", 3, cwd=tmp_path) == 0
+    assert weights(run) == before
+    assert here("export", run, cwd=tmp_path) == 0
+    assert here("train", "digits", "--name", "b", *overrides, cwd=tmp_path) == 2, "a new run needs the file"

@@ -1,0 +1,24 @@
+"""Benchmark of communication: bytes counted by the kernel agree with the formulas."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_bytes_and_memory_agree_with_formulas(tmp_path: Path) -> None:
+    layouts = ["ddp exact", "ddp fp16", "ddp powersgd", "fsdp"]
+    command = [sys.executable, ROOT / "benchmarks" / "communication.py", "--processes", "4", "--layouts", *layouts]
+    subprocess.run([*command, "--output", tmp_path / "result.json"], check=True, timeout=100)
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["layout"] for row in rows] == layouts
+    for row in rows:
+        # Other messages of a step are some tens of kilobytes.
+        assert row["sent"] == pytest.approx(row["sent_by_formula"], rel=0.02, abs=50_000), row
+        assert row["held"] == pytest.approx(row["held_by_formula"], rel=0.01), row
+    assert "| ddp powersgd | 4 " in (tmp_path / "result.md").read_text()

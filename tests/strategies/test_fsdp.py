@@ -1,0 +1,95 @@
+"""FSDP: precisions, errors, non-finite steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import launch
+from samestep.errors import EXIT_INPUT
+from samestep.launcher.failure import RankError
+from samestep.strategies.fsdp import shard_units
+from workers import fsdp as ranks_fsdp
+
+RANKS = 4
+# Tolerances of losses relative to one process: rounding of sums and of 16-bit numbers.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01, "gathered in bf16": 0.05}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, Any]]:
+    return launch(ranks_fsdp.precisions, processes=RANKS)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    return launch(ranks_fsdp.errors, processes=3)  # type: ignore[no-any-return]
+
+
+def test_losses_are_close_to_those_of_one_process(outcomes: dict[str, dict[str, Any]]) -> None:
+    single = launch(ranks_fsdp.single_process, processes=1)
+    for name, result in outcomes.items():
+        expected = single["bf16" if name == "gathered in bf16" else name]
+        assert result["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[name]), name
+        assert result["losses"][-1] < result["losses"][0]
+
+
+def test_full_weights_are_equal_on_all_ranks(outcomes: dict[str, dict[str, Any]]) -> None:
+    for name, result in outcomes.items():
+        assert all(weights == result["weights"][0] for weights in result["weights"]), name
+
+
+def test_the_fp16_scale_is_equal_on_all_ranks(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes["fp16"]["scale"] > 1
+    assert outcomes["fp32"]["scale"] == 1
+    assert launch(ranks_fsdp.scales, processes=RANKS) == [[1.0] * RANKS, [0.5] * RANKS]
+
+
+def test_a_rank_stores_a_shard_and_computes_with_full_parameters() -> None:
+    assert launch(ranks_fsdp.shard_sizes, processes=RANKS) == [[True, True]] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("optimizer", "the optimizer Adafactor with parameters that are divided among ranks|"),
+        ("batch norm", "batch_norm: sync"),
+        ("tied", "strategy.meta with a model that uses a parameter under two names|remove strategy.meta"),
+    ],
+)
+def test_errors_are_equal_on_every_rank(errors: dict[str, list[str]], name: str, text: str) -> None:
+    assert len(set(errors[name])) == 1
+    assert text in errors[name][0]
+
+
+def test_a_model_without_values_on_rank_0_is_an_error() -> None:
+    with pytest.raises(RankError, match="the model has no values on rank 0") as error:
+        launch(ranks_fsdp.without_values, processes=2)
+    assert error.value.exit_code == EXIT_INPUT
+
+
+def test_a_non_finite_step_ends_the_same_way_on_every_rank(errors: dict[str, list[str]]) -> None:
+    assert errors["skip"] == ["no error"] * 3
+    assert errors["skip: steps"] == ["3"] * 3
+    assert len(set(errors["stop"])) == 1
+    assert errors["stop"][0].startswith("step 2: the loss of microbatch")
+    assert errors["stop: steps"] == ["1"] * 3
+
+
+def test_units_are_blocks_without_shared_parameters() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 32)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)])
+            self.head = nn.Linear(32, 50)
+            self.blocks[2][0].weight = self.blocks[1][0].weight
+
+    model = Shared()
+    assert shard_units(model) == [model.blocks[0]]
+    plain = nn.Module()
+    plain.first, plain.second = nn.Linear(64, 64), nn.Linear(64, 64)
+    assert shard_units(plain) == [plain.first, plain.second]
+    assert shard_units(nn.Linear(3, 3)) == []
+    assert all(isinstance(p, torch.Tensor) for p in model.parameters())

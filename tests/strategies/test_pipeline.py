@@ -1,0 +1,194 @@
+"""`pp`, `ddp x pp` and `pp x tp`: every schedule gives the result of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.ten_steps import HALF, TOLERANCE, by_ranks, require_same
+from samestep import launch
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.errors import EXIT_INPUT
+from samestep.launcher.failure import RankError
+from workers import pipeline as ranks_pipeline
+from workers.pipeline import LAYOUTS, pipeline
+
+Outcomes = dict[str, dict[str, dict[str, Any]]]
+# Only the text model has a plan for a tensor axis.
+QUICK = {"deep": ["1f1b", "zero_bubble", "ddp x pp"], "text": ["1f1b", "zero_bubble", "ddp x pp", "pp x tp"]}
+DEEP = [name for name in LAYOUTS if "tp" not in name.split() and name not in ("single", *QUICK["deep"])]
+REST = {"deep": DEEP, "text": [*DEEP, "pp x tp zero_bubble"]}
+SAVED = {task: ["single", "1f1b", names[-1]] for task, names in QUICK.items()}
+
+
+def train(names: list[str], task: str, folder: Path) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    for ranks, group in by_ranks(names, LAYOUTS).items():
+        results |= launch(ranks_pipeline.train_all, group, task, folder, processes=ranks)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
+    return {task: train(["single", *names], task, folder / task) for task, names in QUICK.items()}
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path) -> Outcomes:
+    return {task: train(names, task, folder / task) for task, names in REST.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in QUICK.items() for name in names])
+def test_results_are_those_of_one_process(outcomes: Outcomes, name: str, task: str) -> None:
+    result = outcomes[task][name]
+    require_same(result, outcomes[task]["single"])
+    assert result["metrics"] == pytest.approx(outcomes[task]["single"]["metrics"], rel=TOLERANCE)
+    assert all(values == result["of ranks"][0] for values in result["of ranks"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in REST.items() for name in names])
+def test_results_of_other_schedules(outcomes: Outcomes, more: Outcomes, name: str, task: str) -> None:
+    require_same(more[task][name], outcomes[task]["single"])
+
+
+@pytest.mark.slow
+def test_a_rank_stores_only_its_stages(outcomes: Outcomes) -> None:
+    (total,) = outcomes["deep"]["single"]["sizes"]
+    sizes = outcomes["deep"]["1f1b"]["sizes"]
+    shared = 16 * 16 + 16  # the block that is used first and last
+    assert sum(sizes) == total + shared
+    assert max(sizes) < 0.65 * total
+    assert outcomes["deep"]["ddp x pp"]["layout"] == "ddp x pp"
+    assert outcomes["text"]["pp x tp"]["layout"] == "pp x tp"
+    assert max(outcomes["text"]["pp x tp"]["sizes"]) < 0.6 * max(outcomes["text"]["1f1b"]["sizes"])
+
+
+@pytest.mark.slow
+def test_checkpoint_files_are_those_of_one_process(outcomes: Outcomes, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    for task in outcomes:
+        for name in SAVED[task][1:]:
+            expected, path = (CheckpointFolder(folder / task / run).newest_valid() for run in ("single", name))
+            assert expected is not None and path is not None
+            for file in ("model.safetensors", "optimizer.safetensors", "average.safetensors"):
+                tensors, reference = load_file(path / file), load_file(expected / file)
+                assert {k: t.shape for k, t in tensors.items()} == {k: t.shape for k, t in reference.items()}
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_one_process_and_stages(outcomes: Outcomes, folder: Path) -> None:
+    results = launch(ranks_pipeline.resume_all, ["single"], "text", folder / "text", ["1f1b"], processes=1)
+    results |= launch(ranks_pipeline.resume_all, ["1f1b"], "text", folder / "text", ["single"], processes=2)
+    for outcome in results.values():
+        require_same(outcome, outcomes["text"]["single"], HALF)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["deep", pytest.param("text", marks=pytest.mark.long)])
+def test_every_mesh_resumes_the_checkpoints_of_others(outcomes: Outcomes, folder: Path, task: str) -> None:
+    results = {}
+    for ranks, names in by_ranks(["single", *QUICK[task]], LAYOUTS).items():
+        results |= launch(ranks_pipeline.resume_all, names, task, folder / task, SAVED[task], processes=ranks)
+    assert len(results) == (1 + len(QUICK[task])) * len(SAVED[task])
+    for outcome in results.values():
+        require_same(outcome, outcomes[task]["single"], HALF)
+
+
+def test_dropout_depends_on_stages_but_not_on_replicas() -> None:
+    config = pipeline(2, "gpipe")
+    two = launch(ranks_pipeline.losses_under, {"a": (config, "dropout", {}), "b": (config, "dropout", {})}, processes=2)
+    assert two["a"] == two["b"]
+    (four,) = launch(
+        ranks_pipeline.losses_under, {"replicas": (pipeline(2, replicas=2), "dropout", {})}, processes=4
+    ).values()
+    assert [pytest.approx(step, rel=TOLERANCE) for step in two["a"]] == four
+    (one,) = launch(ranks_pipeline.losses_under, {"one": (None, "dropout", {})}, processes=1).values()
+    assert one[0] != pytest.approx(four[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_options_and_frozen_stages() -> None:
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "recompute": ("text", {"recompute": ("blocks.*",)}),
+        "channels last": ("deep", {"channels_last": True}),
+        "no clipping": ("deep", {"clip_norm": None}),
+        "first frozen": ("first frozen", {}),
+        "last frozen": ("last frozen", {}),
+    }
+    single = {name: (None, *case) for name, case in cases.items()}
+    divided = {
+        f"{name} {schedule}": (pipeline(2, schedule), *case)
+        for name, case in cases.items()
+        for schedule in ("1f1b", "zero_bubble")
+    }
+    expected = launch(ranks_pipeline.losses_under, single, processes=1)
+    for name, result in launch(ranks_pipeline.losses_under, divided, processes=2).items():
+        reference = expected[name.rpartition(" ")[0]]
+        assert result == [pytest.approx(step, rel=TOLERANCE) for step in reference], name
+
+
+@pytest.mark.long
+def test_stages_can_be_compiled() -> None:
+    options = {"compile": True}
+    (expected,) = launch(ranks_pipeline.losses_under, {"one": (None, "deep", options)}, processes=1).values()
+    (result,) = launch(ranks_pipeline.losses_under, {"two": (pipeline(2), "deep", options)}, processes=2).values()
+    assert result == [pytest.approx(step, rel=TOLERANCE) for step in expected]
+
+
+def test_callbacks_run_on_the_rank_of_the_last_stage() -> None:
+    assert launch(ranks_pipeline.callback_microbatches, processes=2) == [[], [0, 1, 2, 3, 4]]
+
+
+def test_a_non_finite_step_ends_the_same_way_on_every_rank() -> None:
+    stopped = launch(ranks_pipeline.not_finite, "stop", processes=2)
+    assert stopped["errors"][0].startswith("step 1: the loss of microbatch 2 is not finite")
+    assert stopped["errors"][0] == stopped["errors"][1]
+    assert stopped["steps"] == [0, 0]
+    skipped = launch(ranks_pipeline.not_finite, "skip", processes=2)
+    assert skipped["errors"] == ["", ""]
+    assert skipped["steps"] == [5, 5]
+    assert skipped["finite"]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    return launch(ranks_pipeline.errors, processes=2)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("control flow", "the forward of DataDependent cannot be partitioned", "torch.fx.wrap"),
+        ("optional input", "the data contain the argument 'scale', which has a default", "a required parameter"),
+        ("too few modules", "SendsShape has 3 modules at which a stage can begin, for 4 stages", "pipeline=3"),
+        ("unknown stage", "the forward never calls a module 'block.3'", "names such as blocks.3"),
+        ("number of stages", "names 2 modules: 3 stages for 2 ranks", "name 1 modules"),
+        ("compile", "step.compile with strategy.schedule: zero_bubble", "strategy.schedule: 1f1b"),
+        ("batch norm", "batch_norm: sync", "batch_norm: microbatch"),
+    ],
+)
+def test_errors_are_equal_on_every_rank(errors: dict[str, list[str]], name: str, value: str, fix: str) -> None:
+    assert errors[name][0] == errors[name][1]
+    assert value in errors[name][0]
+    assert fix in errors[name][0]
+
+
+def test_stages_send_only_tensors() -> None:
+    with pytest.raises(RankError, match="stage 1 of the pipeline sends a int to the next stage") as error:
+        launch(ranks_pipeline.number_between_stages, processes=2)
+    assert error.value.exit_code == EXIT_INPUT
+
+
+@pytest.mark.slow
+def test_a_hang_names_the_rank_of_the_hanging_stage() -> None:
+    with pytest.raises(RankError, match="rank 1 hangs") as error:
+        launch(ranks_pipeline.hang, processes=3, hang_after=4)
+    assert "workers/pipeline.py" in str(error.value).partition("stack of rank 0")[0]

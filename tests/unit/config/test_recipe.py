@@ -1,0 +1,137 @@
+"""Validation of configuration classes on construction."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from samestep.config import (
+    EmaConfig,
+    LearningRateConfig,
+    ModelConfig,
+    NamedConfig,
+    OptimizerConfig,
+    Recipe,
+    RunOptions,
+    ScheduleConfig,
+    StepConfig,
+    default_workers,
+)
+from samestep.errors import RecipeError
+
+
+def recipe(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "data": NamedConfig(name="digits"),
+        "model": ModelConfig(name="resnet18"),
+        "optimizer": NamedConfig(name="sgd", options={"lr": 0.1}),
+        "batch_size": 64,
+        "epochs": 2,
+    }
+    return Recipe(**{**values, **changes})
+
+
+def optimizer(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(name="sgd", **changes)
+
+
+OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str]] = [
+    (StepConfig, "seed", -1, "step.seed >= 0 and < 18446744073709551616"),
+    (StepConfig, "seed", 2**64, "step.seed >= 0 and < 18446744073709551616"),
+    (StepConfig, "threads", 0, "step.threads >= 1"),
+    (StepConfig, "clip_norm", 0.0, "step.clip_norm > 0"),
+    (StepConfig, "clip_norm", math.nan, "step.clip_norm > 0"),
+    (ScheduleConfig, "warmup_epochs", -0.5, "schedule.warmup_epochs >= 0"),
+    (ScheduleConfig, "final", 1.5, "schedule.final >= 0 and <= 1"),
+    (ScheduleConfig, "step_epochs", 0, "schedule.step_epochs > 0"),
+    (ScheduleConfig, "gamma", 0, "schedule.gamma > 0 and <= 1"),
+    (optimizer, "layer_decay", 1.5, "optimizer.layer_decay > 0 and <= 1"),
+    (EmaConfig, "decay", 1.0, "ema.decay > 0 and < 1"),
+    (recipe, "epochs", 0, "epochs >= 1"),
+    (recipe, "microbatches", 0, "microbatches >= 1"),
+    (RunOptions, "keep", 0, "--keep >= 1"),
+    (RunOptions, "workers", -1, "--workers >= 0"),
+    (RunOptions, "prefetch", 0, "--prefetch >= 1"),
+    (RunOptions, "checkpoint_every", 0, "--checkpoint-every >= 1"),
+    (RunOptions, "check_every", 0, "--check-every >= 1"),
+    *((RunOptions, "max_lost_work", s, "--max-lost-work > 0 and < inf") for s in (0.0, -1.0, math.inf, math.nan)),
+]
+
+
+@pytest.mark.parametrize(("make", "field", "value", "expected"), OUT_OF_RANGE)
+def test_value_out_of_range_is_an_error_with_key_value_and_range(
+    make: Callable[..., Any], field: str, value: float, expected: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make(**{field: value})
+    key = expected.split(maxsplit=1)[0]
+    assert (caught.value.code, caught.value.value, caught.value.expected) == ("E_VALUE", f"{key} is {value}", expected)
+    assert key in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StepConfig(seed=0, threads=1, clip_norm=1e-9),
+        lambda: StepConfig(seed=2**64 - 1, clip_norm=math.inf),
+        lambda: ScheduleConfig(warmup_epochs=0, final=0),
+        lambda: ScheduleConfig(final=1),
+        lambda: recipe(batch_size=8, microbatches=8, epochs=1),
+        lambda: recipe(batch_size=1, microbatches=1),
+        lambda: RunOptions(workers=0, prefetch=1, checkpoint_every=1, max_lost_work=1e-9, keep=1),
+    ],
+)
+def test_bounds_belong_to_the_range(make: Any) -> None:
+    make()
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (StepConfig, "reduction"),
+        (StepConfig, "batch_norm"),
+        (StepConfig, "non_finite"),
+        (StepConfig, "precision"),
+        (ScheduleConfig, "name"),
+        (LearningRateConfig, "rule"),
+        (RunOptions, "device"),
+    ],
+)
+def test_unknown_choice_is_an_error_with_the_choices(make: Callable[..., Any], field: str) -> None:
+    with pytest.raises(RecipeError, match=f"{field} is 'other'") as caught:
+        make(**{field: "other"})
+    assert getattr(make(), field) in str(caught.value.expected)
+
+
+def test_more_microbatches_than_samples_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="batch_size is 4 but there are 8 microbatches") as caught:
+        recipe(batch_size=4)
+    assert caught.value.code == "E_BATCH_SIZE"
+    assert caught.value.fix == "set batch_size: 8 or more, or microbatches: 4 or fewer"
+
+
+@pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])
+def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        LearningRateConfig(**values)
+    assert caught.value.code == "E_LEARNING_RATE_RULE"
+    assert LearningRateConfig(rule="sqrt", base_batch_size=256).base_batch_size == 256
+
+
+@pytest.mark.parametrize("config", [StepConfig(), recipe(), NamedConfig(name="digits"), ScheduleConfig(), RunOptions()])
+def test_configuration_is_immutable(config: Any) -> None:
+    field = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, None)
+
+
+def test_recipe_has_the_default_step_config() -> None:
+    assert recipe().step == StepConfig()
+    assert StepConfig().reduction == "exact"
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
+def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
+    assert default_workers(cores, processes) == workers

@@ -1,0 +1,237 @@
+"""Detection of launchers from environment variables, and Slurm's lists of hosts."""
+
+import pytest
+
+from samestep.distributed.launcher_detection import (
+    FIRST_PORT,
+    PORTS,
+    Rendezvous,
+    find_rendezvous,
+    first_host,
+    is_loopback,
+)
+from samestep.errors import InputError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+# As Slurm 22.05 sets them in a task of `srun -N2 -n4`.
+SLURM = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_JOB_NODELIST": "gpu[001-004]",
+}
+SLURM_ONE_NODE = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "3"}
+# As Slurm sets them in a batch script.
+BATCH = {"SLURM_JOB_ID": "123", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1610416129",
+}
+SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+
+
+def detected(variables: dict[str, str]) -> Rendezvous:
+    rendezvous = find_rendezvous(variables)
+    assert rendezvous is not None
+    return rendezvous
+
+
+def test_no_launcher() -> None:
+    assert find_rendezvous({}) is None
+    assert find_rendezvous({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "HOME": "/root"}) is None
+
+
+def test_torchrun() -> None:
+    rendezvous = detected(TORCHRUN)
+    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("torchrun", 3, 4, 1)
+    assert (rendezvous.address, rendezvous.port, rendezvous.has_store, rendezvous.restarts) == (
+        "node-0",
+        29500,
+        False,
+        0,
+    )
+    assert "RANK 3 of WORLD_SIZE 4" in rendezvous.why
+    assert not rendezvous.is_on_one_machine
+
+
+def test_torchrun_agent_hosts_the_store_and_counts_restarts() -> None:
+    more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": "4"}
+    rendezvous = detected({**TORCHRUN, **more})
+    assert (rendezvous.has_store, rendezvous.restarts, rendezvous.is_on_one_machine) == (True, 2, True)
+
+
+def test_loopback_address_means_one_machine() -> None:
+    for address, expected in (("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)):
+        rendezvous = detected({**TORCHRUN, "MASTER_ADDR": address})
+        assert rendezvous.is_on_one_machine is expected
+    rendezvous = detected({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"})
+    assert not rendezvous.is_on_one_machine
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_incomplete_torchrun_variables_are_rejected(missing: str) -> None:
+    variables = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(InputError, match=f"{missing} is not") as caught:
+        find_rendezvous(variables)
+    assert f"set {missing}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "4"),
+        ("RANK", "-1"),
+        ("RANK", "one"),
+        ("RANK", ""),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", "4"),
+        ("LOCAL_WORLD_SIZE", "5"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"),
+        ("MASTER_PORT", "http"),
+        ("TORCHELASTIC_RESTART_COUNT", "some"),
+    ],
+)
+def test_invalid_values_are_rejected(name: str, value: str) -> None:
+    with pytest.raises(InputError, match="a whole number"):
+        find_rendezvous({**TORCHRUN, name: value})
+
+
+def test_slurm_on_two_nodes_uses_the_first_host_of_the_step() -> None:
+    rendezvous = detected(SLURM)
+    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Slurm", 3, 4, 0)
+    assert rendezvous.address == "gpu003"
+    assert rendezvous.port is not None
+    assert FIRST_PORT <= rendezvous.port < FIRST_PORT + PORTS
+    assert not rendezvous.is_on_one_machine
+
+
+def test_ports_of_neighboring_jobs_and_steps_differ() -> None:
+    ports = set()
+    for job in range(9990, 10040):
+        for step in range(5):
+            rendezvous = detected({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            ports.add(rendezvous.port)
+    assert len(ports) == 250
+
+
+def test_slurm_on_one_node_publishes_a_port() -> None:
+    rendezvous = detected({**SLURM_ONE_NODE, "MASTER_ADDR": "gpu003", "SLURM_RESTART_COUNT": "2"})
+    assert (rendezvous.address, rendezvous.port, rendezvous.job, rendezvous.restarts) == (
+        None,
+        None,
+        "slurm-123.4-2",
+        2,
+    )
+    assert rendezvous.is_on_one_machine
+
+
+def test_master_address_and_port_take_precedence() -> None:
+    address = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+    for variables in (SLURM, SLURM_ONE_NODE, OPEN_MPI):
+        rendezvous = detected({**variables, **address})
+        assert (rendezvous.address, rendezvous.port) == ("10.0.0.7", 1234)
+    rendezvous = detected({**OPEN_MPI, "MASTER_PORT": "1234"})
+    assert rendezvous.address == "127.0.0.1"
+
+
+def test_older_slurm_has_variables_of_the_job_only() -> None:
+    variables = {n: v for n, v in SLURM.items() if n not in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
+    rendezvous = detected(variables)
+    assert (rendezvous.world_size, rendezvous.address) == (4, "gpu001")
+
+
+def test_slurm_without_hosts_needs_an_address() -> None:
+    variables = {n: v for n, v in SLURM.items() if not n.endswith("NODELIST")}
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        find_rendezvous(variables)
+
+
+def test_batch_script_is_not_a_rank() -> None:
+    assert find_rendezvous(BATCH) is None
+
+
+def test_step_of_one_task_is_ignored() -> None:
+    assert find_rendezvous({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+def test_open_mpi() -> None:
+    rendezvous = detected(OPEN_MPI)
+    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Open MPI", 1, 2, 1)
+    assert (rendezvous.address, rendezvous.port, rendezvous.job) == (None, None, "mpi-1610416129")
+
+
+def test_open_mpi_on_several_machines_needs_an_address() -> None:
+    apart = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set"):
+        find_rendezvous(apart)
+    assert not detected({**apart, "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}).is_on_one_machine
+
+
+def test_incomplete_open_mpi_variables_are_rejected() -> None:
+    variables = {name: value for name, value in OPEN_MPI.items() if name != "OMPI_COMM_WORLD_LOCAL_SIZE"}
+    with pytest.raises(InputError, match="OMPI_COMM_WORLD_LOCAL_SIZE is not set"):
+        find_rendezvous(variables)
+
+
+def test_open_mpi_with_one_rank_is_ignored() -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    sizes = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert find_rendezvous({**OPEN_MPI, **ranks, **sizes}) is None
+
+
+def test_first_launcher_takes_precedence_and_others_are_listed() -> None:
+    rendezvous = detected({**TORCHRUN, **SLURM, **OPEN_MPI})
+    assert rendezvous.launcher == "torchrun"
+    assert [other.partition(":")[0] for other in rendezvous.also] == ["Slurm", "Open MPI"]
+
+
+def test_pmi_variables_of_slurm_are_ignored() -> None:
+    rendezvous = detected({**SLURM, **SLURM_PMI})
+    assert (rendezvous.launcher, rendezvous.also) == ("Slurm", ())
+
+
+def test_mpirun_in_a_slurm_job() -> None:
+    rendezvous = detected({**SLURM, **OPEN_MPI})
+    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size) == ("Open MPI", 1, 2)
+    assert [other.partition(":")[0] for other in rendezvous.also] == ["Slurm"]
+
+
+def test_loopback() -> None:
+    assert [is_loopback(a) for a in ("127.0.0.1", "127.3.2.1", "::1", "localhost", "10.0.0.1", "vm")] == [True] * 4 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[003-006,9],login1", "gpu003"),
+        ("gpu[9,003-006]", "gpu9"),
+        ("login1,gpu[003-006]", "login1"),
+        ("rack[01-02]n[3,5]-ib", "rack01n3-ib"),
+        ("node-a.example.org", "node-a.example.org"),
+        ("a[0]", "a0"),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize("hosts", ["", ",n1", "gpu[003-006", "gpu]3", "[]", "gpu[a-b]", "gpu[1-]", "tux[0-8:2]", "a b"])
+def test_invalid_list_has_no_first_host(hosts: str) -> None:
+    with pytest.raises(InputError, match="is invalid") as caught:
+        first_host(hosts)
+    assert "MASTER_ADDR" in str(caught.value)

@@ -1,0 +1,162 @@
+"""Status board: statuses written by ranks are read consistently, from other processes too."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from helpers.shared_memory import abandoned, require_none_left
+from helpers.system import until
+from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, odd_ranks, ranks_text
+
+
+@pytest.fixture
+def board() -> Iterator[StatusBoard]:
+    board = StatusBoard.create(3)
+    yield board
+    board.close()
+
+
+def test_unwritten_slot_is_empty(board: StatusBoard) -> None:
+    assert board.read(1) == StatusSnapshot()
+
+
+def test_every_rank_has_its_own_slot(board: StatusBoard) -> None:
+    for rank in range(3):
+        with board.rank_status(rank).operation(f"engine.step {rank}"):
+            pass
+    assert [board.read(rank).activity for rank in range(3)] == [f"after engine.step {rank}" for rank in range(3)]
+
+
+def test_snapshot_has_activity_counts_and_waits(board: StatusBoard) -> None:
+    status = board.rank_status(0)
+    with status.operation("engine.step 7"):
+        assert board.read(0).activity == "in engine.step 7"
+        with status.operation("engine.evaluate"):
+            assert board.read(0).activity == "in engine.step 7", "nested operations are not recorded"
+        status.end_compute(2)
+        with status.waiting("an all-reduce"):
+            inside = board.read(0)
+    after = board.read(0)
+    assert (inside.activity, inside.is_waiting) == ("in engine.step 7, waiting in an all-reduce", True)
+    assert (inside.operations, inside.steps, inside.microbatches) == (1, 1, 2)
+    assert (after.activity, after.is_waiting, after.operations) == ("after engine.step 7", False, 1)
+    assert 0 < inside.compute_seconds < 60
+    assert inside.last_change <= after.last_change <= time.monotonic()
+
+
+def test_activity_of_a_failure_remains() -> None:
+    status = local_rank_status()
+    with pytest.raises(ValueError), status.operation("engine.step 7"), status.waiting("a barrier"):
+        raise ValueError
+    assert status.activity == "in engine.step 7"
+
+
+def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
+    status = board.rank_status(0)
+    status.checkpoint_saved()
+    assert (board.read(0).checkpoints, board.read(0).is_finished) == (1, False)
+    status.finish()
+    assert board.read(0).is_finished
+
+
+def test_long_text_is_truncated(board: StatusBoard) -> None:
+    with board.rank_status(0).operation("é" * 1000):
+        assert board.read(0).activity.startswith("in éé")
+    assert board.read(1) == StatusSnapshot()
+
+
+def write(board: StatusBoard) -> None:
+    with board.rank_status(1).operation("something else"):
+        os._exit(0)
+
+
+def test_status_of_an_ended_process_is_visible_and_no_file_remains() -> None:
+    before = abandoned()
+    board = StatusBoard.create(2)
+    process = multiprocessing.get_context("spawn").Process(target=write, args=(board,))
+    process.start()
+    process.join()
+    assert board.read(1).activity == "in something else"
+    board.close()
+    require_none_left(before)
+
+
+def send_heartbeats(board: StatusBoard) -> None:
+    status = board.rank_status(0)
+    with status.operation("engine.step 7"):
+        while not board.read(1).is_finished:
+            status.heartbeat()
+
+
+def test_reads_during_writes_are_consistent(board: StatusBoard) -> None:
+    """A reader that sees the zeros of a half-written slot would report a hang since the boot of the machine."""
+    process = multiprocessing.get_context("spawn").Process(target=send_heartbeats, args=(board,))
+    process.start()
+    until(lambda: board.read(0).operations > 0, "the first operation", 60)
+    snapshots, first, end = [], time.monotonic(), time.monotonic() + 1
+    while time.monotonic() < end:
+        snapshots.append(board.read(0))
+    board.rank_status(1).finish()
+    process.join(60)
+    assert process.exitcode == 0
+    assert {(snapshot.operations, snapshot.activity) for snapshot in snapshots} == {(1, "in engine.step 7")}
+    times = [snapshot.last_change for snapshot in snapshots]
+    assert times == sorted(times)
+    assert first - 1 < times[0] < times[-1] <= end + 1
+
+
+def test_simultaneous_waits_count_once() -> None:
+    status = local_rank_status()
+    assert status.waited_seconds == 0
+    began = time.monotonic()
+    with status.waiting("a barrier"):
+        with status.waiting("an all-reduce"):
+            time.sleep(0.1)
+        inside, passed = status.waited_seconds, time.monotonic() - began
+        time.sleep(0.1)
+    waited = status.waited_seconds
+    assert 0.1 <= inside <= passed
+    assert inside + 0.1 <= waited <= time.monotonic() - began
+    time.sleep(0.05)
+    assert status.waited_seconds == waited
+
+
+def test_on_wait_is_called_at_begin_and_end() -> None:
+    status, calls = local_rank_status(), []
+
+    def on_wait(name: str) -> Callable[[], None]:
+        calls.append(f"begin {name}")
+        return lambda: calls.append(f"end {name}")
+
+    with status.waiting("a barrier"):
+        pass
+    status.on_wait = on_wait
+    with pytest.raises(KeyError), status.waiting("an all-reduce"):
+        raise KeyError
+    assert calls == ["begin an all-reduce", "end an all-reduce"]
+
+
+@pytest.mark.parametrize(
+    ("values", "odd"),
+    [
+        ("aaaa", []),
+        ("aaba", [2]),
+        ("baaa", [0]),
+        ("abcaa", [1, 2]),
+        ("ab", []),
+        ("aabb", []),
+        ("aabc", []),
+        ("abc", []),
+    ],
+)
+def test_odd_ranks_differ_from_a_strict_majority(values: str, odd: list[int]) -> None:
+    assert odd_ranks(dict(enumerate(values))) == odd
+
+
+def test_text_of_ranks() -> None:
+    assert ranks_text([2]) == "rank 2"
+    assert ranks_text([0, 3]) == "ranks 0 and 3"
+    assert ranks_text([0, 1, 3]) == "ranks 0, 1 and 3"

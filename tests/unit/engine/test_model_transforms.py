@@ -1,0 +1,90 @@
+"""Model transforms keep parameter names and the equality of bits on any number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import samestep
+from samestep.data.batch import channels_last
+from samestep.errors import InputError
+from samestep.launcher.launch import launch
+from workers.transforms import Conv, engine_of, train
+
+NAMES = list(Conv().state_dict())
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "channels last": {"channels_last": True},
+    "recompute": {"recompute": ("blocks.*",)},
+    "bf16": {"precision": "bf16"},
+    "all": {"channels_last": True, "recompute": ("blocks.0",), "precision": "bf16", "tf32": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[str, float, list[str]]:
+    result: tuple[str, float, list[str]] = launch(train, {}, processes=1)
+    return result
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_result_has_the_same_bits_on_any_number_of_ranks(name: str) -> None:
+    alone = launch(train, OPTIONS[name], processes=1)
+    assert alone[2] == NAMES
+    assert launch(train, OPTIONS[name], processes=3) == alone
+
+
+def test_activation_checkpointing_gives_the_same_bits(plain: tuple[str, float, list[str]]) -> None:
+    """Dropout masks and running statistics are also equal."""
+    assert launch(train, OPTIONS["recompute"], processes=1) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_model_gives_the_same_bits_on_any_number_of_ranks(plain: tuple[str, float, list[str]]) -> None:
+    alone = launch(train, {"compile": True}, processes=1)
+    assert alone[1] == pytest.approx(plain[1], rel=1e-4), "sums have another order, dropout masks are equal"
+    assert alone[2] == NAMES
+    assert launch(train, {"compile": True}, processes=3) == alone
+
+
+def test_channels_last_changes_the_memory_format_of_images_only() -> None:
+    images, rows = torch.randn(2, 3, 4, 4), torch.randn(2, 3)
+    data = channels_last({"pixels": images, "rows": [rows]})
+    assert data["pixels"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(data["pixels"], images)
+    assert data["rows"][0] is rows
+
+
+def test_only_named_modules_are_recomputed(alone: samestep.World) -> None:
+    engine = engine_of(alone, recompute=("blocks.1",))
+    calls = {name: 0 for name in ("blocks.0", "blocks.1")}
+
+    def count(name: str) -> Any:
+        def hook(*arguments: Any) -> None:
+            calls[name] += 1
+
+        return hook
+
+    for name in calls:
+        engine.model.get_submodule(f"{name}.0").register_forward_hook(count(name))
+    engine.model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert calls == {"blocks.0": 1, "blocks.1": 2}
+    with torch.no_grad():
+        engine.model(torch.randn(2, 3, 8, 8))
+    assert calls == {"blocks.0": 2, "blocks.1": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"recompute": ("block.*",)}, "step.recompute: 'block.*' matches no module"),
+        ({"recompute": ("blocks.*",), "batch_norm": "sync"}, "step.recompute with step.batch_norm: sync"),
+        ({"compile": True, "batch_norm": "sync"}, "step.compile with step.batch_norm: sync"),
+    ],
+)
+def test_incompatible_options_are_refused(alone: samestep.World, options: dict[str, Any], value: str) -> None:
+    with pytest.raises(InputError) as error:
+        engine_of(alone, **options)
+    assert value in error.value.value
+    assert error.value.fix

@@ -1,0 +1,222 @@
+"""Watchdog: culprits of a hang, slow ranks, and stacks of another process."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from samestep.distributed.status import StatusSnapshot
+from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_text, parse_stack
+
+LONG_AGO = -100.0
+WAITING = StatusSnapshot(7, LONG_AGO, activity="in engine.step 6, waiting in an all-reduce", is_waiting=True)
+COMPUTING = StatusSnapshot(7, LONG_AGO, activity="in engine.step 6")
+BEHIND = StatusSnapshot(6, LONG_AGO, activity="after engine.step 5")
+
+
+def states(*statuses: StatusSnapshot) -> dict[int, RankState]:
+    return {rank: RankState(status) for rank, status in enumerate(statuses)}
+
+
+def culprits(ranks: dict[int, RankState], stacks: dict[int, list[str]] | None = None) -> list[int]:
+    assert Watchdog(10).hang_seconds(ranks)
+    return Hang(12, 10, ranks, stacks or {}).culprits
+
+
+def test_ranks_with_fewer_operations_are_culprits() -> None:
+    assert culprits(states(WAITING, WAITING, BEHIND, WAITING)) == [2]
+    assert culprits(states(BEHIND, WAITING, BEHIND, WAITING)) == [0, 2]
+    behind_and_waits = replace(BEHIND, activity=WAITING.activity, is_waiting=True)
+    assert culprits(states(WAITING, behind_and_waits, WAITING)) == [1]
+
+
+def test_rank_that_does_not_wait_is_the_culprit() -> None:
+    assert culprits(states(WAITING, COMPUTING, WAITING, WAITING)) == [1]
+
+
+def test_stopped_rank_is_the_culprit() -> None:
+    ranks = states(WAITING, WAITING, WAITING, WAITING)
+    ranks[3] = RankState(WAITING, process_state="T")
+    assert culprits(ranks) == [3]
+
+
+def test_ended_rank_is_the_culprit() -> None:
+    ranks = states(WAITING, WAITING, replace(WAITING, is_finished=True), WAITING)
+    assert culprits(ranks) == [2]
+    ranks = states(WAITING, WAITING, WAITING, WAITING)
+    ranks[0] = RankState(WAITING, has_ended=True)
+    assert culprits(ranks) == [0]
+
+
+def test_rank_in_another_operation_is_the_culprit() -> None:
+    other = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
+    assert culprits(states(other, WAITING, WAITING, WAITING)) == [0]
+
+
+def test_undecidable_hang_has_no_culprit() -> None:
+    other = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
+    assert culprits(states(other, WAITING)) == []
+    assert culprits(states(COMPUTING, COMPUTING)) == []
+
+
+def test_rank_in_a_collective_of_the_user_is_waiting() -> None:
+    stacks = {rank: ["train.py:9 main", "/x/torch/distributed/distributed_c10d.py:1 all_reduce"] for rank in (0, 1, 3)}
+    ahead = replace(WAITING, operations=8, activity="after end of samestep.start(), waiting in a barrier")
+    assert culprits(states(BEHIND, BEHIND, ahead, BEHIND), stacks) == [2]
+
+
+def test_progress_of_one_rank_is_no_hang() -> None:
+    assert Watchdog(10).hang_seconds(states(WAITING, replace(COMPUTING, last_change=time.monotonic()))) is None
+
+
+@pytest.mark.parametrize("status", [StatusSnapshot(), replace(WAITING, is_finished=True)])
+def test_ranks_are_not_watched_before_start_and_after_end(status: StatusSnapshot) -> None:
+    assert Watchdog(10).hang_seconds(states(status, status)) is None
+
+
+def test_report_has_the_culprit_first_and_each_stack_once() -> None:
+    stacks = {0: ["a.py:1 f", "b.py:2 g"], 1: ["a.py:9 f"], 2: ["a.py:1 f", "b.py:2 g"]}
+    text = hang_text(Hang(12.34, 10, states(WAITING, BEHIND, WAITING), stacks))
+    head, *lines = text.splitlines()
+    assert head == "rank 1 hangs: no progress for 12.3 s [E_HANG]"
+    assert lines == [
+        "    rank 1: after engine.step 5",
+        "    ranks 0 and 2: in engine.step 6, waiting in an all-reduce",
+        "  stack of rank 1, innermost last:",
+        "    a.py:9 f",
+        "  stack of ranks 0 and 2, innermost last:",
+        "    a.py:1 f",
+        "    b.py:2 g",
+        "  expected: every rank completes a step within 10 s (--hang-after)",
+        "  fix:      look at the innermost frames of rank 1; for slow steps set a longer limit: --hang-after, "
+        "launch(hang_after=...) or start(timeout=...)",
+    ]
+
+
+def test_rank_that_does_not_answer_has_no_stack() -> None:
+    ranks = states(WAITING, WAITING)
+    ranks[1] = RankState(BEHIND, process_state="T")
+    text = hang_text(Hang(12, 10, ranks, {0: ["a.py:1 f"], 1: []}))
+    assert "rank 1: after engine.step 5; stopped by a signal" in text
+    assert "none: the process does not answer" in text
+
+
+def slow(
+    monkeypatch: pytest.MonkeyPatch, *seconds: float, microbatches: tuple[int, ...] = (10, 10, 10)
+) -> list[str | None]:
+    """Return the messages of four intervals with the given seconds per microbatch and rank."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog = Watchdog(10)
+    messages = []
+    for interval in range(1, 5):
+        now += 60
+        statuses = [
+            StatusSnapshot(compute_seconds=interval * count * cost, microbatches=interval * count)
+            for cost, count in zip(seconds, microbatches, strict=True)
+        ]
+        messages.append(watchdog.slow_rank(states(*statuses)))
+    return messages
+
+
+def test_slow_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third, fourth = slow(monkeypatch, 0.1, 0.3, 0.1)
+    assert (first, second, fourth) == (None, None, None), "a single interval does not suffice"
+    assert third == ("rank 1 is slow: 0.300 s per microbatch, data included; the other ranks need 0.100 s and wait")
+
+
+def test_rank_with_more_microbatches_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow(monkeypatch, 0.1, 0.1, 0.1, microbatches=(10, 30, 10)) == [None] * 4
+
+
+def test_similar_ranks_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow(monkeypatch, 0.1, 0.12, 0.1) == [None] * 4
+    assert slow(monkeypatch, 0.0001, 0.001, 0.0001) == [None] * 4
+
+
+# --- stacks -------------------------------------------------------------------------------------------
+
+
+DUMP = """\
+Thread 0x00007f1 [helper] (most recent call first):
+  File "/x/threading.py", line 10 in wait
+
+Thread 0x00007f2 (most recent call first):
+  File "/x/train.py", line 9 in step
+  File "/x/train.py", line 3 in main
+  File "/x/samestep/launcher/worker.py", line 99 in _call
+  File "/x/samestep/launcher/worker.py", line 80 in run_rank
+"""
+
+
+def test_main_thread_outermost_first_without_the_launcher() -> None:
+    assert parse_stack(DUMP) == ["/x/train.py:3 main", "/x/train.py:9 step"]
+
+
+def test_crashed_thread_takes_precedence() -> None:
+    crashed = DUMP.replace("Thread 0x00007f1", "Current thread 0x00007f1")
+    assert parse_stack(f"Fatal Python error: Segmentation fault\n\n{crashed}") == ["/x/threading.py:10 wait"]
+
+
+def test_empty_dump() -> None:
+    assert parse_stack("") == []
+
+
+def sleep_forever(stacks: StackFile, ready: str) -> None:
+    stacks.install()
+    os.close(os.open(ready, os.O_CREAT))
+    time.sleep(1000)
+
+
+def crash(stacks: StackFile, ready: str) -> None:
+    stacks.install()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@contextmanager
+def running(function: object, stacks: StackFile, ready: str) -> Iterator[BaseProcess]:
+    process = multiprocessing.get_context("spawn").Process(target=function, args=(stacks, ready))  # type: ignore[arg-type]
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        stacks.close()
+
+
+def test_sleeping_process_answers_every_request(tmp_path: object) -> None:
+    stacks, ready = StackFile(), f"{tmp_path}/ready"
+    with running(sleep_forever, stacks, ready) as process:
+        while not os.path.exists(ready):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert process.pid is not None
+        for _ in range(2):
+            assert "sleep_forever" in stacks.request(process.pid)[-1]
+
+
+def test_stopped_process_does_not_answer(tmp_path: object) -> None:
+    stacks, ready = StackFile(), f"{tmp_path}/ready"
+    with running(sleep_forever, stacks, ready) as process:
+        while not os.path.exists(ready):
+            time.sleep(0.01)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        assert stacks.request(process.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV])
+def test_crash_leaves_a_stack(tmp_path: object, number: signal.Signals) -> None:
+    stacks = StackFile()
+    with running(crash, stacks, f"{tmp_path}/ready") as process:
+        process.join()
+        assert process.exitcode == -number
+        assert "crash" in stacks.crash()[-1]

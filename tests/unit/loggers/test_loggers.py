@@ -1,0 +1,419 @@
+"""Loggers of metrics and events."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import samestep
+from helpers.system import here
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import RunOptions
+from samestep.errors import EXIT_INPUT, InputError, RunError
+from samestep.loggers.logger import (
+    Event,
+    JsonlLogger,
+    Logger,
+    ProgressLogger,
+    RunLogger,
+    evaluation_line,
+    parse_json_line,
+    require_package,
+    to_json,
+    to_json_line,
+)
+from samestep.loggers.rank_monitor import StepTimer
+from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.recipes.builder import build, start_world
+from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.run import append_environment
+from samestep.trainer import Trainer
+
+STEP = {
+    "event": "step",
+    "step": 3,
+    "epoch": 0,
+    "step_in_epoch": 3,
+    "steps_in_epoch": 4,
+    "loss": 0.5,
+    "lr": 0.1,
+    "grad_norm": 2.0,
+    "skipped": False,
+    "samples_per_second": 1234.5,
+    "data_seconds": 0.001,
+}
+EVALUATION = {
+    "event": "evaluation",
+    "step": 4,
+    "epoch": 1,
+    "epochs": 12,
+    "train_loss": 0.75,
+    "is_best": True,
+    "samples_per_second": 1234.5,
+    "loss": 0.5,
+    "samples": 360,
+    "accuracy": 0.9125,
+}
+
+
+class MemoryLogger:
+    """Stores the calls."""
+
+    def __init__(self) -> None:
+        self.config: Mapping[str, Any] = {}
+        self.metrics: list[tuple[int, Mapping[str, float]]] = []
+        self.events: list[Event] = []
+        self.is_closed = False
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.metrics.append((step, values))
+
+    def log_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FullDisk(MemoryLogger):
+    """Fails to write."""
+
+    def log_event(self, event: Event) -> None:
+        raise OSError(28, "No space left on device")
+
+    close = lambda self: self.log_event({})  # noqa: E731
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- all loggers ------------------------------------------------------------------------------------------
+
+
+LOGGERS: dict[str, Callable[[Path], Logger]] = {
+    "jsonl": lambda run: JsonlLogger(run / "events.jsonl"),
+    "tensorboard": lambda run: TensorBoardLogger(run / "tensorboard"),
+    "progress": lambda run: ProgressLogger(Console(file=io.StringIO())),
+    "wandb": WandbLogger,
+    "mlflow": MLflowLogger,
+}
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_unused_logger_writes_no_file(name: str, tmp_path: Path) -> None:
+    for package in {"wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy"]}.get(name, []):
+        pytest.importorskip(package)
+    LOGGERS[name](tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_logger_passes_everything_to_every_logger() -> None:
+    loggers = [MemoryLogger(), MemoryLogger()]
+    with RunLogger(loggers) as run_logger:
+        run_logger.log_config({"epochs": 3})
+        run_logger.log_event("note", text="a")
+        run_logger.log_event("end", step=1)
+    for logger in loggers:
+        assert logger.config == {"epochs": 3}
+        assert logger.events == [{"event": "note", "text": "a"}, {"event": "end", "step": 1}]
+        assert logger.is_closed
+
+
+def test_write_error_ends_the_run_after_all_loggers_are_closed() -> None:
+    other = MemoryLogger()
+    with pytest.raises(RunError, match="No space left") as failure, RunLogger([FullDisk(), other]):
+        pass
+    assert failure.value.code == "E_LOG_WRITE"
+    assert other.is_closed
+    with pytest.raises(RunError, match="No space left"):
+        RunLogger([FullDisk()]).log_event("note", text="a")
+
+
+def test_write_error_does_not_hide_the_first_error() -> None:
+    with pytest.raises(ZeroDivisionError) as failure, RunLogger([FullDisk()]):
+        1 / 0  # noqa: B018
+    assert "No space left" in failure.value.__notes__[0]
+
+
+def test_missing_package_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="no_such_package") as failure:
+        require_package("wandb", "no_such_package")
+    assert failure.value.code == "E_MISSING_LOGGER"
+
+
+def log_in_world(path: Path) -> tuple[list[int], list[tuple[int, Mapping[str, float]]], bool]:
+    memory = MemoryLogger()
+    with samestep.start(device="cpu", loggers=[memory, JsonlLogger(path)]) as world:
+        world.log(3, {"rank": world.rank})
+        calls = samestep.all_gather(len(memory.metrics), world)
+    return calls, memory.metrics, memory.is_closed
+
+
+def test_world_logs_on_rank_0_only_and_closes_the_loggers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    calls, metrics, is_closed = samestep.launch(log_in_world, path, processes=2)
+    assert (calls, metrics, is_closed) == ([1, 0], [(3, {"rank": 0})], True)
+    (line,) = read_lines(path)
+    assert (line["event"], line["step"], line["values"]) == ("metrics", 3, {"rank": 0})
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------
+
+
+def test_jsonl_appends_and_flushes_every_event(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for step in (1, 2):
+        logger = JsonlLogger(path)
+        logger.log_event({"event": "step", "step": step})
+        assert read_lines(path)[-1]["step"] == step
+        logger.close()
+    lines = read_lines(path)
+    assert [list(line) for line in lines] == [["time", "event", "step"]] * 2
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["time"] > 1.6e9 for line in lines)
+
+
+@pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
+def test_jsonl_writes_non_finite_numbers_as_strings(tmp_path: Path, value: float, text: str) -> None:
+    logger = JsonlLogger(tmp_path / "events.jsonl")
+    logger.log_event({"event": "step", "loss": value})
+    logger.close()
+    line = (tmp_path / "events.jsonl").read_text(encoding="utf-8")
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] == text
+
+
+@pytest.mark.parametrize("encode", [to_json_line, to_json])
+def test_nested_non_finite_numbers_are_strings(encode: Callable[[dict[str, Any]], str]) -> None:
+    text = encode({"rows": [{"loss": float("nan")}, (1.5, float("inf"))]})
+    assert json.loads(text, parse_constant=pytest.fail) == {"rows": [{"loss": "nan"}, [1.5, "inf"]]}
+
+
+def test_parse_json_line_returns_objects_only() -> None:
+    assert parse_json_line(b'{"a": 1}') == {"a": 1}
+    for broken in (b"", b'{"a": ', b"[1]", b"17", b"\xff\xfe", b'{"time": 17{"time": 18}'):
+        assert parse_json_line(broken) is None
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------
+
+
+def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path))
+    events.Reload()
+    return [(point.step, point.value) for point in events.Scalars(tag)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside TensorBoard
+def test_tensorboard_drops_lost_steps_of_a_resumed_run(tmp_path: Path) -> None:
+    first = TensorBoardLogger(tmp_path)
+    for step in range(1, 6):
+        first.log_event({**STEP, "step": step, "loss": 1.0})
+    first.close()
+    second = TensorBoardLogger(tmp_path, 3)
+    for step in range(4, 7):
+        second.log_event({**STEP, "step": step, "loss": 2.0})
+    second.log_event({**EVALUATION, "step": 6})
+    second.log(6, {"my/metric": 4.0})
+    second.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert scalars(tmp_path, "evaluation/accuracy") == [(6, pytest.approx(0.9125))]
+    assert scalars(tmp_path, "my/metric") == [(6, 4.0)]
+
+
+def test_tensorboard_writes_no_file_without_metrics(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path / "tensorboard")
+    logger.log_event({"event": "note", "text": "a"})
+    logger.close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+# --- Weights & Biases, MLflow -----------------------------------------------------------------------------
+
+# Both packages start threads and processes, and send usage statistics unless these variables are set.
+WITHOUT_TELEMETRY = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+
+
+def run_python(folder: Path, code: str, *arguments: str) -> None:
+    environment = {**os.environ, **WITHOUT_TELEMETRY}
+    subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=environment, check=True, timeout=120)
+
+
+TWO_PARTS = """
+import json, sys
+from pathlib import Path
+from samestep.loggers import trackers
+cls, step, evaluation = sys.argv[1:]
+create = getattr(trackers, cls)
+for resume, number in ((False, 3), (True, 4)):
+    logger = create(Path("first"), resume=resume)
+    logger.log_config({"epochs": 3, "optimizer": {"name": "sgd", "options": {"lr": 0.1}}})
+    logger.log_event(json.loads(step) | {"step": number})
+    logger.log_event(json.loads(evaluation) | {"step": number})
+    logger.log(number, {"my/metric": float("nan")})
+    logger.close()
+"""
+
+
+def test_wandb_writes_an_offline_run_and_resumes_it(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "first").mkdir()
+    run_python(tmp_path, TWO_PARTS, "WandbLogger", json.dumps(STEP), json.dumps(EVALUATION))
+    files = list((tmp_path / "first" / "wandb").glob("offline-run-*/run-*.wandb"))
+    run_id = (tmp_path / "first" / "wandb" / "run-id.txt").read_text(encoding="utf-8")
+    assert len(files) == 2
+    assert {path.name for path in files} == {f"run-{run_id}.wandb"}
+    for path in files:
+        content = path.read_bytes()
+        assert all(text in content for text in (b"train/loss", b"evaluation/accuracy", b"my/metric", b"optimizer"))
+
+
+def test_mlflow_stores_metrics_and_parameters_and_resumes_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    (tmp_path / "first").mkdir()
+    run_python(tmp_path, TWO_PARTS, "MLflowLogger", json.dumps(STEP), json.dumps(EVALUATION))
+    read = """
+import json, mlflow
+client = mlflow.MlflowClient("sqlite:///first/mlflow.db")
+(run,) = client.search_runs([client.get_experiment_by_name("samestep").experiment_id])
+read = lambda name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+history = {name: read(name) for name in run.data.metrics}
+print(json.dumps([run.info.run_name, run.info.status, run.data.params, history]), file=open("run.json", "w"))
+"""
+    run_python(tmp_path, read)
+    name, status, params, history = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert (name, status) == ("first", "FINISHED")
+    assert params == {"epochs": "3", "optimizer.name": "sgd", "optimizer.options.lr": "0.1"}
+    assert history["train/loss"] == [[3, 0.5], [4, 0.5]]
+    assert history["evaluation/accuracy"] == [[3, 0.9125], [4, 0.9125]]
+    assert len(history["my/metric"]) == 2
+
+
+# --- terminal ---------------------------------------------------------------------------------------------
+
+
+def test_evaluation_line() -> None:
+    assert evaluation_line(EVALUATION) == (
+        "epoch  1/12  train loss 0.7500  loss 0.5000  accuracy 91.25%  1,234 samples/s  best"
+    )
+    assert not evaluation_line({**EVALUATION, "is_best": False}).endswith("best")
+
+
+def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> None:
+    out = io.StringIO()
+    logger = ProgressLogger(Console(file=out))
+    note = "[red]a note[/red] in brackets " + "x" * 100
+    logger.log_event({"event": "note", "text": note})
+    logger.log_event(STEP)
+    logger.log_event(EVALUATION)
+    logger.log_event({"event": "checkpoint", "step": 4, "path": "step-4", "is_best": True})
+    logger.log(5, {"accuracy": 0.5})
+    logger.close()
+    assert out.getvalue().splitlines() == [note, evaluation_line(EVALUATION), "step 5  accuracy 0.5"]
+
+
+# --- environment.json, timer ------------------------------------------------------------------------------
+
+
+def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
+    for processes in (1, 3):
+        append_environment(tmp_path / "environment.json", {"processes": processes})
+    entries = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    assert [entry["processes"] for entry in entries] == [1, 3]
+    assert all(entry["started"] and entry["samestep"] for entry in entries)
+
+
+def test_timer_separates_data_and_steps() -> None:
+    timer = StepTimer()
+    assert (timer.speed, timer.last_wait, timer.last_speed) == (0.0, 0.0, 0.0)
+    with timer.data_wait():
+        pass
+    with timer.step(10):
+        pass
+    assert timer.last_wait > 0
+    assert timer.speed == timer.last_speed > 0
+    assert timer.elapsed > timer.last_wait
+
+
+def test_timer_does_not_count_a_failed_step() -> None:
+    timer = StepTimer()
+    with pytest.raises(ZeroDivisionError), timer.step(10):
+        1 / 0  # noqa: B018
+    assert timer.speed == 0.0
+
+
+def test_timer_counts_the_current_wait_and_local_samples() -> None:
+    timer = StepTimer()
+    with timer.data_wait():
+        first, second = timer.data_seconds, timer.data_seconds
+        assert 0 <= first < second
+    after = timer.data_seconds
+    assert after == timer.data_seconds == pytest.approx(timer.last_wait, abs=1e-4)
+    with pytest.raises(ZeroDivisionError), timer.data_wait():
+        1 / 0  # noqa: B018
+    assert timer.data_seconds == timer.data_seconds > after
+    for local_samples in (3, 5):
+        with timer.step(10, local_samples):
+            pass
+    assert timer.local_samples == 8
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loggers", ["jsonl", "tensorboard,progress"])
+def test_loggers_option_selects_the_loggers(tmp_path: Path, capfd: pytest.CaptureFixture[str], loggers: str) -> None:
+    recipe = Path(__file__).parents[2] / "helpers" / "recorded.yaml"
+    assert here("train", recipe, "--name", "a", "--set", "epochs=1", "--loggers", loggers, cwd=tmp_path) == 0
+    out = capfd.readouterr().out
+    files = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
+    assert ("events.jsonl" in files) == ("jsonl" in loggers)
+    assert ("tensorboard" in files) == ("tensorboard --logdir" in out) == ("tensorboard" in loggers)
+
+
+def test_unknown_logger_is_refused_before_a_run_is_created(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("train", "digits", "--loggers", "jsonl,paper", cwd=tmp_path) == EXIT_INPUT
+    assert "'paper' [E_UNKNOWN_LOGGER]" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_trainer_logs_config_and_events_and_closes_the_loggers(tmp_path: Path) -> None:
+    logger = samestep.launch(train_with_memory_logger, tmp_path, processes=1)
+    assert logger.config["epochs"] == 1
+    kinds = [event["event"] for event in logger.events]
+    assert kinds[:2] == ["step", "step"]
+    assert kinds[-3:] == ["evaluation", "checkpoint", "end"]
+    assert logger.is_closed
+
+
+def train_with_memory_logger(folder: Path) -> MemoryLogger:
+    recipe, options = load_recipe("digits", ["epochs=1", "batch_size=512"]), RunOptions(device="cpu")
+    logger = MemoryLogger()
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        trainer = Trainer(
+            built.engine,
+            built.train,
+            built.evaluation,
+            list(built.metrics),
+            folder=CheckpointFolder(folder, 2),
+            recipe=recipe_data(recipe),
+            epochs=recipe.epochs,
+            options=options,
+            loggers=[logger],
+        )
+        trainer.fit()
+    return logger

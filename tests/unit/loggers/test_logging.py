@@ -1,0 +1,57 @@
+"""Logger `samestep` for diagnostics."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from samestep.distributed.env import read_log_level
+from samestep.errors import InputError
+
+LOG = """
+import logging
+from samestep.distributed.logging import configure_logging, logger
+{setup}
+for rank in (None, 3):
+    configure_logging(rank)
+    logger.debug("debug")
+    logger.info("info %d%%", 5)
+    logger.warning("warning")
+"""
+
+
+def stderr_lines(setup: str = "", level: str | None = None) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "SAMESTEP_LOG_LEVEL"}
+    environment |= {"SAMESTEP_LOG_LEVEL": level} if level else {}
+    command = [sys.executable, "-c", LOG.format(setup=setup)]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=60)
+    return done.stderr.splitlines()
+
+
+def test_default_is_plain_text_from_level_info() -> None:
+    assert stderr_lines() == ["info 5%", "warning"] * 2
+
+
+def test_environment_variable_sets_the_level_and_adds_level_and_rank() -> None:
+    lines = stderr_lines(level="debug")
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        *("DEBUG rank -: debug", "INFO rank -: info 5%", "WARNING rank -: warning"),
+        *("DEBUG rank 3: debug", "INFO rank 3: info 5%", "WARNING rank 3: warning"),
+    ]
+    assert stderr_lines(level="ERROR") == []
+
+
+def test_configuration_of_the_program_is_used() -> None:
+    setup = "configure_logging = lambda rank, call=configure_logging: call(rank or 0)\n"
+    setup += 'logging.basicConfig(format="%(name)s of rank %(rank)s: %(message)s")'
+    assert stderr_lines(setup) == [
+        f"samestep of rank {rank}: {message}" for rank in (0, 3) for message in ("info 5%", "warning")
+    ]
+
+
+def test_unknown_level_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "loud")
+    with pytest.raises(InputError, match="loud") as failure:
+        read_log_level()
+    assert failure.value.code == "E_LOG_LEVEL"

@@ -1,0 +1,90 @@
+"""Overlays of segmentation targets and predictions."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from samestep.metrics.overlays import (
+    areas,
+    blended,
+    class_colors,
+    class_map,
+    is_segmentation,
+    overlay,
+    side_by_side,
+    write_overlays,
+)
+
+
+def test_class_map_of_one_channel_and_of_several() -> None:
+    one = torch.tensor([[[-1.0, 0.0, 0.5]]])
+    assert class_map(one).tolist() == [[0, 0, 1]]
+    assert class_map(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.5, 1.0]])).tolist() == [0, 1]
+
+
+def test_areas_are_shares_of_classes() -> None:
+    numbers = numpy.array([[0, 1], [1, 2]])
+    assert areas(numbers, ("sky", "road", "car")) == [
+        {"class": "sky", "share": 0.25},
+        {"class": "road", "share": 0.5},
+        {"class": "car", "share": 0.25},
+    ]
+    assert areas(numpy.array([[0, 1], [0, 0]]), ("foreground",)) == [{"class": "foreground", "share": 0.25}]
+
+
+def test_background_and_ignored_pixels_are_unchanged() -> None:
+    image = Image.new("RGB", (4, 4), (40, 80, 120))
+    numbers = numpy.array([[0, 1], [-100, 2]])
+    pixels = numpy.asarray(blended(image, numbers, is_binary=False)).astype(int)
+    assert pixels[0, 0].tolist() == pixels[3, 0].tolist() == [40, 80, 120]
+    red, other = (numpy.array(color) for color in class_colors(2))
+    background = numpy.array([40, 80, 120])
+    assert abs(pixels[0, 3] - (red + background) / 2).max() <= 1
+    assert abs(pixels[3, 3] - (other + background) / 2).max() <= 1
+
+
+def test_class_colors_are_distinct_and_independent_of_the_count() -> None:
+    assert len(set(class_colors(30))) == 30
+    assert class_colors(30)[:5] == class_colors(5)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("shape", [(6, 8), (5, 6, 8)])
+def test_overlay_shows_input_mask_and_prediction(channels: int, shape: tuple[int, ...]) -> None:
+    inputs = torch.linspace(-2, 3, channels * 6 * 8 * (shape[0] if len(shape) == 3 else 1)).view(channels, *shape)
+    targets, outputs = torch.zeros(1, *shape), torch.full((1, *shape), -1.0)
+    targets[..., :4], outputs[..., 4:] = 1.0, 1.0
+    image = overlay(inputs, targets, outputs)
+    assert image.size == (8 * 3 + 2 * 4, 6)
+    plain, expected, predicted = (numpy.asarray(image.crop((left, 0, left + 8, 6))).astype(int) for left in (0, 12, 24))
+    assert (expected[:, 4:] == plain[:, 4:]).all()
+    assert (predicted[:, :4] == plain[:, :4]).all()
+    assert (expected[:, :4, 0] > plain[:, :4, 0]).all(), "foreground is red"
+    assert (predicted[:, 4:, 0] >= plain[:, 4:, 0]).all()
+    assert not (predicted[:, 4:] == plain[:, 4:]).all()
+
+
+def test_overlay_of_classes(tmp_path: Path) -> None:
+    outputs = torch.randn(2, 4, 6, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(0, 4, (2, 6, 5), generator=torch.Generator().manual_seed(1))
+    paths = write_overlays(tmp_path / "overlays", [3, 11], torch.rand(2, 3, 6, 5), targets, outputs)
+    assert [path.name for path in paths] == ["sample-000003.png", "sample-000011.png"]
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.size == (5 * 3 + 8, 6)
+
+
+def test_side_by_side_has_the_largest_height() -> None:
+    assert side_by_side([Image.new("RGB", (3, 5)), Image.new("RGB", (4, 2))]).size == (11, 5)
+
+
+def test_is_segmentation_needs_one_class_per_pixel() -> None:
+    images = torch.zeros(2, 3, 8, 8)
+    assert is_segmentation(images, torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
+    assert is_segmentation(images, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8))
+    assert not is_segmentation(images, torch.zeros(2), torch.zeros(2, 5))
+    assert not is_segmentation({"pixels": images}, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8))
+    assert not is_segmentation(images, torch.zeros(2, 4, 4), torch.zeros(2, 5, 4, 4))

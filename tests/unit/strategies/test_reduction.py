@@ -1,0 +1,203 @@
+"""Tree over microbatches: the same pairs are added for any number of ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.strategies.reduction import MicrobatchTree, Node, children
+
+Sum = Any  # a microbatch's number, or a pair of sums
+
+
+def add(left: Sum, right: Sum) -> Sum:
+    """Return a sum as an expression, independent of the order of its two operands: addition commutes."""
+    return tuple(sorted((left, right), key=repr))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> MicrobatchTree:
+    microbatches = draw(st.integers(1, 40))
+    return MicrobatchTree(microbatches, draw(st.integers(1, 3 * microbatches)))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, int]:
+    tree = draw(trees())
+    return tree, draw(st.integers(1, tree.microbatches))
+
+
+def present(tree: MicrobatchTree) -> list[int]:
+    bounds = microbatch_bounds(tree.samples, tree.microbatches)
+    return [microbatch for microbatch, (start, stop) in enumerate(bounds) if start < stop]
+
+
+def leaves(tree: MicrobatchTree, microbatches: Any) -> dict[Node, Sum]:
+    filled = set(present(tree))
+    return {(microbatch, microbatch + 1): microbatch for microbatch in microbatches if microbatch in filled}
+
+
+def reference(tree: MicrobatchTree) -> Sum:
+    return tree.sum(leaves(tree, range(tree.microbatches)), add)
+
+
+def test_the_tree_over_eight_microbatches() -> None:
+    assert reference(MicrobatchTree(8, 8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
+
+
+def test_the_tree_over_five_microbatches() -> None:
+    assert reference(MicrobatchTree(5, 5)) == add(add(0, 1), add(2, add(3, 4)))
+
+
+def test_microbatches_without_samples_are_omitted() -> None:
+    assert present(MicrobatchTree(8, 3)) == [2, 5, 7]
+    assert reference(MicrobatchTree(8, 3)) == add(2, add(5, 7))
+
+
+@given(trees())
+def test_a_node_has_samples_if_a_microbatch_below_has(tree: MicrobatchTree) -> None:
+    filled = present(tree)
+    for lo in range(tree.microbatches):
+        for hi in range(lo + 1, tree.microbatches + 1):
+            assert tree.has_samples((lo, hi)) == any(lo <= microbatch < hi for microbatch in filled)
+
+
+@given(worlds())
+def test_covers_partition_the_microbatches_with_samples(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    covered = []
+    for rank in range(size):
+        owned = owned_microbatches(tree.microbatches, size, rank)
+        for lo, hi in tree.cover(rank, size):
+            assert owned.start <= lo < hi <= owned.stop
+            covered += [microbatch for microbatch in range(lo, hi) if microbatch in present(tree)]
+    assert covered == present(tree)
+
+
+@given(worlds())
+def test_covers_are_the_largest_subtrees(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    parents = {
+        half: node for node in nodes_below((0, tree.microbatches)) if node[1] - node[0] > 1 for half in children(node)
+    }
+    for rank in range(size):
+        owned = owned_microbatches(tree.microbatches, size, rank)
+        for node in tree.cover(rank, size):
+            lo, hi = parents.get(node, (-1, tree.microbatches + 1))
+            assert not owned.start <= lo < hi <= owned.stop
+            assert tree.has_samples(node)
+
+
+def nodes_below(node: Node) -> list[Node]:
+    if node[1] - node[0] == 1:
+        return [node]
+    return [node, *(below for half in children(node) for below in nodes_below(half))]
+
+
+@given(worlds())
+def test_the_sum_does_not_depend_on_the_number_of_ranks(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    sums: dict[Node, Sum] = {}
+    for rank in range(size):
+        owned = leaves(tree, owned_microbatches(tree.microbatches, size, rank))
+        for node in tree.cover(rank, size):
+            merged = tree.merge(node, owned, add)
+            assert list(merged) == [node]
+            sums |= merged
+    assert tree.sum(sums, add) == reference(tree)
+
+
+@given(worlds())
+def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    sums: dict[Node, Sum] = {}
+    for rank in range(size):
+        sums |= add_early(tree, rank, size, lambda sums: None)
+    assert tree.sum(sums, add) == reference(tree)
+
+
+@given(worlds())
+def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    levels = tree.microbatches.bit_length() + 1
+    for rank in range(size):
+        cover = len(tree.cover(rank, size))
+        counts: list[int] = []
+        add_early(tree, rank, size, lambda sums, counts=counts: counts.append(len(sums)))
+        assert max(counts, default=0) <= cover + levels
+
+
+def add_early(
+    tree: MicrobatchTree, rank: int, size: int, inspect: Callable[[dict[Node, Sum]], None]
+) -> dict[Node, Sum]:
+    """Return the sums of a rank that adds each microbatch to available sums at once."""
+    sums: dict[Node, Sum] = {}
+    for leaf, value in leaves(tree, owned_microbatches(tree.microbatches, size, rank)).items():
+        sums[leaf] = value
+        sums = {node: total for top in tree.cover(rank, size) for node, total in tree.merge(top, sums, add).items()}
+        inspect(sums)
+    return sums
+
+
+@given(worlds())
+def test_pairs_of_ranks_compute_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    if not tree.pairs_up(size):
+        return
+    sums = []
+    for rank in range(size):
+        (node,) = tree.cover(rank, size)
+        sums.append(tree.merge(node, leaves(tree, owned_microbatches(tree.microbatches, size, rank)), add)[node])
+    distance = 1
+    while distance < size:
+        sums = [add(sums[rank], sums[rank ^ distance]) for rank in range(size)]
+        distance *= 2
+    assert set(map(repr, sums)) == {repr(reference(tree))}
+
+
+@pytest.mark.parametrize(
+    ("tree", "size", "pairs"),
+    [
+        (MicrobatchTree(8, 64), 1, True),
+        (MicrobatchTree(8, 64), 2, True),
+        (MicrobatchTree(8, 64), 4, True),
+        (MicrobatchTree(8, 64), 8, True),
+        (MicrobatchTree(8, 64), 3, False),
+        (MicrobatchTree(8, 64), 6, False),
+        (MicrobatchTree(8, 1), 2, False),
+        (MicrobatchTree(7, 64), 2, True),
+        (MicrobatchTree(6, 64), 4, True),
+        (MicrobatchTree(8, 3), 2, True),
+        (MicrobatchTree(8, 3), 4, False),
+    ],
+)
+def test_ranks_pair_up_if_each_owns_one_subtree(tree: MicrobatchTree, size: int, pairs: bool) -> None:
+    assert tree.pairs_up(size) == pairs
+
+
+@given(worlds())
+def test_a_batch_is_shared_by_all_if_each_rank_has_samples(world: tuple[MicrobatchTree, int]) -> None:
+    tree, size = world
+    loads = [leaves(tree, owned_microbatches(tree.microbatches, size, rank)) for rank in range(size)]
+    assert tree.is_shared_by_all(size) == all(loads)
+
+
+def test_a_node_without_values_has_no_sum() -> None:
+    assert MicrobatchTree(8, 3).merge((0, 2), {}, add) == {}
+
+
+def test_values_of_subtrees_are_used() -> None:
+    tree = MicrobatchTree(4, 4)
+    assert tree.sum({(0, 2): "low", (2, 4): "high"}, add) == add("low", "high")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 13])
+def test_the_left_operand_is_the_left_half(microbatches: int) -> None:
+    """The in-place addition into the right-hand operand relies on this order."""
+    tree = MicrobatchTree(microbatches, microbatches)
+    text = {(microbatch, microbatch + 1): str(microbatch) for microbatch in range(microbatches)}
+    total = tree.sum(text, lambda left, right: f"{left},{right}")
+    assert total == ",".join(str(microbatch) for microbatch in range(microbatches))

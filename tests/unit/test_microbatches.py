@@ -1,0 +1,66 @@
+"""Division of batches into microbatches, and ownership of microbatches."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import InputError
+from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches
+
+sizes = st.integers(0, 5000)
+counts = st.integers(1, 200)
+
+
+@given(sizes, counts)
+def test_microbatches_are_contiguous_slices_of_the_batch(size: int, microbatches: int) -> None:
+    bounds = microbatch_bounds(size, microbatches)
+    assert len(bounds) == microbatches
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == size
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+
+
+@given(sizes, counts)
+def test_microbatch_sizes_differ_by_at_most_one(size: int, microbatches: int) -> None:
+    lengths = [stop - start for start, stop in microbatch_bounds(size, microbatches)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(counts, st.integers(1, 64))
+def test_each_microbatch_has_one_owner(microbatches: int, ranks: int) -> None:
+    owned = [number for rank in range(ranks) for number in owned_microbatches(microbatches, ranks, rank)]
+    assert owned == list(range(microbatches))
+
+
+@given(counts, st.integers(1, 64))
+def test_loads_differ_by_at_most_one_microbatch(microbatches: int, ranks: int) -> None:
+    loads = [len(owned_microbatches(microbatches, ranks, rank)) for rank in range(ranks)]
+    assert max(loads) - min(loads) <= 1
+
+
+def test_known_slices() -> None:
+    assert microbatch_bounds(10, 4) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert [list(owned_microbatches(8, 3, rank)) for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+@given(counts)
+def test_one_microbatch_per_rank_is_enough(microbatches: int) -> None:
+    require_enough_microbatches(microbatches, microbatches)
+    with pytest.raises(InputError):
+        require_enough_microbatches(microbatches, microbatches + 1)
+
+
+def test_error_has_value_expectation_and_fix() -> None:
+    with pytest.raises(InputError) as raised:
+        require_enough_microbatches(4, 6)
+    assert raised.value.code == "E_TOO_MANY_RANKS"
+    assert raised.value.value.startswith("6 ranks share the data but the recipe has 4 microbatches, so 2 ranks")
+    assert raised.value.expected == "ranks that share the data <= microbatches"
+    assert (raised.value.fix or "").startswith("--processes 4, or set microbatches: 6 ")
+
+
+def test_error_with_one_idle_rank_uses_the_singular() -> None:
+    with pytest.raises(InputError, match="so 1 rank would have nothing to do"):
+        require_enough_microbatches(4, 5)

@@ -1,0 +1,84 @@
+"""Tests of the text forms of bytes, durations and percentages."""
+
+import pytest
+
+from samestep.errors import InputError
+from samestep.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_value,
+    parse_bytes,
+    parse_duration,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1536, "1.5 KiB"),
+        (1000 * 2**10, "1,000 KiB"),
+        (64 * 2**20, "64 MiB"),
+        (5 * 2**30, "5 GiB"),
+        (300 * 2**30, "300 GiB"),
+        (3 * 2**40, "3 TiB"),
+        (None, "–"),
+    ],
+)
+def test_format_bytes(value: float | None, text: str) -> None:
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4096", 4096), ("512MiB", 512 << 20), ("1.5g", 3 << 29), ("2 GB", 2 << 30), ("1kib", 1024)]
+)
+def test_parse_bytes(text: str, expected: int) -> None:
+    assert parse_bytes("--size", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1 parsec", "1e3", "GiB"])
+def test_parse_bytes_refuses_other_text(text: str) -> None:
+    with pytest.raises(InputError, match="--size") as caught:
+        parse_bytes("--size", text)
+    assert caught.value.code == "E_SIZE"
+    assert caught.value.fix == "--size 1GiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (1000, "16 min 40 s"),
+        (7200, "2 h"),
+        (90061, "1 d 1 h"),
+    ],
+)
+def test_format_duration(value: float, text: str) -> None:
+    assert format_duration(value) == text
+
+
+def test_format_value() -> None:
+    values = [format_value(0.51234, kind) for kind in ("percent", "number", "count", "bytes")]
+    assert values == ["51.23%", "0.51234", "0.5", "1 B"]
+    assert format_value(None, "number") == format_percent(None) == format_count(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("30", 30.0), ("30s", 30.0), ("1.5m", 90.0), ("2h", 7200.0), ("0.25", 0.25), ("007s", 7.0)]
+)
+def test_durations_with_and_without_a_unit(text: str, expected: float) -> None:
+    assert parse_duration("--time", text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "s", "30d", "1e3", "nan", "inf", ""])
+def test_invalid_duration_is_an_error_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match="--time") as caught:
+        parse_duration("--time", text)
+    assert caught.value.code == "E_DURATION"
+    assert "--time 30s" in str(caught.value)

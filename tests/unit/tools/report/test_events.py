@@ -1,0 +1,251 @@
+"""Events of a run, JSON-lines files that a kill has cut, curves and their reduction, and time without pauses."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.tools.report.events import (
+    BUCKETS,
+    DATA_SHARE,
+    EventLog,
+    JsonLines,
+    Points,
+    RunClock,
+    Series,
+    parse_count,
+    parse_finite,
+    parse_number,
+)
+
+
+def log_of(path: Path, events: list[dict[str, Any]], batch_size: float | None = 32) -> EventLog:
+    lines = [json.dumps({"time": 100.0 + number, **event}) for number, event in enumerate(events)]
+    path.write_text("\n".join(lines) + "\n")
+    return EventLog(path, batch_size)
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "event": "step",
+        "step": number,
+        "step_in_epoch": number,
+        "steps_in_epoch": 10,
+        "loss": 1.0 / number,
+        "lr": 0.1,
+        "grad_norm": None,
+        "skipped": False,
+        "samples_per_second": 320.0,
+        "data_seconds": 0.02,
+        **changes,
+    }
+
+
+def identity(times: numpy.ndarray) -> numpy.ndarray:
+    return times
+
+
+def values(log: EventLog, curve: str) -> list[float]:
+    return list(log.curves[curve].series(identity).values)
+
+
+def test_curves_of_steps(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "e", [step(1), step(2, loss="nan", skipped=True), step(3, loss="inf")])
+    loss = values(log, "loss")
+    assert loss[0] == 1.0
+    assert numpy.isnan(loss[1])
+    assert numpy.isinf(loss[2])
+    assert values(log, "grad_norm") == []
+    assert (log.step, log.steps_in_epoch, log.skipped_steps, log.end) == (3, 10, {2}, None)
+
+
+def test_share_of_a_step_spent_waiting_for_data(tmp_path: Path) -> None:
+    # 32 samples at 320 per second take 0.1 s, with 0.02 s of waiting. The last batch of an epoch can be smaller.
+    log = log_of(tmp_path / "e", [step(9), step(10)])
+    assert values(log, DATA_SHARE) == pytest.approx([0.2])
+    assert values(log_of(tmp_path / "e", [step(1, steps_in_epoch=1)]), DATA_SHARE) == pytest.approx([0.2])
+    assert values(log_of(tmp_path / "e", [step(1)], None), DATA_SHARE) == []
+
+
+def test_resumed_run_extends_the_curves(tmp_path: Path) -> None:
+    events = [step(1), step(2), step(3, skipped=True), {"event": "resume", "step": 2}, step(3), {"event": "end"}]
+    log = log_of(tmp_path / "e", events)
+    assert len(values(log, "loss")) == 3
+    assert log.resumed == [(102.0, 103.0, 2)]
+    assert log.skipped_steps == set()
+    assert log.end is not None
+
+
+def test_resumed_run_has_not_ended(tmp_path: Path) -> None:
+    events = [step(1), {"event": "end", "stopped": True}, {"event": "resume", "step": 1}, step(2)]
+    assert log_of(tmp_path / "e", events).end is None
+
+
+def test_evaluations_by_step_and_metric(tmp_path: Path) -> None:
+    first = {"event": "evaluation", "step": 5, "epoch": 1, "epochs": 2, "is_best": True, "loss": 0.5, "accuracy": 0.9}
+    log = log_of(tmp_path / "e", [first, {**first, "loss": 0.4}, {**first, "step": 10, "loss": "nan"}])
+    assert list(log.metrics) == ["loss", "accuracy"]
+    assert log.metrics["loss"].series(identity).values.tolist()[0] == 0.4
+    assert log.evaluations[5]["loss"] == 0.4
+
+
+def test_invalid_events_are_ignored(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "step"},
+        {"event": "step", "step": "7"},
+        {"event": 7},
+        {"event": "step", "step": 2**70},
+        {"event": "evaluation", "step": 1, "accuracy": [1]},
+        {"event": "note", "text": None},
+        {"event": "step", "step": 1, "loss": 1.0, "time": "yesterday"},
+    ]
+    log = log_of(tmp_path / "e", events)
+    assert values(log, "loss") == []
+    assert len(log.times) == 6
+
+
+def read(path: Path, content: bytes) -> tuple[list[object], int]:
+    path.write_bytes(content)
+    lines = JsonLines(path)
+    return list(lines), lines.unreadable
+
+
+def test_cut_line_at_the_end_is_skipped(tmp_path: Path) -> None:
+    assert read(tmp_path / "a", b'{"time": 1}\n{"time": 2, "st') == ([{"time": 1}], 1)
+
+
+def test_line_appended_to_a_cut_line_is_read(tmp_path: Path) -> None:
+    content = b'{"time": 1}\n{"time": 2, "st{"time": 3, "event": "resume"}\n{"time": 4}\n'
+    assert read(tmp_path / "a", content) == ([{"time": 1}, {"time": 3, "event": "resume"}, {"time": 4}], 1)
+
+
+def test_empty_lines_and_zeros_are_not_counted(tmp_path: Path) -> None:
+    assert read(tmp_path / "a", b'\n{"time": 1}\n\0\0\0\0\n\n') == ([{"time": 1}], 0)
+
+
+@pytest.mark.parametrize("line", [b"[1, 2]", b"7", b"\xff\xfe{", b"[" * 100_000, b'{"a": ' * 100_000])
+def test_line_without_an_object_is_skipped(line: bytes, tmp_path: Path) -> None:
+    assert read(tmp_path / "a", line + b'\n{"time": 1}\n') == ([{"time": 1}], 1)
+
+
+def test_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert list(JsonLines(tmp_path / "none")) == []
+
+
+def test_numbers_of_events() -> None:
+    assert [parse_number(value) for value in (1, 2.5, "inf", "-inf", "7", None, True, [1])] == [
+        1.0,
+        2.5,
+        math.inf,
+        -math.inf,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert math.isnan(parse_number("nan") or 0.0)
+    assert parse_number(10**400) is None
+    assert [parse_finite(value) for value in (1, "nan", "inf", None)] == [1.0, None, None, None]
+    assert [parse_count(value) for value in (0, 7, -1, 2.0, True, "7", 2**60)] == [0, 7, None, None, None, None, None]
+
+
+# --- series ------------------------------------------------------------
+
+
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=200)
+
+
+def series_of(values: list[float]) -> Series:
+    steps = numpy.arange(1, len(values) + 1)
+    return Series(steps, steps * 0.5, numpy.array(values, float))
+
+
+def test_later_point_of_a_repeated_step_replaces_the_first() -> None:
+    points = Points()
+    for step, time, value in [(1, 10, 1.0), (2, 11, 2.0), (3, 12, 3.0), (2, 20, 22.0), (3, 21, 33.0), (4, 22, 44.0)]:
+        points.add(step, time, value)
+    series = points.series(identity)
+    assert series.steps.tolist() == [1, 2, 3, 4]
+    assert series.seconds.tolist() == [10, 20, 21, 22]
+    assert series.values.tolist() == [1.0, 22.0, 33.0, 44.0]
+
+
+@settings(max_examples=60)
+@given(VALUES, st.integers(1, 20))
+def test_thinned_curve_has_ends_and_extremes_of_each_bucket(values: list[float], buckets: int) -> None:
+    series = series_of(values).thinned(buckets)
+    finite = [(number + 1, value) for number, value in enumerate(values) if math.isfinite(value)]
+    thinned = list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    assert set(thinned) <= set(finite)
+    assert thinned == sorted(thinned, key=lambda point: point[0])
+    assert len(thinned) <= max(2 * buckets + 2, len(finite) if len(finite) <= 2 * buckets else 0)
+    if finite:
+        assert thinned[0] == finite[0]
+        assert thinned[-1] == finite[-1]
+        assert (min(thinned, key=lambda p: p[1])[1], max(thinned, key=lambda p: p[1])[1]) == (
+            min(value for _, value in finite),
+            max(value for _, value in finite),
+        )
+
+
+def test_spike_in_a_million_steps_is_not_lost() -> None:
+    values = numpy.zeros(1_000_000)
+    values[777_777], values[123_456] = 5.0, -3.0
+    series = Series(numpy.arange(1_000_000), numpy.arange(1_000_000) * 0.1, values).thinned()
+    assert len(series.steps) <= 2 * BUCKETS + 2
+    assert {777_777: 5.0, 123_456: -3.0}.items() <= dict(zip(series.steps.tolist(), series.values, strict=True)).items()
+
+
+def test_means_include_all_points_of_their_bucket() -> None:
+    series = series_of([float(value) for value in range(100)] + [math.nan]).means(10)
+    assert series.values.tolist() == [4.5 + 10 * number for number in range(10)]
+    assert series.steps.tolist() == [6 + 10 * number for number in range(10)]
+    assert not len(series_of([1.0, 2.0, 3.0]).means(10).steps)
+
+
+def test_nonfinite_values_are_separate() -> None:
+    data = series_of([1.0, math.nan, 3.0, math.inf]).data()
+    assert data["points"] == {"x": [1, 3], "t": [0.5, 1.5], "y": [1.0, 3.0]}
+    assert data["nonfinite"] == {"x": [2, 4], "t": [1.0, 2.0], "y": []}
+    assert data["nonfinite_count"] == 2
+    assert series_of([math.nan] * 500).data()["nonfinite_count"] == 500
+    assert len(series_of([math.nan] * 500).data()["nonfinite"]["x"]) == 50
+
+
+def test_statistics_exclude_nonfinite_values() -> None:
+    statistics = series_of([2.0, math.nan, 4.0, math.inf, 3.0]).statistics()
+    assert statistics == {"min": 2.0, "max": 4.0, "mean": 3.0, "median": 3.0, "last": 3.0}
+    assert series_of([math.nan]).statistics() is None
+
+
+def test_time_starts_at_the_first_activity() -> None:
+    clock = RunClock(numpy.array([103.0, 100.0, 110.0]), [])
+    assert (clock.at(100.0), clock.at(103.0), clock.total) == (0.0, 3.0, 10.0)
+    assert clock.at(90.0) == 0.0
+
+
+def test_pause_before_a_resume_does_not_count() -> None:
+    # Last event at 105, next activity at 1000, event of the resume at 1002.
+    clock = RunClock(numpy.array([100.0, 105.0, 1000.0, 1002.0, 1010.0]), [(105.0, 1002.0)])
+    assert [clock.at(time) for time in (105.0, 1000.0, 1002.0, 1010.0)] == [5.0, 5.0, 7.0, 15.0]
+    assert clock.total == 15.0
+
+
+def test_long_evaluation_is_not_a_pause() -> None:
+    clock = RunClock(numpy.array([100.0, 700.0, 1000.0, 1001.0]), [(700.0, 1000.0)])
+    assert clock.at(700.0) == 600.0
+    assert clock.total == 601.0
+
+
+def test_several_pauses() -> None:
+    clock = RunClock(numpy.array([0.0, 10.0, 110.0, 120.0, 320.0, 330.0]), [(120.0, 320.0), (10.0, 110.0)])
+    assert clock(numpy.array([10.0, 110.0, 120.0, 320.0, 330.0])).tolist() == [10.0, 10.0, 20.0, 20.0, 30.0]
+
+
+def test_no_activity_has_no_duration() -> None:
+    assert RunClock(numpy.array([]), []).total == 0.0

@@ -1,0 +1,1 @@
+"""Functions that tests run in ranks."""

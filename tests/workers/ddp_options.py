@@ -1,0 +1,208 @@
+"""Rank functions for `strategies/test_ddp_options.py`."""
+
+import hashlib
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from helpers.batches import batch_of, random_data
+from helpers.models import Picky, seeded
+from samestep.config import MeshConfig, StepConfig, StrategyConfig
+from samestep.config.strategy import Hook
+from samestep.errors import InputError, PeerLostError
+from samestep.strategies.buckets import flatten, unflatten
+from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
+from workers.loader import gathered
+
+MICROBATCHES, BATCH, SAMPLES, STEPS = 8, 24, 96, 10
+OPTIONS: dict[str, StrategyConfig] = {
+    "plain": StrategyConfig(),
+    "1 MB": StrategyConfig(bucket_mb=1),
+    "25 MB": StrategyConfig(bucket_mb=25),
+    "many buckets": StrategyConfig(bucket_mb=0.02),
+    "fp16": StrategyConfig(hook="fp16"),
+    "fp16, many buckets": StrategyConfig(hook="fp16", bucket_mb=0.02),
+    "bf16": StrategyConfig(hook="bf16"),
+    "powersgd": StrategyConfig(hook="powersgd"),
+    "powersgd, many buckets": StrategyConfig(hook="powersgd", bucket_mb=0.02),
+}
+DIVIDED: dict[str, StrategyConfig] = {
+    "tp": StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2), plan={"blocks.*": "column_gathered"}),
+    "pp": StrategyConfig(name="ddp", mesh=MeshConfig(pipeline=2)),
+}
+DIVIDED |= {f"{name} fp16": replace(part, hook="fp16") for name, part in DIVIDED.items()}
+
+
+class Net(nn.Module):
+    """Network with batch norm, dropout, and matrices large enough for PowerSGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(12, 64), nn.BatchNorm1d(64)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(64, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs))
+        for block in self.blocks:
+            hidden = hidden + self.drop(torch.tanh(block(hidden)))
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def train(option: str) -> dict[str, Any]:
+    """Train for some steps with an option; return losses, weights and their hash."""
+    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    with samestep.start(device="cpu", strategy={**OPTIONS, **DIVIDED}[option]) as world:
+        net = seeded(0, Net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+        engine = samestep.Engine(
+            net, optimizer, nn.CrossEntropyLoss(), world=world, config=StepConfig(clip_norm=0.5), ema=0.9
+        )
+        batches = samestep.loader(data, batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
+        steps = []
+        while engine.steps < STEPS:
+            steps += [engine.step(batch) for batch in batches]
+        values = engine.evaluate(samestep.loader(data, batch_size=20, microbatches=MICROBATCHES, world=world))
+        local = engine.local_parameters.local
+        weights = {name: p.detach().clone() for name, p in local.items() if not p.is_meta}
+        return {
+            "steps": [(step.loss, step.grad_norm) for step in steps],
+            "evaluation": values,
+            "weights": weights,
+            "bits": hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest(),
+        }
+
+
+def train_all() -> dict[str, list[dict[str, Any]]]:
+    """Train with every option; return the results by option and rank."""
+    results = {option: train(option) for option in OPTIONS}
+    with samestep.start(device="cpu") as world:
+        return {option: gathered(result) for option, result in results.items()} if world.size > 1 else {}
+
+
+def train_divided() -> dict[str, list[tuple[float, float]]]:
+    """Train replicas of a divided model; return loss and gradient norm of each step."""
+    return {name: train(name)["steps"] for name in DIVIDED}
+
+
+def gradients_of(rank: int, dtype: torch.dtype, size: float) -> torch.Tensor:
+    """Return gradients of a rank with magnitudes around `size`."""
+    generator = torch.Generator().manual_seed(rank)
+    spread = 10 ** (2 * torch.randn(1000, generator=generator, dtype=torch.float64).clamp(-1, 1))
+    return (size * spread * torch.randn(1000, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def sums_16_bit() -> list[dict[str, Any]]:
+    """Return 16-bit sums of finite and non-finite numbers, by rank."""
+    sums: dict[str, Any] = {}
+    with samestep.start(device="cpu") as world:
+        for name in ("float16", "bfloat16"):
+            for size in (1e-12, 1e-6, 1.0, 1e9):
+                sums[f"{name} {size:g}"] = compressed_all_reduce(
+                    world, gradients_of(world.rank, torch.float32, size), getattr(torch, name)
+                )
+            for value in (torch.inf, torch.nan):
+                numbers = gradients_of(world.rank, torch.float32, 1.0)
+                if world.rank == 1:
+                    numbers[3] = value
+                sums[f"{name} {value}"] = compressed_all_reduce(world, numbers, getattr(torch, name))
+            sums[f"{name} zero"] = compressed_all_reduce(world, torch.zeros(5), getattr(torch, name))
+        return gathered(sums)
+
+
+def powersgd_sums() -> list[dict[str, Any]]:
+    """Return PowerSGD sums by rank: of low-rank gradients, of five steps, of a non-finite step and the next one."""
+    with samestep.start(device="cpu") as world:
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((40, 50), (7,), (30, 4, 9))]
+
+        def gradients(seed: int) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(seed)
+            return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
+
+        def step(compression: PowerSGD, values: list[torch.Tensor]) -> list[torch.Tensor]:
+            return unflatten(compression(parameters, flatten(values, parameters)), parameters)
+
+        left = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        low_rank = gradients(world.rank)
+        low_rank[0] = left @ low_rank[0][:4]
+        result: dict[str, Any] = {"low rank": (low_rank[0], step(PowerSGD(world, parameters), low_rank)[0])}
+        compression = PowerSGD(world, parameters)
+        total = [torch.zeros_like(p) for p in parameters]
+        sent = [torch.zeros_like(p) for p in parameters]
+        for number in range(5):
+            values = gradients(100 * number + world.rank)
+            torch._foreach_add_(total, values)
+            torch._foreach_add_(sent, step(compression, values))
+        result["total"], result["sent"] = total, sent
+        result["errors"] = [compression._errors.get(p, torch.zeros(())).clone() for p in parameters]
+        values = gradients(world.rank)
+        if world.rank == 1:
+            values[0][2, 3] = torch.nan
+        result["non-finite"] = step(compression, values)
+        result["after"] = step(compression, gradients(world.rank))
+        return gathered(result)
+
+
+def unused_parameter(part: StrategyConfig) -> None:
+    """Compute a second step in which the last microbatch of one rank does not use a layer."""
+    inputs, targets = random_data(2 * MICROBATCHES)
+    inputs[:, 0] = 1
+    with samestep.start(device="cpu", strategy=part) as world:
+        net = seeded(0, Picky)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world)
+        engine.step(batch_of(world, inputs, targets, MICROBATCHES))
+        inputs[10:12, 0] = -1
+        engine.step(batch_of(world, inputs, targets, MICROBATCHES))
+
+
+def error_with_fp16(hook: Hook) -> str:
+    """Return the error of an engine with fp16 and a hook."""
+    with samestep.start(device="cpu", strategy=StrategyConfig(hook=hook)) as world:
+        net = nn.Linear(2, 2)
+        try:
+            samestep.Engine(
+                net,
+                torch.optim.SGD(net.parameters()),
+                samestep.cross_entropy,
+                world=world,
+                config=StepConfig(precision="fp16"),
+            )
+        except InputError as error:
+            return error.value
+        return ""
+
+
+def wait_for_missing_rank(kind: str) -> None:
+    """Let rank 0 wait for rank 1, which sleeps, in a group of the mesh."""
+    part = StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2))
+    with samestep.start(device="cpu", timeout=timedelta(seconds=4), strategy=part) as world:
+        assert world.mesh is not None
+        group = world.mesh.get_group("shard")
+        number = torch.ones(1)
+        dist.all_reduce(number, group=group)
+        if world.rank > 0:
+            time.sleep(60)  # the launcher ends this rank after the failure of rank 0
+        start = time.monotonic()
+        try:
+            if kind == "message":
+                for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, number, group=group, group_peer=1)]):
+                    work.wait()
+            else:
+                dist.all_reduce(number, group=group)
+        except RuntimeError as error:
+            raise PeerLostError(f"gave up after {time.monotonic() - start:.0f} s") from error
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one flat tensor."""
+    return torch.cat([tensor.flatten() for tensor in tensors])

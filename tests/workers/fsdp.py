@@ -1,0 +1,144 @@
+"""Rank functions for `strategies/test_fsdp.py`."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.config import Precision, StepConfig, StrategyConfig
+from samestep.errors import SamestepError
+from workers.layouts import Full
+
+SAMPLES, STEPS = 60, 6
+FSDP = StrategyConfig(name="fsdp")
+
+
+class Exploding(nn.Linear):
+    """Layer whose gradient overflows if an input is larger than 50."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        return outputs * torch.where(inputs.abs().max() > 50, torch.inf, 1.0) if self.training else outputs
+
+
+def data(largest: float = 1.0) -> TensorDataset:
+    inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1))
+    inputs[25] *= largest / inputs[25].abs().max()
+    return TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+
+
+def trained(part: StrategyConfig | None, precision: Precision) -> dict[str, Any]:
+    """Train float32 weights for some steps; return losses, the scale, and the full weights of every rank."""
+    with samestep.start(device="cpu", strategy=part) as world:
+        torch.manual_seed(0)
+        model = Full()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = StepConfig(precision=precision, clip_norm=1.0)
+        engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world, config=config)
+        batches = samestep.loader(data(), batch_size=20, microbatches=5, world=world)
+        losses = []
+        while engine.steps < STEPS:
+            losses += [engine.step(batch).loss for batch in batches]
+        weights = {
+            name: engine.local_parameters.full_tensor(name, p.detach()).tolist()
+            for name, p in engine.local_parameters.local.items()
+        }
+        return {"losses": losses, "scale": engine.scaler.get_scale(), "weights": samestep.all_gather(weights, world)}
+
+
+def precisions() -> dict[str, dict[str, Any]]:
+    """Train with FSDP in every precision."""
+    cases: dict[str, tuple[StrategyConfig, Precision]] = {
+        "fp32": (FSDP, "fp32"),
+        "bf16": (FSDP, "bf16"),
+        "fp16": (FSDP, "fp16"),
+        "gathered in bf16": (StrategyConfig(name="fsdp", gather="bf16"), "fp32"),
+    }
+    return {name: trained(*case) for name, case in cases.items()}
+
+
+def scales() -> list[list[float]]:
+    """Return the change of the scale on every rank: after a finite step, and after an overflow in one shard."""
+    changes = []
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        engine = engine_of(world, Full(), precision="fp16", non_finite="skip")
+        for batch in samestep.loader(data(), batch_size=20, microbatches=5, world=world):
+            engine.step(batch)
+        for overflowing in (None, 2):
+            before = engine.scaler.get_scale()
+            for shard in engine.local_parameters.trained.values():
+                shard.grad = torch.full_like(shard, torch.inf if world.rank == overflowing else 0.0)
+            engine.scaler.unscale_(engine.optimizer)
+            engine.local_parameters.agree_on_overflow(engine.scaler, engine.optimizer, world)
+            engine.scaler.update()
+            changes.append(samestep.all_gather(engine.scaler.get_scale() / before, world))
+    return changes
+
+
+def single_process() -> dict[str, dict[str, Any]]:
+    """Train with one process in every precision."""
+    names: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+    return {name: trained(None, name) for name in names}
+
+
+def engine_of(
+    world: samestep.World, model: nn.Module, optimizer: Any = torch.optim.SGD, **options: Any
+) -> samestep.Engine:
+    config = StepConfig(**options)
+    return samestep.Engine(
+        model, optimizer(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), world=world, config=config
+    )
+
+
+def errors() -> dict[str, list[str]]:
+    """Return the errors of every rank for unsupported configurations."""
+    texts: dict[str, list[str]] = {}
+
+    def record(name: str, run: Any) -> None:
+        try:
+            run()
+        except SamestepError as error:
+            texts[name] = [f"{error.value}|{error.fix}"]
+        texts[name] = samestep.all_gather(texts.get(name, ["no error"])[0], world)
+
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        record("optimizer", lambda: engine_of(world, nn.Linear(12, 4), torch.optim.Adafactor))
+        norms = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        record("batch norm", lambda: engine_of(world, norms, batch_norm="sync"))
+        for name in ("skip", "stop"):
+            model = nn.Sequential(nn.Linear(12, 8), Exploding(8, 8), nn.Linear(8, 4))
+            engine = engine_of(world, model, non_finite=name)
+            with torch.no_grad():
+                for shard in engine.local_parameters.local.values():
+                    shard.clamp_(-0.5, 0.5)
+            batches = samestep.loader(data(10_000.0), batch_size=20, microbatches=5, world=world)
+            record(name, lambda engine=engine, batches=batches: [engine.step(batch) for batch in batches])
+            texts[f"{name}: steps"] = samestep.all_gather(str(engine.steps), world)
+    with samestep.start(device="cpu", strategy=StrategyConfig(name="fsdp", meta=True)) as world:
+        tied = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+        tied[1].weight = tied[0].weight
+        record("tied", lambda: engine_of(world, tied))
+    return texts
+
+
+def without_values() -> None:
+    """Build an engine with a model that has no values on rank 0."""
+    with samestep.start(device="cpu", strategy=StrategyConfig(name="fsdp", meta=True)) as world:
+        engine_of(world, nn.Linear(12, 4, device="meta"))
+
+
+def shard_sizes() -> list[bool]:
+    """Return whether a rank computes with full parameters, and whether it stores less than half of them."""
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
+        reference = copy.deepcopy(model)
+        engine = engine_of(world, model)
+        inputs = data().tensors[0]
+        with torch.no_grad():
+            same = torch.allclose(engine.model(inputs), reference(inputs), atol=1e-6)
+        size = sum(shard.numel() for shard in engine.local_parameters.local.values())
+        return samestep.all_gather([same, size < sum(p.numel() for p in reference.parameters()) / 2], world)

@@ -1,0 +1,48 @@
+"""Functions run in ranks by `unit/distributed/test_gather.py`."""
+
+from typing import Any
+
+import samestep
+from samestep.errors import InputError
+
+# Values of rank 0, 1 and 2, from short to long.
+VALUES: dict[str, list[Any]] = {
+    "numbers": [0, -(2**70), 0.1 + 0.2],
+    "nothing": [None, None, None],
+    "empty": ["", [], {}],
+    "text": ["", "ein Fuß 中文 \U0001f98a \x00", "a" * 100_000],
+    "lists and mappings": [[], {"a": [1, {"b": None}]}, [[True], "x", 1e-300]],
+}
+COUNTS = [3.0, 0.0, 5.0]
+
+
+def run_all() -> dict[str, list[Any]]:
+    """Return the results of every rank, by name and rank."""
+    with samestep.start(device="cpu") as world:
+        results: dict[str, Any] = {
+            name: samestep.all_gather(values[world.rank], world) for name, values in VALUES.items()
+        }
+        values = {"b": 0.1 * (world.rank + 1), "a": float("nan") if world.rank == 1 else 2.0**world.rank}
+        results["means"] = samestep.reduce_dict(values, world, count=COUNTS[world.rank])
+        results["plain means"] = samestep.reduce_dict({"rank": world.rank}, world)
+        results["no values"] = samestep.reduce_dict({}, world)
+        results["rejected"] = rejected(world)
+        all_results = samestep.all_gather(results, world)
+        return {name: [row[name] for row in all_results] for name in results}
+
+
+def rejected(world: samestep.World) -> list[str]:
+    """Return the messages of rejected calls of `reduce_dict`."""
+    messages = []
+    for values, count in (({f"rank {world.rank}": 1.0}, 1.0), ({"a": 1.0}, 0.0)):
+        try:
+            samestep.reduce_dict(values, world, count=count)
+        except InputError as error:
+            messages.append(error.value)
+    return messages
+
+
+def gather_a_set() -> None:
+    """Gather an invalid value on rank 1 only, while the others wait."""
+    with samestep.start(device="cpu") as world:
+        samestep.all_gather({1} if world.rank == 1 else 0, world)

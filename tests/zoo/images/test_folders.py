@@ -1,0 +1,287 @@
+"""Recipe `images` on generated images."""
+
+import shutil
+import signal
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
+
+from helpers.system import Running, events, here, samestep, state_of, weights
+from samestep.errors import DataError
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.images.datasets import ImageFiles, Sample, load_images
+
+SHAPES = ("disc", "square", "stripes")
+SMALL = ("data.options.image_size=32", "batch_size=12", "microbatches=4", "epochs=2", "metrics=[]")
+STEPS = 8  # four fifths of 60 images, four steps an epoch
+
+
+def drawn(shape: str, number: int) -> Image.Image:
+    """Draw a shape of random size and color."""
+    width, height = 36 + 3 * number, 64 - 2 * number
+    image = Image.new("RGB", (width, height), (12 * number, 40, 90))
+    draw = ImageDraw.Draw(image)
+    colour = (250 - 5 * number, 11 * number % 256, 200)
+    box = (8, 6, 8 + 20, 6 + 20)
+    if shape == "disc":
+        draw.ellipse(box, fill=colour)
+    elif shape == "square":
+        draw.rectangle(box, fill=colour)
+    else:
+        for x in range(0, width, 8):
+            draw.line((x, 0, x, height), fill=colour, width=3)
+    return image
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write three classes of twenty JPEGs, one of them gray, and a partly transparent PNG."""
+    root = tmp_path_factory.mktemp("images") / "pictures"
+    for shape in SHAPES:
+        (root / shape).mkdir(parents=True)
+        for number in range(20):
+            drawn(shape, number).save(root / shape / f"{number:02}.jpg")
+    drawn("disc", 3).convert("L").save(root / "disc" / "03.jpg")
+    (root / "square" / "05.jpg").unlink()
+    see_through = drawn("square", 5).convert("RGBA")
+    see_through.putalpha(100)
+    see_through.save(root / "square" / "05.png")
+    return root
+
+
+def train(pictures: Path, place: Path, name: str, *arguments: object, overrides: tuple[str, ...] = ()) -> Path:
+    """Train, and return the run directory."""
+    chosen = ("--set", f"data.options.path={pictures}", *SMALL, *overrides)
+    assert here("train", "images", "--name", name, *arguments, *chosen, cwd=place) == 0
+    return place / "runs" / name
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+SMALLER = ("model.name=torchvision:resnet18",)
+
+
+@pytest.fixture(scope="module")
+def one(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run on one process without data workers."""
+    return train(pictures, tmp_path_factory.mktemp("one"), "one", "--workers", 0, overrides=SMALLER)
+
+
+def test_evaluation_counts_every_image_once(pictures: Path, one: Path) -> None:
+    assert [event["samples"] for event in events(one, "evaluation")] == 2 * [len(split(pictures)[1])]
+    assert state_of(one)["step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers"),
+    [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow)],
+)
+def test_processes_and_workers_do_not_change_weights(
+    pictures: Path, one: Path, tmp_path: Path, processes: int, workers: int
+) -> None:
+    other = train(pictures, tmp_path, "other", "--processes", processes, "--workers", workers, overrides=SMALLER)
+    assert weights(other) == weights(one)
+    losses = [[(event["train_loss"], event["loss"]) for event in events(run, "evaluation")] for run in (one, other)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_on_another_number_of_processes(pictures: Path, tmp_path: Path) -> None:
+    overrides = (*SMALLER, "loss.name=helpers.recorded:plain")
+    whole = train(pictures, tmp_path, "whole", overrides=overrides)
+    for file in tmp_path.glob("seen-*"):
+        file.unlink()
+    hold = tmp_path / "hold"
+    hold.write_text("0 13", encoding="utf-8")  # step 7, the third of the second epoch: two microbatches a step
+    chosen = ("--set", f"data.options.path={pictures}", *SMALL, *overrides)
+    arguments = ("--processes", 2, "--workers", 1, "--checkpoint-every", 1)
+    run = tmp_path / "runs" / "a"
+    with Running("train", "images", "--name", "a", *arguments, *chosen, cwd=tmp_path) as running:
+        running.until(
+            lambda: any(len(path.read_text().splitlines()) == 13 for path in tmp_path.glob("seen-0-*")), "step 7"
+        )
+        last = run / "checkpoints/last"  # replaced after the checkpoint's folder exists
+        running.until(lambda: last.resolve().name == "step-000000006", "its checkpoint, which is written during step 7")
+        running.kill(signal.SIGKILL)
+        running.wait(10)
+    hold.unlink()
+    assert state_of(run)["step"] == 6
+    assert here("resume", run, "--processes", 3, "--workers", 1, cwd=tmp_path) == 0
+    assert weights(run) == weights(whole)
+
+
+FROZEN = ("conv1.", "bn1.", "layer1.")
+
+
+@pytest.mark.parametrize("ending", ["safetensors", pytest.param("pth", marks=pytest.mark.slow)])
+def test_pretrained_weights_and_frozen_layers(pictures: Path, tmp_path: Path, ending: str) -> None:
+    """The model is that of the shipped recipe, on two processes."""
+    state = resnet34(classes=7)
+    file = tmp_path / f"state.{ending}"
+    if ending == "pth":
+        torch.save(state, file)
+    else:
+        save_file(state, file)
+    overrides = (
+        f"data.options.path={pictures}",
+        *SMALL,
+        "epochs=1",
+        f"model.pretrained={file}",
+        "model.freeze=[conv1.*, bn1.*, layer1.*]",
+    )
+    done = samestep("train", "images", "--name", "a", "--processes", 2, "--set", *overrides, cwd=tmp_path)
+    assert done.code == 0, done.err
+    notes = [line for line in done.err.splitlines() if not line.startswith("epoch")]
+    assert notes == [
+        f"pretrained: {len(state) - 2} tensors taken, 2 left out",
+        "  left out fc.weight: (3, 512) here, (7, 512) in the file",
+        "  left out fc.bias: (3,) here, (7,) in the file",
+        "frozen: 21 of 110 parameters",
+    ]
+    assert [event["text"] for event in events(tmp_path / "runs" / "a", "note")] == notes
+
+    folder = tmp_path / "runs" / "a" / "checkpoints" / "last"
+    trained = load_file(folder / "model.safetensors")
+    assert trained.keys() == state.keys()
+    assert trained["fc.weight"].shape == (3, 512)
+    for name, tensor in state.items():
+        if not name.startswith("fc."):
+            assert torch.equal(trained[name], tensor) == name.startswith(FROZEN), name
+    moved = {name.removeprefix("momentum_buffer/") for name in load_file(folder / "optimizer.safetensors")}
+    assert moved == {name for name in state if name.endswith((".weight", ".bias")) and not name.startswith(FROZEN)}
+
+
+def resnet34(classes: int) -> dict[str, torch.Tensor]:
+    """Return weights of another task with random batch norm statistics."""
+    make_torchvision_importable()
+    from torchvision.models import resnet34 as build
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        state: dict[str, torch.Tensor] = build(num_classes=classes).state_dict()
+        for name, tensor in state.items():
+            if name.endswith("running_mean"):
+                tensor.normal_(std=0.1)
+            elif name.endswith("num_batches_tracked"):
+                tensor.fill_(100)
+    return state
+
+
+# --- the data --------------------------------------------------------------------------------------------
+
+
+def names(files: object, root: Path) -> set[str]:
+    assert isinstance(files, ImageFiles)
+    return {path.relative_to(root).as_posix() for path, *_ in files._samples}
+
+
+def split(root: Path, fraction: float = 0.2) -> tuple[set[str], set[str]]:
+    """Return the names of the training and validation images."""
+    splits = load_images(str(root), evaluation_fraction=fraction, image_size=32)
+    return names(splits.train, root), names(splits.evaluation, root)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.99])
+def test_split_is_disjoint_complete_and_stratified(pictures: Path, fraction: float) -> None:
+    train, evaluation = split(pictures, fraction)
+    assert not train & evaluation
+    assert train | evaluation == {path.relative_to(pictures).as_posix() for path in pictures.rglob("*.*g")}
+    for shape in SHAPES:
+        here_too = [sum(name.startswith(shape) for name in part) for part in (train, evaluation)]
+        assert min(here_too) >= 1
+    assert split(pictures, fraction) == (train, evaluation)
+
+
+def test_split_does_not_depend_on_the_location(pictures: Path, tmp_path: Path) -> None:
+    assert split(shutil.copytree(pictures, tmp_path / "elsewhere")) == split(pictures)
+
+
+def test_split_is_stable_when_images_are_added(pictures: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(pictures, tmp_path / "more")
+    train, evaluation = split(root)
+    for number in range(20):
+        shutil.copy(root / "disc" / "00.jpg", root / "disc" / f"new-{number:02}.jpg")
+    train_now, evaluation_now = split(root)
+    assert len(train_now | evaluation_now) == 80
+    assert train <= train_now
+    assert evaluation <= evaluation_now
+
+
+def test_images_become_rgb_of_the_image_size(pictures: Path) -> None:
+    splits = load_images(str(pictures), image_size=32)
+    assert splits.classes == SHAPES
+    assert splits.reads_files
+    for part in (splits.train, splits.evaluation):
+        for index in range(len(part)):
+            image, label = part[index]
+            assert image.shape == (3, 32, 32)
+            assert image.dtype == torch.float32
+            assert 0 <= label < 3
+
+
+def test_only_training_images_are_augmented(pictures: Path) -> None:
+    splits = load_images(str(pictures), image_size=32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        assert not torch.equal(splits.train[0][0], splits.train[0][0])
+        assert torch.equal(splits.evaluation[0][0], splits.evaluation[0][0])
+
+
+def test_evaluation_path(pictures: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for shape in SHAPES:
+        (other / shape).mkdir(parents=True)
+        drawn(shape, 1).save(other / shape / "a.webp")
+    (other / ".hidden").mkdir()
+    splits = load_images(str(pictures), evaluation_path=str(other), image_size=32)
+    assert (len(splits.train), len(splits.evaluation)) == (60, 3)
+
+
+# --- images that are none --------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    ending=st.sampled_from(["jpg", "png", "bmp", "gif", "tiff", "webp"]),
+    cut=st.floats(0, 1),
+    flips=st.lists(st.floats(0, 1), max_size=4),
+)
+def test_damaged_image_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, ending: str, cut: float, flips: list[float]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"damaged.{ending}"
+    drawn("disc", 2).save(path)
+    data = bytearray(path.read_bytes())
+    for flip in flips:
+        data[int(flip * (len(data) - 1))] ^= 0x55
+    path.write_bytes(data[: int(cut * len(data))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, about what it could read all the same
+        try:
+            image, _ = ImageFiles([Sample(path, 0)], lambda image: torch.tensor(image.size))[0]
+        except DataError as error:
+            assert str(path) in error.value
+        else:
+            assert image.shape == (2,)
+
+
+def test_huge_image_is_refused(tmp_path: Path) -> None:
+    """Pillow refuses to decompress the file."""
+    path = tmp_path / "huge.png"
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b"")]
+    packed = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+    with pytest.raises(DataError, match=r"huge\.png"):
+        ImageFiles([Sample(path, 0)], lambda image: torch.zeros(1))[0]

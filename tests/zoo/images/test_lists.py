@@ -1,0 +1,270 @@
+"""Images of lists and of saved datasets."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.image_kinds import encoded, plain
+from samestep.data.loader import Loader
+from samestep.distributed.world import World
+from samestep.errors import DataError, RecipeError
+from samestep.zoo.images.datasets import ImageFiles, load_image_list
+from samestep.zoo.images.hub import load_hub_images
+from samestep.zoo.splits import train_validation_split
+
+ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
+SMALL: dict[str, Any] = {"image_size": 8}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve images."""
+    for name, _ in ROWS:
+        (tmp_path / name).write_bytes(encoded(plain(), "PNG"))
+    return tmp_path
+
+
+def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str] = ("path", "label")) -> str:
+    """Write a list in the format of the suffix."""
+    mappings = [dict(zip(columns, row, strict=True)) for row in rows]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".json":
+            json.dump(mappings, file)
+        elif path.suffix == ".jsonl":
+            file.writelines(json.dumps(mapping) + "\n\n" for mapping in mappings)
+        else:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([columns, *rows])
+    return str(path)
+
+
+def entries(splits: Any) -> list[tuple[str, int]]:
+    """Return file name and label of all entries of both splits."""
+    pairs = []
+    for part in (splits.train, splits.evaluation):
+        assert isinstance(part, ImageFiles)
+        pairs += [(sample.file.name, sample.label) for sample in part._samples if sample.label is not None]
+    return sorted(pairs)
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl"])
+def test_list_formats_give_equal_entries(folder: Path, ending: str) -> None:
+    splits = load_image_list(write_list(folder / f"list.{ending}", ROWS), **SMALL)
+    assert splits.classes == ("cat", "dog", "owl")
+    assert entries(splits) == sorted((name, splits.classes.index(label)) for name, label in ROWS)
+    assert 3 <= len(splits.evaluation) <= 5
+    image, label = splits.train[0]
+    assert (image.shape, type(label)) == ((3, 8, 8), int)
+
+
+def test_columns_root_and_validation_list(folder: Path, tmp_path: Path) -> None:
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    columns = ("file", "what")
+    first = write_list(lists / "a.csv", ROWS, columns)
+    second = write_list(lists / "b.json", [*ROWS[:2], ("0.png", "cow")], columns)
+    options: dict[str, Any] = {"path_column": "file", "label_column": "what", "image_root": str(folder), **SMALL}
+    splits = load_image_list(first, evaluation_path=second, **options)
+    assert (len(splits.train), len(splits.evaluation)) == (12, 3)
+    assert splits.evaluation[1][1] == splits.classes.index("cat")
+    with pytest.raises(DataError, match=r"b\.json, entry 3: the label 'cow' is not a class"):
+        splits.evaluation[2]
+
+
+def test_classes_option_defines_the_classes(folder: Path) -> None:
+    path = write_list(folder / "list.csv", ROWS)
+    splits = load_image_list(path, classes=["owl", "dog"], evaluation_path=path, **SMALL)
+    assert splits.classes == ("owl", "dog")
+    assert splits.train[0][1] == 1
+    with pytest.raises(DataError, match=r"list\.csv, line 3: the label 'cat' is not a class"):
+        splits.train[1]
+
+
+def test_labels_can_be_class_numbers(folder: Path) -> None:
+    rows = [(name, number % 11) for number, (name, _) in enumerate(ROWS)]
+    path = write_list(folder / "list.jsonl", [*rows, ("0.png", -1), ("1.png", 99), ("2.png", 1.5), ("3.png", True)])
+    names = [f"class {number}" for number in range(11)]
+    splits = load_image_list(path, labels="numbers", classes=names, evaluation_path=path, **SMALL)
+    assert [splits.train[place][1] for place in (0, 2, 10, 11)] == [0, 2, 10, 0]
+    for place, message in ((12, "label '-1' is not"), (13, "label '99' is not"), (14, "no label"), (15, "no label")):
+        with pytest.raises(DataError, match=message):
+            splits.train[place]
+    counted = load_image_list(write_list(folder / "b.csv", rows), labels="numbers", evaluation_path=path, **SMALL)
+    assert counted.classes == tuple(map(str, range(11))), "sorted as numbers"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "file,label\n0.png,cat\n", "no column 'path'"),
+        ("a.csv", "path,label\n0.png,cat\n1.png,cat\n", "1 classes"),
+        ("a.csv", "path,label\n", "no rows"),
+        ("a.csv", 'path,label\n"0.png,cat\n', "cannot be read"),
+        ("a.json", '{"path": "0.png"}', "contains a dict"),
+        ("a.csv", b"path,label\n\xff\xfe,cat\n", "cannot be read"),
+        ("a.txt", "", r"ends in \.txt"),
+        ("missing.csv", None, "no file"),
+    ],
+)
+def test_invalid_list_is_refused(name: str, text: str | bytes | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=message) as error:
+        load_image_list(str(tmp_path / name))
+    assert name in error.value.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": "words"}, "data.options.labels is 'words'"),
+        ({"classes": ["a"]}, r"data.options.classes is \['a'\]"),
+        ({"classes": "ab"}, "data.options.classes is 'ab'"),
+        ({"classes": ["a", "a"]}, "data.options.classes"),
+        ({"image_size": 0}, "image_size is 0"),
+        ({"crop_fraction": 2}, "crop_fraction is 2"),
+        ({"interpolation": "cubic"}, "interpolation is 'cubic'"),
+        ({"std": [1, 0, 1]}, "std is"),
+        ({"mean": 0.5}, "mean is 0.5"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_image_list(write_list(folder / "list.csv", ROWS), **options)
+
+
+def test_byte_order_mark_is_ignored(folder: Path) -> None:
+    path = Path(write_list(folder / "list.csv", ROWS))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_image_list(str(path), **SMALL).classes == ("cat", "dog", "owl")
+
+
+@given(
+    labels=st.lists(st.sampled_from([0, 1, 2, None]), min_size=1, max_size=40),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_split_is_disjoint_complete_and_stratified(labels: list[int | None], fraction: float) -> None:
+    labels = [*labels, 0, 0, 1, 1, 2, 2]
+    names = [str(number) for number in range(len(labels))]
+    train, evaluation = train_validation_split(names, fraction, labels=labels, classes="abc")
+    assert sorted(train + evaluation) == list(range(len(labels)))
+    assert {labels[place] for place in train} >= {0, 1, 2}
+    assert {labels[place] for place in evaluation} >= {0, 1, 2}
+
+
+def test_line_that_is_not_json_is_a_bad_row(folder: Path) -> None:
+    path = Path(write_list(folder / "list.jsonl", ROWS))
+    path.write_text(path.read_text(encoding="utf-8") + '{"path"', encoding="utf-8")
+    splits = load_image_list(str(path), evaluation_path=str(path), **SMALL)
+    with pytest.raises(DataError, match=r"list\.jsonl, line 25: not JSON") as error:
+        splits.train[12]
+    assert error.value.code == "E_LABEL"
+
+
+# --- saved datasets --------------------------------------------------------------------------------------
+
+
+def save(folder: Path, splits: Sequence[str], label: str = "classes", bad: dict[int, Any] | None = None) -> str:
+    """Save a dataset of red and grey images; `bad` replaces rows."""
+    import datasets
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # else the first progress bar starts a thread
+
+    def rows(shift: int) -> dict[str, list[Any]]:
+        made = [
+            {"image": {"bytes": encoded(plain((9 + n, 9)), "PNG"), "path": None}, "label": (n + shift) % 2}
+            for n in range(10)
+        ]
+        for place, row in (bad or {}).items():
+            made[place] = {**made[place], **row}
+        names = ["red", "grey"]
+        if label == "text":
+            made = [{**row, "label": names[row["label"]]} for row in made]
+        return {key: [row[key] for row in made] for key in ("image", "label")}
+
+    kinds = {"classes": datasets.ClassLabel(names=["red", "grey"]), "text": datasets.Value("string")}
+    kinds["number"] = datasets.Value("float32")
+    features = datasets.Features({"image": datasets.Image(), "label": kinds[label]})
+    made = {split: datasets.Dataset.from_dict(rows(number), features=features) for number, split in enumerate(splits)}
+    whole = datasets.DatasetDict(made) if splits[0] else made[""]
+    whole.save_to_disk(str(folder))
+    return str(folder)
+
+
+def test_saved_splits_are_used(tmp_path: Path) -> None:
+    splits = load_hub_images(save(tmp_path / "a", ["train", "validation", "test"]), **SMALL)
+    assert (splits.classes, len(splits.train), len(splits.evaluation)) == (("red", "grey"), 10, 10)
+    assert [splits.train[place][1] for place in range(3)] == [0, 1, 0]
+    assert [splits.evaluation[place][1] for place in range(3)] == [1, 0, 1]
+    assert splits.train[0][0].shape == (3, 8, 8)
+    assert splits.reads_files
+
+
+def test_dataset_without_splits_is_split(tmp_path: Path) -> None:
+    splits = load_hub_images(save(tmp_path / "a", [""], label="text"), **SMALL)
+    assert splits.classes == ("grey", "red")
+    assert len(splits.train) + len(splits.evaluation) == 10
+    assert {splits.evaluation[place][1] for place in range(len(splits.evaluation))} == {0, 1}
+
+
+def test_missing_split_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "a", ["train", "test"])
+    with pytest.raises(DataError, match="no split 'validation'") as error:
+        load_hub_images(path, **SMALL)
+    assert error.value.expected == "one of the splits train, test"
+    assert len(load_hub_images(path, evaluation_split="test", **SMALL).evaluation) == 10
+    assert len(load_hub_images(path, evaluation_split=None, **SMALL).train) < 10
+
+
+def test_bad_rows_are_reported(tmp_path: Path) -> None:
+    bad = {1: {"image": None}, 2: {"image": {"bytes": b"no image", "path": "x.jpg"}}, 3: {"label": -1}}
+    path = save(tmp_path / "a", ["train"], bad=bad)
+    train = load_hub_images(path, evaluation_split="train", **SMALL).train
+    message = {1: "row 1: no image", 2: r"row 2 \(x\.jpg\) cannot be read", 3: "row 3: the label -1"}
+    for place, text in message.items():
+        with pytest.raises(DataError, match=text):
+            train[place]
+    assert isinstance(train[0][0], torch.Tensor)
+
+
+def test_data_workers_read_saved_datasets(alone: World, tmp_path: Path) -> None:
+    """Workers are forks of a process that has read the table."""
+    splits = load_hub_images(save(tmp_path / "a", ["train", "validation"], bad={3: {"image": None}}), **SMALL)
+    results = []
+    for workers in (0, 2):
+        options: dict[str, Any] = {"batch_size": 4, "microbatches": 2, "world": alone, "bad_samples": "skip"}
+        batches = Loader(splits.evaluation, workers=workers, **options)
+        parts = [part for batch in batches for part in batch.local_microbatches]
+        results.append(torch.cat([images for images, _ in (part.data for part in parts)]))
+        assert [text for part in parts for text in part.skipped] == [f"{tmp_path}/a/validation, row 3: no image"]
+    assert torch.equal(*results)
+    assert len(results[0]) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "label", "message"),
+    [
+        ({"image_column": "picture"}, "classes", "no column 'picture'"),
+        ({"image_column": "label"}, "classes", "expected: a column of type datasets.Image"),
+        ({}, "number", "expected: a column of type datasets.ClassLabel, or of text"),
+    ],
+)
+def test_invalid_columns_are_refused(options: dict[str, str], label: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        load_hub_images(save(tmp_path / "a", ["train", "validation"], label=label), **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_folder_without_dataset_is_refused(is_there: bool, tmp_path: Path) -> None:
+    folder = tmp_path if is_there else tmp_path / "nowhere"
+    with pytest.raises(DataError, match="cannot be read as a dataset" if is_there else "there is no folder"):
+        load_hub_images(str(folder))

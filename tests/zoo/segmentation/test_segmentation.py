@@ -1,0 +1,275 @@
+"""Recipe `segmentation` on generated files."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.mask_data import draw_images
+from helpers.system import Running, answer, events, here, state_of, steps_saved, tree, weights
+from samestep.config import NamedConfig
+from samestep.distributed.world import World
+from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
+from samestep.zoo.segmentation.images import load_segmentation
+from samestep.zoo.segmentation.losses import resolve_foreground_weight
+from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
+
+SMALL = (
+    "data.options.image_size=32",
+    "model.name=unet_small",
+    "model.options.width=4",
+    "batch_size=8",
+    "microbatches=4",
+    "epochs=2",
+)
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 25 pairs; 21 are for training, and the last batch of an epoch has 5."""
+    return draw_images(tmp_path_factory.mktemp("cells") / "cells", 25)
+
+
+def arguments(data: Path, *overrides: str) -> tuple[str, ...]:
+    return ("segmentation", "--set", f"data.options.path={data}", *SMALL, *overrides)
+
+
+def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -> Path:
+    """Train, and return the run directory."""
+    options = ("--name", name, "--processes", processes, "--workers", 0)
+    assert here("train", *options, *arguments(data, *overrides), cwd=place) == EXIT_DONE
+    return place / "runs" / name
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Return the notes, evaluations and skipped samples of a run."""
+    ignored = ("time", "samples_per_second")
+    results = [*events(run, "note"), *events(run, "evaluation"), *events(run, "skipped")]
+    return [{key: value for key, value in event.items() if key not in ignored} for event in results]
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+def test_weights_are_equal_on_one_and_three_processes(cells: Path, tmp_path: Path) -> None:
+    one, three = (train(cells, tmp_path, f"on-{processes}", processes) for processes in (1, 3))
+    assert weights(one) == weights(three)
+    assert weights(one, "best") == weights(three, "best")
+    assert logged(one) == logged(three)
+    [note] = events(one, "note")
+    assert note["text"].startswith("foreground weight ")
+    assert [event["samples"] for event in events(one, "evaluation")] == [4, 4]
+    for event in events(one, "evaluation"):
+        assert event["iou"] == pytest.approx(event["dice"] / (2 - event["dice"]), rel=1e-12)
+    assert [event["lr"] for event in events(one, "step")] == [1e-3] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("loss.name=dice_plus", "data.options.fit=crop", "step.batch_norm=sync", "schedule.step_epochs=1"),
+        pytest.param(
+            ("model.name=unet_resnet34", "model.options={}", "data.options.image_size=64", "epochs=1"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_other_losses_and_models_give_equal_weights(cells: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    one, three = (train(cells, tmp_path, f"on-{processes}", processes, *overrides) for processes in (1, 3))
+    assert weights(one) == weights(three)
+    assert logged(one) == logged(three)
+    if "schedule.step_epochs=1" in overrides:
+        assert [event["lr"] for event in events(one, "step")] == pytest.approx([1e-3] * 3 + [1e-4] * 3)
+
+
+@pytest.mark.slow
+def test_several_classes_with_an_ignored_border(tmp_path: Path) -> None:
+    data = draw_images(tmp_path / "several", 16, classes=3)
+    overrides = (
+        "data.options.classes=[ground, small, large]",
+        "data.options.ignore_values=[3]",
+        "loss={name: cross_entropy}",
+        "metrics=[dice, iou, accuracy]",
+    )
+    one, four = (train(data, tmp_path, f"on-{processes}", processes, *overrides) for processes in (1, 4))
+    assert weights(one) == weights(four)
+    assert logged(one) == logged(four)
+    for processes in (1, 3):
+        options = ("--processes", processes, "--workers", 0, "--report", f"report-{processes}")
+        assert here("eval", one, *options, cwd=tmp_path) == EXIT_DONE
+    pictures = tree(tmp_path / "report-1" / "overlays")
+    assert list(pictures) == [f"sample-{number:06}.png" for number in range(3)]
+    assert pictures == tree(tmp_path / "report-3" / "overlays")
+    output = json.loads((tmp_path / "report-1" / "classes.json").read_text(encoding="utf-8"))
+    assert output["dice"] == events(one, "evaluation")[-1 if output["step"] == 4 else 0]["dice"]
+    assert sum(sum(row) for row in output["confusion"]) < 3 * 32 * 32, "the border is ignored"
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_on_another_number_of_processes(cells: Path, tmp_path: Path) -> None:
+    uninterrupted = train(cells, tmp_path, "uninterrupted", 1, "epochs=12")
+    run = tmp_path / "runs" / "killed"
+    options = ("--name", "killed", "--processes", 2, "--workers", 0, "--checkpoint-every", 1)
+    with Running("train", *options, *arguments(cells, "epochs=12"), cwd=tmp_path) as running:
+        running.until(lambda: any(step >= 4 for step in steps_saved(run)), "the fourth step")
+        running.kill(signal.SIGKILL)
+        running.wait(10)
+    assert state_of(run)["step"] < 3 * 12
+    assert here("resume", run, "--processes", 3, "--workers", 0, cwd=tmp_path) == EXIT_DONE
+    assert weights(run) == weights(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path) -> None:
+    options = (
+        "--processes",
+        "1,2,3",
+        "--steps",
+        "2",
+        "--kill-at",
+        "2",
+        "--resume-on",
+        "3",
+        "--json",
+        "--out",
+        tmp_path,
+    )
+    code = here("verify", *options, *arguments(cells), cwd=tmp_path)
+    output = answer(capsys)
+    assert (code, output["holds"], output["findings"]) == (EXIT_DONE, True, [])
+    for run in output["comparisons"]:
+        assert set(run["quantities"].values()) == {"bits"}
+
+
+@pytest.mark.slow
+def test_learns_to_find_discs(cells: Path, tmp_path: Path) -> None:
+    run = train(cells, tmp_path, "long", 1, "epochs=25", "model.options.width=8", "optimizer.options.lr=0.005")
+    assert max(event["dice"] for event in events(run, "evaluation")) > 0.8
+
+
+# --- bad files -------------------------------------------------------------------------------------------
+
+
+def spoiled(cells: Path, place: Path) -> Path:
+    """Copy the pairs, with two bad training pairs and one bad validation mask."""
+    root = shutil.copytree(cells, place / "spoiled")
+    splits = load_segmentation(str(root))
+    training, validation = splits.train._pairs, splits.evaluation._pairs  # type: ignore[attr-defined]
+    training[3].image.write_bytes(training[3].image.read_bytes()[:300])
+    shutil.copy(training[5].image, training[5].mask)
+    validation[1].mask.write_bytes(validation[1].mask.read_bytes()[:60])
+    return root
+
+
+@pytest.mark.slow
+def test_bad_files_are_skipped(cells: Path, tmp_path: Path) -> None:
+    root = spoiled(cells, tmp_path)
+    skip = ("data.bad_samples=skip", "epochs=1")
+    one, three = (train(root, tmp_path, f"on-{processes}", processes, *skip) for processes in (1, 3))
+    assert weights(one) == weights(three)
+    assert logged(one) == logged(three)
+    assert [event["samples"] for event in events(one, "evaluation")] == [3]
+    assert [(event["split"], event["count"]) for event in events(one, "skipped")] == [
+        ("training", 2),
+        ("evaluation", 1),
+    ]
+    [note] = events(one, "note")
+    assert note["text"].endswith(" % of the training masks is foreground; 1 masks cannot be used")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_bad_files_stop_the_run(capfd: pytest.CaptureFixture[str], cells: Path, tmp_path: Path, processes: int) -> None:
+    root = spoiled(cells, tmp_path)
+    options = ("--name", "a", "--processes", processes, "--workers", 0)
+    assert here("train", *options, *arguments(root), cwd=tmp_path) == EXIT_INPUT
+    output = capfd.readouterr().err
+    bad = load_segmentation(str(root)).train._pairs[5].mask  # type: ignore[attr-defined]
+    assert f"error: {bad} cannot be read as a mask" in output or f"error: {bad} has the unknown value" in output
+
+
+# --- foreground ------------------------------------------------------------------------------------------
+
+
+def test_foreground_weight_is_the_ratio_of_all_training_masks(cells: Path, alone: World) -> None:
+    splits = load_segmentation(str(cells))
+    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": "from_masks"})
+    weighted, [note] = resolve_foreground_weight(loss, splits, "stop", alone)
+    counts = [splits.count_foreground(index) for index in range(21)]  # type: ignore[misc]
+    background, foreground = (sum(column) for column in zip(*counts, strict=True))
+    assert weighted.options["foreground_weight"] == background / foreground
+    assert loss.options == {"foreground_weight": "from_masks"}
+    assert note.startswith(f"foreground weight {background / foreground:.6g}: ")
+
+
+def test_numeric_foreground_weight_is_unchanged(cells: Path, alone: World) -> None:
+    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": 3.0})
+    assert resolve_foreground_weight(loss, load_segmentation(str(cells)), "stop", alone) == (loss, ())
+
+
+def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_path: Path, alone: World) -> None:
+    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": "from_masks"})
+    data = draw_images(tmp_path / "several", 4, classes=2)
+    with pytest.raises(RecipeError, match="no binary masks"):
+        resolve_foreground_weight(loss, load_segmentation(str(data), classes=["a", "b", "c"]), "stop", alone)
+    with pytest.raises(DataError, match="no foreground"):
+        resolve_foreground_weight(
+            loss, load_segmentation(str(data), mask_values=[0, 5], ignore_values=[1, 2]), "stop", alone
+        )
+
+
+# --- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [unet_vgg16, unet_resnet34, unet_resnet101], ids=["vgg16", "resnet34", "resnet101"])
+def test_unets_are_deterministic_and_use_every_parameter(build: Any) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, images = build(num_classes=2), torch.randn(1, 3, 64, 96)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(2):
+            model.zero_grad()
+            outputs = model(images)
+            outputs.sum().backward()
+            results.append([parameter.grad.clone() for parameter in model.parameters()])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert outputs.shape == (1, 2, 64, 96)
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("sides", [(64, 100), (32, 64), (1, 1)])
+def test_unet_refuses_invalid_image_sizes(sides: tuple[int, int]) -> None:
+    with pytest.raises(RecipeError, match=f"the images have {sides[0]} x {sides[1]} pixels") as error:
+        unet(1, encoder="resnet18")(torch.zeros(1, 3, *sides))
+    assert "multiples of 32 and at least 64" in str(error.value)
+
+
+def test_unknown_encoder_suggests_a_similar_one() -> None:
+    with pytest.raises(RecipeError, match="'resnet43'") as error:
+        unet(encoder="resnet43")
+    assert error.value.fix == "did you mean resnet34?"
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (17, 30), (32, 8)])
+def test_small_unet_takes_any_size(sides: tuple[int, int]) -> None:
+    assert unet_small(5, width=4)(torch.zeros(1, 3, *sides)).shape == (1, 5, *sides)
+
+
+@pytest.mark.parametrize("sides", [(1, 1, 1), (9, 17, 8)])
+def test_small_unet_takes_volumes_of_any_size(sides: tuple[int, int, int]) -> None:
+    model = unet_3d(1, width=4, levels=2, dropout=0.1)
+    outputs = model(torch.zeros(1, 1, *sides))
+    assert outputs.shape == (1, 1, *sides)
+    outputs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

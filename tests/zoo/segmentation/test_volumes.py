@@ -1,0 +1,314 @@
+"""Recipe `volumes` on generated arrays."""
+
+import gzip
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from helpers.mask_data import make_volumes
+from helpers.system import answer, events, here, weights
+from samestep.errors import EXIT_DONE, DataError
+from samestep.zoo.segmentation.masks import IGNORED, MaskCode, Pair
+from samestep.zoo.segmentation.volumes import (
+    RandomPatches,
+    Tiles,
+    Volumes,
+    load_volumes,
+    normalize,
+    read_pair,
+    read_shape,
+    read_volume,
+    tile_axis,
+    volumes_task,
+)
+
+SMALL = (
+    "data.options.patch_size=[6, 8, 8]",
+    "data.options.patches=2",
+    "model.options.width=4",
+    "model.options.levels=2",
+    "batch_size=7",
+    "microbatches=4",
+    "epochs=1",
+)
+
+
+@pytest.fixture(scope="module")
+def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_volumes(tmp_path_factory.mktemp("balls") / "balls", 10)
+
+
+def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -> Path:
+    chosen = ("--name", name, "--processes", processes, "--workers", 0)
+    options = ("volumes", "--set", f"data.options.path={data}", *SMALL, *overrides)
+    assert here("train", *chosen, *options, cwd=place) == EXIT_DONE
+    return place / "runs" / name
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    ignored = ("time", "samples_per_second")
+    results = [*events(run, "note"), *events(run, "evaluation"), *events(run, "skipped")]
+    return [{key: value for key, value in event.items() if key not in ignored} for event in results]
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_weights_are_equal_on_one_and_three_processes(balls: Path, tmp_path: Path) -> None:
+    one, three = (train(balls, tmp_path, f"on-{processes}", processes) for processes in (1, 3))
+    assert weights(one) == weights(three)
+    assert logged(one) == logged(three)
+    [evaluation] = events(one, "evaluation")
+    assert {"loss_pixel", "loss_dice", "dice", "iou"} <= evaluation.keys()
+    assert evaluation["samples"] == len(load_volumes(str(balls), patch_size=[6, 8, 8]).evaluation)
+
+
+@pytest.mark.slow
+def test_bad_volumes_are_skipped(balls: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(balls, tmp_path / "balls")
+    splits = load_volumes(str(root))
+    trained: Any = splits.train
+    spoil_with_nan(trained._volumes.pairs[1].image)
+    overrides = ("data.bad_samples=skip", "loss={name: bce_with_logits, options: {foreground_weight: from_masks}}")
+    one, three = (train(root, tmp_path, f"on-{processes}", processes, *overrides) for processes in (1, 3))
+    assert weights(one) == weights(three)
+    assert logged(one) == logged(three)
+    [skipped] = events(one, "skipped")
+    assert (skipped["split"], skipped["count"]) == ("training", 2)  # both of its patches
+    assert "1 values that are not finite" in skipped["samples"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], balls: Path, tmp_path: Path) -> None:
+    chosen = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "3", "--json", "--out", tmp_path)
+    options = ("volumes", "--set", f"data.options.path={balls}", *SMALL)
+    code = here("verify", *chosen, *options, cwd=tmp_path)
+    message = answer(capsys)
+    assert (code, message["holds"], message["findings"]) == (EXIT_DONE, True, [])
+    for run in message["comparisons"]:
+        assert set(run["quantities"].values()) == {"bits"}
+
+
+# --- patches ---------------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(1, 200), side=st.integers(1, 60))
+def test_tiles_cover_an_axis_once(length: int, side: int) -> None:
+    covered = []
+    for start, fresh in tile_axis(length, side):
+        assert 0 <= start <= fresh
+        assert start + side <= length or start == 0
+        covered += range(fresh, min(length, start + side))
+    assert covered == list(range(length))
+
+
+@settings(max_examples=30)
+@given(
+    shape=st.tuples(*[st.integers(1, 13)] * 3),
+    size=st.tuples(*[st.integers(1, 7)] * 3),
+)
+def test_tiles_count_every_voxel_once(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, int, int], size: tuple[int, int, int]
+) -> None:
+    """Every value of a mask is a target once, for every patch size."""
+    folder = tmp_path_factory.getbasetemp()
+    pair = Pair("v", folder / "v.npy", folder / "m.npy")
+    numbers = numpy.arange(numpy.prod(shape)).reshape(shape)
+    numpy.save(pair.image, numbers.astype(numpy.float32))
+    numpy.save(pair.mask, numbers)
+    code = MaskCode([f"class {number}" for number in range(max(2, numbers.size))])
+    tiles = Tiles(Volumes([pair], code, None, 1), size)
+    results = []
+    for index in range(len(tiles)):
+        patch, target = tiles[index]
+        assert patch.shape == (1, *size)
+        counted = target != IGNORED
+        results += target[counted].tolist()
+        values = torch.from_numpy(normalize(numbers.astype(numpy.float32), None)).flatten()
+        assert torch.equal(patch[0][counted], values[target[counted]]), "what is counted is what is seen"
+    assert sorted(results) == list(range(numbers.size))
+
+
+def test_random_patches_use_torchs_generator(balls: Path) -> None:
+    splits = load_volumes(str(balls), patch_size=[6, 8, 8])
+    assert len(splits.train) == 4 * 9
+    with torch.random.fork_rng():
+        results = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            results.append(splits.train[5])
+    for first, second, third in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third)
+
+
+@pytest.mark.parametrize(("share", "least"), [(1.0, 100), (0.0, 0)])
+def test_share_of_patches_with_foreground(tmp_path: Path, share: float, least: int) -> None:
+    """The volume has one foreground voxel."""
+    mask = numpy.zeros((20, 30, 40), numpy.uint8)
+    mask[2, 29, 17] = 1
+    pair = Pair("v", tmp_path / "v.npy", tmp_path / "m.npy")
+    numpy.save(pair.image, mask.astype(numpy.float32))
+    numpy.save(pair.mask, mask)
+    patches = RandomPatches(Volumes([pair], MaskCode(), None, 1), (4, 4, 4), 100, share, flips=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hits = sum(bool((patches[index][1] == 1).any()) for index in range(100))
+    assert least <= hits <= max(5, least)
+
+
+def test_foreground_of_a_volume_is_counted_once(balls: Path) -> None:
+    for patches in (1, 5):
+        splits = load_volumes(str(balls), patches=patches)
+        assert splits.count_foreground is not None
+        counts = [splits.count_foreground(index) for index in range(len(splits.train))]
+        foreground = sum(there for _, there in counts)
+        assert foreground == sum(int(numpy.load(path).sum()) for path in volume_masks(splits.train)), "as in the files"
+
+
+def volume_masks(data: Any) -> list[Path]:
+    return [pair.mask for pair in data._volumes.pairs]
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".npy", ".npz", ".nii", ".nii.gz"])
+def test_file_formats_give_equal_values(tmp_path: Path, ending: str) -> None:
+    values = numpy.random.default_rng(0).normal(size=(4, 5, 6)).astype(numpy.float32)
+    mask = (values > 0.5).astype(numpy.float64 if "nii" in ending else numpy.int16)
+    pair = Pair("v", tmp_path / f"v{ending}", tmp_path / f"m{ending}")
+    for path, array in ((pair.image, values), (pair.mask, mask)):
+        save(path, array)
+    results, numbers = read_pair(pair, MaskCode())
+    assert (results == values).all()
+    assert (numbers == (values > 0.5)).all()
+    assert read_shape(pair.image) == (4, 5, 6)
+
+
+def save(path: Path, array: Any) -> None:
+    if path.suffix == ".npy":
+        numpy.save(path, array)
+    elif path.suffix == ".npz":
+        numpy.savez(path, array)
+    else:
+        nibabel.save(nibabel.Nifti1Image(array, numpy.eye(4)), path)  # type: ignore[no-untyped-call]
+
+
+def test_normalized_volume_has_mean_0_and_deviation_1() -> None:
+    values = numpy.random.default_rng(0).normal(1000, 30, (8, 9, 10)).astype(numpy.float32)
+    results = normalize(values, None)
+    assert (float(results.mean()), float(results.std())) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
+    clipped = normalize(values, (980.0, 1020.0))
+    assert len(numpy.unique(clipped)) < len(numpy.unique(results))
+    assert not normalize(numpy.full((2, 2, 2), 7.0, numpy.float32), None).any()
+
+
+def spoil_with_nan(path: Path) -> None:
+    values = numpy.load(path)
+    values[1, 2, 3] = numpy.nan
+    numpy.save(path, values)
+
+
+def spoil(pair: Pair, kind: str) -> None:
+    shape = numpy.load(pair.image).shape
+    if kind == "nan":
+        spoil_with_nan(pair.image)
+    elif kind == "mask of another size":
+        numpy.save(pair.mask, numpy.zeros((2, 2, 2), numpy.uint8))
+    elif kind == "label outside":
+        numpy.save(pair.mask, numpy.full(shape, 9, numpy.uint8))
+    elif kind == "fractions in the mask":
+        numpy.save(pair.mask, numpy.full(shape, 0.5))
+    elif kind == "nan in the mask":
+        numpy.save(pair.mask, numpy.full(shape, numpy.nan))
+    elif kind == "truncated":
+        pair.image.write_bytes(pair.image.read_bytes()[:500])
+    elif kind == "two dimensions":
+        numpy.save(pair.image, numpy.zeros((4, 4)))
+    elif kind == "objects":
+        numpy.save(pair.image, numpy.array([{"a": 1}]), allow_pickle=True)
+    elif kind == "text":
+        pair.image.write_text("no volume", encoding="utf-8")
+
+
+BAD = [
+    "nan",
+    "mask of another size",
+    "label outside",
+    "fractions in the mask",
+    "nan in the mask",
+    "truncated",
+    "two dimensions",
+    "objects",
+    "text",
+]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_pair_is_reported_on_access(balls: Path, tmp_path: Path, kind: str) -> None:
+    root = shutil.copytree(balls, tmp_path / "balls")
+    splits = load_volumes(str(root), patch_size=16, patches=1, evaluation_fraction=0.5)
+    evaluation: Any = splits.evaluation
+    pair = evaluation._volumes.pairs[0]
+    spoil(pair, kind)
+    splits = load_volumes(str(root), patch_size=16, patches=1, evaluation_fraction=0.5)
+    with pytest.raises(DataError, match=pair.name):
+        splits.evaluation[0]
+    splits.evaluation[1]
+
+
+def test_truncated_nifti_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "v.nii.gz"
+    save(path, numpy.random.default_rng(0).normal(size=(20, 20, 20)).astype(numpy.float32))
+    whole = path.read_bytes()
+    for cut in (10, 200, len(whole) // 2):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"v\.nii\.gz cannot be read as a volume"):
+            read_volume(path)
+    path.write_bytes(gzip.compress(b"nothing"))
+    with pytest.raises(DataError, match=r"v\.nii\.gz cannot be read as a volume"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patches": 0}, "patches is 0"),
+        ({"foreground_share": 2}, "foreground_share is 2"),
+        ({"window": [3, 1]}, "window is [3, 1]"),
+        ({"patch_size": [4, 4]}, "patch_size is [4, 4]"),
+        ({"kept_volumes": -1}, "kept_volumes is -1"),
+    ],
+)
+def test_invalid_options_are_refused(balls: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as error:
+        load_volumes(str(balls), **options)
+    assert message in error.value.value
+
+
+def test_task_segments_a_volume(balls: Path) -> None:
+    splits = load_volumes(str(balls))
+    task = volumes_task(splits.classes)
+    path = balls / "images" / "003.npy"
+    shape = numpy.load(path).shape
+    inputs = task.read(path)
+    assert inputs.shape == (1, *shape)
+    outputs = torch.full((1, *shape), -1.0)
+    outputs[:, : shape[0] // 2] = 1.0
+    [answer] = task.describe(outputs)["areas"]
+    assert answer == {"class": "foreground", "share": (shape[0] // 2) / shape[0]}
+    assert task.picture is not None
+    picture = task.picture(path, outputs)
+    assert isinstance(picture, Image.Image)
+    assert picture.size == (shape[2], shape[1])

@@ -1,0 +1,280 @@
+"""Arrays of `.pdparams` files, without execution of their pickles."""
+
+import base64
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from helpers.paddle_files import save_state, save_training, vit_state
+from samestep.errors import DataError
+from samestep.zoo.paddle import read_arrays
+
+PROTOCOLS = [2, 3, 4, 5]
+# What PaddlePaddle 3.3.1 wrote: paddle.save(Sequential(Linear(3, 4), LayerNorm(4)).state_dict(), path).
+REAL = base64.b64decode(
+    "gASV3wEAAAAAAAB9lCiMCDAud2VpZ2h0lIwWbnVtcHkuX2NvcmUubXVsdGlhcnJheZSMDF9yZWNvbnN0cnVjdJSTlIwFbnVtcHmUjAduZGFycm"
+    "F5lJOUSwCFlEMBYpSHlFKUKEsBSwNLBIaUaAWMBWR0eXBllJOUjAJmNJSJiIeUUpQoSwOMATyUTk5OSv////9K/////0sAdJRiiUMwDuqxvlD2"
+    "ML+Y3hU/QDVDPWAk3b4C4ZG+wBQ6PGBZTD7U51W/mO0PP6ycmT4M90Y/lHSUYowGMC5iaWFzlGgEaAdLAIWUaAmHlFKUKEsBSwSFlGgRiUMQAA"
+    "AAAAAAAAAAAAAAAAAAAJR0lGKMCDEud2VpZ2h0lGgEaAdLAIWUaAmHlFKUKEsBSwSFlGgRiUMQAACAPwAAgD8AAIA/AACAP5R0lGKMBjEuYmlh"
+    "c5RoBGgHSwCFlGgJh5RSlChLAUsEhZRoEYlDEAAAAAAAAAAAAAAAAAAAAACUdJRijBtTdHJ1Y3R1cmVkVG9QYXJhbWV0ZXJOYW1lQECUfZQoaA"
+    "GMDGxpbmVhcl8wLndfMJRoFowMbGluZWFyXzAuYl8wlGgdjBBsYXllcl9ub3JtXzAud18wlGgkjBBsYXllcl9ub3JtXzAuYl8wlHV1Lg=="
+)
+
+
+def written(path: Path, value: Any, protocol: int = 4) -> Path:
+    path.write_bytes(pickle.dumps(value, protocol))
+    return path
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("save", [save_state, save_training])
+def test_arrays_are_read_unchanged(tmp_path: Path, protocol: int, save: Callable[..., Path]) -> None:
+    state = vit_state()
+    arrays_read, left_out = read_arrays(save(tmp_path / "a.pdparams", state, protocol))
+    assert list(arrays_read) == list(state)
+    for name, array in state.items():
+        assert arrays_read[name].dtype == numpy.float64
+        assert numpy.array_equal(arrays_read[name], array)
+    assert left_out == (() if save is save_state else ("optimizer", "epoch", "scale"))
+
+
+def test_file_written_by_paddle(tmp_path: Path) -> None:
+    path = tmp_path / "real.pdparams"
+    path.write_bytes(REAL)
+    arrays_read, _ = read_arrays(path)
+    assert {name: (array.shape, str(array.dtype)) for name, array in arrays_read.items()} == {
+        "0.weight": ((3, 4), "float32"),
+        "0.bias": ((4,), "float32"),
+        "1.weight": ((4,), "float32"),
+        "1.bias": ((4,), "float32"),
+    }
+    assert arrays_read["0.weight"][0, 0] == pytest.approx(-0.3474888, abs=1e-6)
+    assert arrays_read["1.weight"].tolist() == [1, 1, 1, 1]
+
+
+kinds = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "<i8", ">i4", "|i1", "|u1", "|b1"])
+
+
+@settings(max_examples=80)
+@given(
+    array=kinds.flatmap(lambda kind: arrays.arrays(kind, arrays.array_shapes(min_dims=0, min_side=0, max_side=4))),
+    protocol=st.sampled_from(PROTOCOLS),
+    is_fortran=st.booleans(),
+)
+def test_any_plain_array(tmp_path_factory: pytest.TempPathFactory, array: Any, protocol: int, is_fortran: bool) -> None:
+    stored = numpy.asfortranarray(array) if is_fortran else array
+    path = tmp_path_factory.getbasetemp() / "any.pdparams"
+    arrays_read = read_arrays(written(path, {"a": stored}, protocol))[0]["a"]
+    assert arrays_read.shape == stored.shape
+    assert arrays_read.dtype == array.dtype.newbyteorder("=")
+    assert arrays_read.tobytes() == array.astype(arrays_read.dtype).tobytes()
+
+
+def test_file_written_by_python_2(tmp_path: Path) -> None:
+    """Bytes are text, and modules have the names of Python 2."""
+    head = b"\x80\x02}U\x01acnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+    kind = b"cnumpy\ndtype\nU\x02f4K\x00K\x01\x87R(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    path = tmp_path / "old.pdparams"
+    path.write_bytes(head + b"(K\x01K\x02\x85" + kind + b"\x89U\x08\x00\x00\x80?\x00\x00\x00\xc0tbs.")
+    assert read_arrays(path)[0]["a"].tolist() == [1.0, -2.0]
+
+
+# --- no execution --------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Pickled as a call of `function` with `arguments`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def around(trap: Any) -> dict[str, Any]:
+    """Return files with `trap` in every possible position."""
+    element = numpy.empty(1, dtype=object)
+    element[0] = trap
+    return {
+        "a value": {"a": trap},
+        "the whole": trap,
+        "a name": {trap: numpy.ones(1)},
+        "a tensor's name": {"a": (trap, numpy.ones(1))},
+        "a tensor": {"a": ("a", trap)},
+        "deep inside": {"model": OrderedDict(a=[{"b": (1, [trap])}])},
+        "beside the model": {"model": {"a": numpy.ones(1)}, "epoch": trap},
+        "an element": {"a": element},
+        "Paddle's names": {"a": numpy.ones(1), "StructuredToParameterName@@": {"a": trap}},
+    }
+
+
+@pytest.mark.parametrize("place", around(None))
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_call_is_refused_in_every_position(tmp_path: Path, place: str, protocol: int) -> None:
+    sprung = tmp_path / "sprung"
+    path = written(tmp_path / "trap.pdparams", around(Calls(os.system, f"touch {sprung}"))[place], protocol)
+    with pytest.raises(DataError, match=r"refers to (posix|nt)\.system") as error:
+        read_arrays(path)
+    assert "nothing was executed" in str(error.value.expected)
+    assert not sprung.exists()
+
+
+def named(module: str, name: str, argument: bytes) -> bytes:
+    """A pickle that calls `module.name(argument)`."""
+    return b"\x80\x02}X\x01\x00\x00\x00ac" + f"{module}\n{name}\n".encode() + argument + b"\x85Rs."
+
+
+TEXT = b"X\x04\x00\x00\x00data"
+NAMES = [
+    ("builtins", "eval"),
+    ("builtins", "exec"),
+    ("builtins", "getattr"),
+    ("builtins", "__import__"),
+    ("builtins", "dict"),
+    ("__builtin__", "eval"),
+    ("os", "system"),
+    ("subprocess", "Popen"),
+    ("copyreg", "_reconstructor"),
+    ("numpy", "load"),
+    ("numpy", "fromfile"),
+    ("numpy", "memmap"),
+    ("numpy.f2py", "compile"),
+    ("numpy.f2py.crackfortran", "myeval"),
+    ("numpy.testing._private.utils", "runstring"),
+    ("numpy._core.multiarray", "fromfile"),
+    ("numpy.core.multiarray", "array"),
+    ("numpy", "ndarray.tofile"),
+    ("numpy", "dtype.__class__"),
+    ("numpy._core._internal", "_reconstruct"),
+    ("paddle.base.core", "eager.Tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("_codecs", "decode"),
+    ("collections", "defaultdict"),
+    ("collections", "namedtuple"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_every_other_name_is_refused(tmp_path: Path, module: str, name: str) -> None:
+    path = tmp_path / "trap.pdparams"
+    path.write_bytes(named(module, name, TEXT))
+    with pytest.raises(DataError, match=f"refers to {module}.{name}".replace(".", r"\.")):
+        read_arrays(path)
+
+
+def test_paddle_tensor_outside_of_a_model_is_refused(tmp_path: Path) -> None:
+    """Paddle writes a call of `eval`."""
+    path = written(tmp_path / "a.pdparams", {"a": Calls(eval, "data", {"data": numpy.ones(1)})})
+    with pytest.raises(DataError, match=r"refers to builtins\.eval"):
+        read_arrays(path)
+
+
+ODD = {
+    "persistent": b"\x80\x02}X\x01\x00\x00\x00aX\x01\x00\x00\x00bQs.",
+    "extension": b"\x80\x02}X\x01\x00\x00\x00a\x82\x01s.",
+    "out of band": b"\x80\x05}X\x01\x00\x00\x00a\x97s.",
+    "another codec": named("_codecs", "encode", TEXT + b"X\x05\x00\x00\x00rot13").replace(b"\x85R", b"\x86R"),
+    "state of a function": b"\x80\x02}X\x01\x00\x00\x00ac_codecs\nencode\n}X\x01\x00\x00\x00bK\x01sbs.",
+    "state of a class": b"\x80\x02}X\x01\x00\x00\x00acnumpy\nndarray\nN}X\x05\x00\x00\x00shapeK\x01s\x86bs.",
+    "an array without a state": b"\x80\x02}X\x01\x00\x00\x00acnumpy\nndarray\n)Rs.",
+    "empty": b"",
+    "no pickle": b"these are no weights",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_pickles_are_refused_without_side_effects(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "odd.pdparams"
+    path.write_bytes(ODD[kind])
+    with pytest.raises(DataError, match=str(path)):
+        read_arrays(path)
+    assert read_arrays(save_state(tmp_path / "good.pdparams", vit_state()))[0]
+
+
+WRONG = {
+    "objects": ({"a": numpy.array([None, 1], dtype=object)}, "type 'O8'"),
+    "text": ({"a": numpy.array(["x"])}, "type 'U1'"),
+    "fields": ({"a": numpy.zeros(2, dtype=[("x", "<f4"), ("y", "<i4")])}, "type 'V8'"),
+    "dates": ({"a": numpy.array(["2020-01-01"], dtype="M8[D]")}, "type 'M8'"),
+    "complex": ({"a": numpy.ones(2, dtype=complex)}, "type 'c16'"),
+    "bfloat16": ({"a": numpy.ones(2, dtype=numpy.uint16)}, "bfloat16"),
+    "a list": ({"a": [1.0, 2.0]}, "'a' is a list"),
+    "a number": ({"a": 1.0}, "'a' is a float"),
+    "a nested model": ({"a": {"b": numpy.ones(1)}}, "'a' is a mapping"),
+    "an array alone": (numpy.ones(3), "the content is a "),
+    "a list of arrays": ([numpy.ones(3)], "the content is a list"),
+    "parts": ({"UnpackBigParamInfor@@": {}, "a@@.0": numpy.ones(1)}, "in parts"),
+    "a number for a name": ({3: numpy.ones(1)}, "3 is a"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_other_values_are_refused(tmp_path: Path, kind: str) -> None:
+    value, message = WRONG[kind]
+    with pytest.raises(DataError, match=message):
+        read_arrays(written(tmp_path / "a.pdparams", value))
+
+
+class Forged:
+    """Array whose state contradicts its content."""
+
+    def __init__(self, shape: Any, kind: Any, content: Any) -> None:
+        self._state = (1, shape, kind, False, content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, arguments, _ = numpy.ones(1).__reduce__()
+        return function, arguments, self._state
+
+
+FLOAT = numpy.dtype("<f4")
+FORGED = [
+    ((4,), FLOAT, b"\0" * 12),
+    ((2**40, 2**40), FLOAT, b"\0" * 16),
+    ((-1, -4), FLOAT, b"\0" * 16),
+    ((4.0,), FLOAT, b"\0" * 16),
+    (4, FLOAT, b"\0" * 16),
+    ((4,), FLOAT, [1.0, 2.0, 3.0, 4.0]),
+    ((4,), "f4", b"\0" * 16),
+    ((4,), None, b"\0" * 16),
+    ((True,), FLOAT, b"\0" * 4),
+]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_forged_arrays_are_refused(tmp_path: Path, forged: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(DataError):
+        read_arrays(written(tmp_path / "a.pdparams", {"a": Forged(*forged)}))
+
+
+@settings(max_examples=300)
+@given(place=st.integers(0, len(REAL) - 1), byte=st.integers(0, 255), cut=st.booleans())
+def test_damaged_file_raises_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int, cut: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.pdparams"
+    path.write_bytes(REAL[:place] if cut else REAL[:place] + bytes([byte]) + REAL[place + 1 :])
+    try:
+        arrays_read, _ = read_arrays(path)
+    except DataError:
+        return
+    assert all(isinstance(array, numpy.ndarray) for array in arrays_read.values())
+
+
+def test_traps_work_with_the_plain_unpickler(tmp_path: Path) -> None:
+    """The plain unpickler runs the command, in another process."""
+    path = written(tmp_path / "trap.pdparams", {"a": Calls(os.system, f"touch {tmp_path / 'sprung'}")})
+    code = f"import pickle; pickle.load(open({str(path)!r}, 'rb'))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert (tmp_path / "sprung").exists()

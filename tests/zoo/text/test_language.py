@@ -1,0 +1,430 @@
+"""Next-token prediction: tokens of documents, blocks, splits, GPT models and text generation."""
+
+import math
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from helpers.system import events, here, weights
+from samestep.checkpoint.state import load_model
+from samestep.config import ModelConfig
+from samestep.errors import EXIT_DONE, DataError, InputError, RecipeError
+from samestep.recipes.builder import MODELS, find
+from samestep.recipes.recipe_files import load_recipe
+from samestep.zoo.text.generation import generate, next_tokens
+from samestep.zoo.text.language import Blocks, cached_tokens, language_task, load_language, read_document
+from samestep.zoo.text.models import GPT, gpt2
+from samestep.zoo.text.tokenizer import ByteTokenizer, read_tokenizer
+from samestep.zoo.text.tokens import collate_padded
+
+END = 256
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def blocks_of(tokens: list[int], block_size: int) -> Blocks:
+    return Blocks(numpy.array(tokens, dtype="<u2"), block_size)
+
+
+def tokens_of(blocks: Any) -> list[int]:
+    """Return all tokens of the blocks."""
+    first = int(blocks[0][0][0])
+    return [first, *(int(token) for index in range(len(blocks)) for token in blocks[index][1])]
+
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=6))
+def test_end_token_follows_each_document(tmp_path: Path, contents: list[bytes]) -> None:
+    files = write(tmp_path, {f"{number}.txt": content for number, content in enumerate(contents)})
+    documents = [read_document(files / f"{number}.txt", f"{number}.txt") for number in range(len(contents))]
+    row = cached_tokens(documents, ByteTokenizer(), tmp_path / "cache")
+    assert row.tolist() == [token for content in contents if content for token in [*content, END]]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 60_000), min_size=2, max_size=200), st.integers(1, 70))
+def test_every_token_but_the_first_is_a_target_once(tokens: list[int], block_size: int) -> None:
+    blocks = blocks_of(tokens, block_size)
+    assert tokens_of(blocks) == tokens
+    for index in range(len(blocks)):
+        inputs, targets = blocks[index]
+        assert inputs[1:].tolist() == targets[:-1].tolist()
+        assert len(inputs) == (block_size if index < len(blocks) - 1 else len(tokens) - 1 - index * block_size)
+
+
+def test_cache_is_written_once_and_again_for_changed_text(tmp_path: Path) -> None:
+    document = read_document(write(tmp_path, {"a.txt": b"abc"}) / "a.txt", "a.txt")
+    cache = tmp_path / "cache"
+    cached_tokens([document], ByteTokenizer(), cache)
+    [file] = cache.iterdir()
+    time = file.stat().st_mtime_ns
+    cached_tokens([document], ByteTokenizer(), cache)
+    assert file.stat().st_mtime_ns == time
+    changed = read_document(write(tmp_path, {"a.txt": b"abd"}) / "a.txt", "a.txt")
+    assert cached_tokens([changed], ByteTokenizer(), cache).tolist() == [*b"abd", END]
+    assert cached_tokens([document], ByteTokenizer(), cache).tolist() == [*b"abc", END]  # from the cache
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_concurrent_writers_produce_one_cache_file(tmp_path: Path) -> None:
+    document = read_document(write(tmp_path, {"a.txt": b"xyz" * 20_000}) / "a.txt", "a.txt")
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda _: cached_tokens([document], ByteTokenizer(), tmp_path / "cache"), range(16)))
+    assert {row.tobytes() for row in rows} == {numpy.array([*b"xyz" * 20_000, END], dtype="<u2").tobytes()}
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # no temporary files
+
+
+def test_unwritable_cache_is_refused(tmp_path: Path) -> None:
+    document = read_document(write(tmp_path, {"a.txt": b"abc"}) / "a.txt", "a.txt")
+    with pytest.raises(DataError, match="cannot be written"):
+        cached_tokens([document], ByteTokenizer(), tmp_path / "a.txt" / "cache")
+
+
+# --- text -------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_language(str(folder), cache=str(folder.parent / "cache"), **options)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    files = {f"{number:02}/{number}.txt": f"text {number} ".encode() * 30 for number in range(40)}
+    return write(tmp_path / "many", {**files, "empty.txt": b"", "left.out": b"no"})
+
+
+def test_split_by_files_is_stable_when_files_are_added(many: Path) -> None:
+    before = load(many)
+    row = bytes(token for token in tokens_of(before.evaluation) if token != END)
+    names = {word for word in row.split() if word != b"text"}
+    assert 1 <= len(names) < 15
+    assert not names & set(bytes(token for token in tokens_of(before.train) if token != END).split())
+    write(many, {f"more/{number}.txt": b"more" for number in range(9)})
+    after = bytes(token for token in tokens_of(load(many).evaluation) if token != END)
+    assert after.replace(b"more", b"") == row
+
+
+def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
+    text = write(tmp_path, {"a.txt": bytes(range(200))}) / "a.txt"
+    splits = load_language(str(text), cache=str(tmp_path / "cache"), evaluation_fraction=0.25, block_size=7)
+    assert tokens_of(splits.train) == list(range(151))
+    assert tokens_of(splits.evaluation) == [*range(151, 200), END]
+    limited = load_language(
+        str(text), cache=str(tmp_path / "cache"), train_tokens=50, evaluation_tokens=3, block_size=7
+    )
+    assert tokens_of(limited.train) == list(range(51))
+    assert len(tokens_of(limited.evaluation)) == 4
+
+
+def test_evaluation_path_gives_validation_text(many: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", {"b.txt": b"other"})
+    splits = load(many, evaluation_path=str(other))
+    assert tokens_of(splits.evaluation) == [*b"other", END]
+    assert len(tokens_of(splits.train)) == sum(len(file.read_bytes()) + 1 for file in many.rglob("[0-9]*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluation_fraction": 1.0}, r"data\.options\.evaluation_fraction is 1\.0"),
+        ({"split": "random"}, r"data\.options\.split is 'random'"),
+        ({"block_size": 0}, r"data\.options\.block_size is 0"),
+        ({"suffixes": [".md"]}, r"has no files that end in \.md"),
+        ({"train_tokens": 0}, "train_tokens is 0 and there are 1 tokens"),
+        ({"tokenizer": "nowhere.json"}, r"no tokenizer can be read from nowhere\.json"),
+    ],
+)
+def test_invalid_options_are_refused(many: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(many, **options)
+
+
+def test_missing_text_and_a_split_of_one_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no folder"):
+        load(tmp_path / "none")
+    with pytest.raises(DataError, match="there is only one file"):
+        load(write(tmp_path / "one", {"a.txt": b"abc"}), split="files")
+
+
+def test_default_text_is_the_standard_library(tmp_path: Path) -> None:
+    splits = load_language(cache=str(tmp_path), train_tokens=2000, evaluation_tokens=500)
+    [note] = splits.notes
+    assert "2,000 train, 500 evaluation" in note
+    assert "hash " in note
+    beginning = bytes(token for token in tokens_of(splits.train) if token != END)[:300]
+    root = Path(sysconfig.get_path("stdlib"))
+    assert any(beginning[:150] in file.read_bytes() for file in root.rglob("*.py"))
+    assert (len(splits.classes), len(set(splits.classes))) == (257, 257)
+
+
+# --- tokenizers of files ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small byte-level BPE tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the text of the tests " * 5, "another text"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@settings(max_examples=60)
+@given(text=st.text())
+def test_decode_inverts_encode(tokenizer_file: Path, text: str) -> None:
+    for tokenizer in (read_tokenizer(str(tokenizer_file)), ByteTokenizer()):
+        tokens = tokenizer.encode(text.encode())
+        assert all(0 <= token < tokenizer.size for token in tokens)
+        if "<|endoftext|>" not in text:
+            assert tokenizer.decode(tokens) == text
+
+
+def test_tokenizer_of_a_file_encodes_documents(many: Path, tokenizer_file: Path) -> None:
+    splits = load(many, tokenizer=str(tokenizer_file))
+    tokenizer = read_tokenizer(str(tokenizer_file))
+    assert len(splits.classes) == tokenizer.size < 400
+    assert tokenizer.end == splits.classes.index("<|endoftext|>")
+    assert "text 1" in tokenizer.decode(tokens_of(splits.train) + tokens_of(splits.evaluation))
+    assert len(tokens_of(splits.train)) < len(tokens_of(load(many).train))
+
+
+def test_binary_file_is_refused_by_a_tokenizer_of_a_file(tmp_path: Path, tokenizer_file: Path) -> None:
+    folder = write(tmp_path / "texts", {"good.txt": b"good" * 20, "bad.txt": b"bad \xff" * 20})
+    with pytest.raises(DataError, match=r"bad\.txt is not text: invalid start byte at byte 4"):
+        load(folder, tokenizer=str(tokenizer_file))
+    assert len(load(folder, split="tail").classes) == 257  # the byte tokenizer accepts any content
+
+
+def test_large_vocabulary_uses_four_bytes_per_token(tmp_path: Path) -> None:
+    class Wide(ByteTokenizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size, self.end, self.digest = 70_000, 69_999, "wide"
+
+    document = read_document(write(tmp_path, {"a.txt": b"ab"}) / "a.txt", "a.txt")
+    row = cached_tokens([document], Wide(), tmp_path)
+    assert (row.tolist(), row.dtype.itemsize) == ([97, 98, 69_999], 4)
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def tiny(**options: Any) -> GPT:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT(**{"n_embd": 16, "n_head": 2, "n_layer": 2, "block_size": 12, **options})
+
+
+def test_gpt2_has_124_million_parameters() -> None:
+    with torch.device("meta"):
+        model = gpt2()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    assert load_recipe("language_gpt2").model == ModelConfig(name="gpt2", options={"dropout": 0.0})
+
+
+def test_initial_weights_have_the_scale_of_gpt2() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(n_embd=128, n_layer=8)
+    block = model.blocks[3]
+    for layer, std in (
+        (block.attn.c_attn, 0.02),
+        (block.mlp.c_fc, 0.02),
+        (block.attn.c_proj, 0.005),
+        (block.mlp.c_proj, 0.005),
+    ):
+        assert float(layer.weight.detach().std()) == pytest.approx(std, rel=0.03)
+        assert not layer.bias.any()
+    assert float(model.wte.weight.detach().std()) == pytest.approx(0.02, rel=0.03)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_is_causal(fused: bool) -> None:
+    model = tiny(fused=fused).eval()
+    tokens = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 7:] = 0
+    with torch.no_grad():
+        logits, others = model(tokens), model(changed)
+    assert logits.shape == (2, 257, 12)
+    assert torch.equal(logits[..., :7], others[..., :7])
+    assert not torch.equal(logits[..., 7:], others[..., 7:])
+
+
+def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    functional.cross_entropy(model(tokens), tokens).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_fused_attention_is_close_and_deterministic() -> None:
+    tokens = torch.randint(0, 257, (3, 12), generator=torch.Generator().manual_seed(0))
+    written, fused = tiny(), tiny(fused=True)
+    for one, other in zip(gradients(written, tokens), gradients(fused, tokens), strict=True):
+        torch.testing.assert_close(one, other)
+    first, *others = (gradients(fused, tokens) for _ in range(4))
+    for other in others:
+        assert all(torch.equal(one, again) for one, again in zip(first, other, strict=True))
+
+
+def test_outputs_equal_those_of_transformers_gpt2() -> None:
+    with torch.random.fork_rng():
+        ours, theirs = tiny(dropout=0.0), find("transformers:gpt2", MODELS, "model")(257, 16, 2, 2, 12, 0.0)
+    state = {}
+    for name, value in ours.state_dict().items():
+        is_linear = name.startswith("blocks") and name.endswith("weight") and value.dim() == 2
+        state[name.replace("blocks.", "h.")] = value.T if is_linear else value  # transformers has transposed weights
+    missing, unexpected = theirs.transformer.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == ([], [])
+    tokens = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), theirs.eval()(tokens))
+
+
+def test_invalid_sizes_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"n_embd is 16 and model\.options\.n_head is 3"):
+        tiny(n_head=3)
+    with pytest.raises(InputError, match=r"13 tokens and model\.options\.block_size is 12"):
+        tiny()(torch.zeros(1, 13, dtype=torch.int64))
+
+
+# --- generation --------------------------------------------------------------------------------------
+
+
+class Counting(torch.nn.Module):
+    """Model whose most probable token is the last one plus 1, then plus 2."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.parameter, self.block_size = torch.nn.Parameter(torch.zeros(1)), block_size
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.shape[1] <= self.block_size
+        logits = torch.full((*tokens.shape, 10), -30.0)
+        logits.scatter_(2, ((tokens + 1) % 10)[..., None], 5.0)
+        logits.scatter_(2, ((tokens + 2) % 10)[..., None], 4.0)
+        return logits.transpose(1, 2)
+
+
+def test_temperature_zero_takes_the_most_probable_token() -> None:
+    assert generate(Counting(3), [1, 2, 3, 4], 4, block_size=3, temperature=0) == [5, 6, 7, 8]
+    assert generate(Counting(3), [1], 8, block_size=3, temperature=0, end=6) == [2, 3, 4, 5]
+    assert generate(Counting(3), [1], 6, block_size=3, top_k=1, seed=9) == [2, 3, 4, 5, 6, 7]
+    assert generate(Counting(3), [1], 0, block_size=3) == []
+
+
+def test_samples_depend_on_the_seed_alone() -> None:
+    before = torch.get_rng_state()
+    drawn = [generate(Counting(3), [0], 30, block_size=3, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.get_rng_state(), before)
+    steps = [(after - first) % 10 for first, after in zip([0, *drawn[0]], drawn[0], strict=False)]
+    assert set(steps) == {1, 2}
+
+
+def test_samples_follow_the_probabilities() -> None:
+    ones = sum(generate(Counting(3), [0], 1, block_size=3, seed=seed, temperature=2.0) == [1] for seed in range(400))
+    expected = 400 / (1 + math.exp(-0.5))
+    assert abs(ones - expected) < 4 * math.sqrt(400 * 0.25)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    for wrong in ({"temperature": -1.0}, {"top_k": 0}):
+        with pytest.raises(InputError, match="temperature >= 0"):
+            generate(Counting(3), [0], 1, block_size=3, **wrong)  # type: ignore[arg-type]
+
+
+def test_task_completes_a_prompt_and_predicts_the_next_tokens(tmp_path: Path) -> None:
+    task = language_task((), block_size=12)
+    assert task.complete is not None
+    model = tiny()
+    texts = {task.complete(model, "begin", 5) for _ in range(2)}
+    assert len(texts) == 1
+    assert isinstance(task.complete(model, "", 3), str)
+    (tmp_path / "a.txt").write_text("some text that is long")
+    inputs = task.read(tmp_path / "a.txt")
+    assert bytes(inputs.tolist()) == b"that is long"
+    answer = task.describe(model.eval()(inputs[None]))["next"]
+    assert len(answer) == 5
+    assert 0 < sum(token["probability"] for token in answer) < 1
+    logits = torch.full((3, 2), 0.0)
+    logits[1, 1] = 100.0
+    assert next_tokens(ByteTokenizer(), logits)["next"][0] == {"token": "0x01", "probability": 1.0}
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="is empty"):
+        task.read(tmp_path / "a.txt")
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+TINY = (
+    "data.options.train_tokens=1500",
+    "data.options.evaluation_tokens=333",
+    "data.options.block_size=16",
+    "model.options.n_embd=16",
+    "model.options.n_head=2",
+    "model.options.n_layer=1",
+    "model.options.dropout=0.1",
+    "batch_size=8",
+)
+
+
+def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, Any]:
+    sets = [f"--set={override}" for override in (*TINY, *overrides)]
+    assert here("train", "language", "--processes", processes, "--name", name, *sets, cwd=place) == EXIT_DONE
+    [event] = events(place / "runs" / name, "evaluation")
+    return {"weights": weights(place / "runs" / name), "loss": event["loss"], "perplexity": event["perplexity"]}
+
+
+def test_perplexity_covers_all_tokens_and_does_not_depend_on_processes(tmp_path: Path) -> None:
+    one, three = (train(tmp_path, processes, name=f"on-{processes}") for processes in (1, 3))
+    assert three == one
+    [counted] = events(tmp_path / "runs" / "on-3", "tokens")
+    # The last block has 12 tokens and is padded to 16.
+    assert (counted["samples"], counted["tokens"], counted["padding"]) == (94, 1500, 4)
+    splits = load_language(train_tokens=1500, evaluation_tokens=333, block_size=16, cache=str(tmp_path / "cache"))
+    model = tiny(n_embd=16, n_head=2, n_layer=1, block_size=64)
+    load_model(tmp_path / "runs" / "on-3" / "checkpoints" / "last", model)
+    assert len(splits.evaluation) == 21
+    inputs, targets = collate_padded([splits.evaluation[index] for index in range(21)])
+    with torch.no_grad():
+        logits = model.eval()(inputs).double().movedim(1, 2).numpy()
+    counted = targets.numpy() != -100
+    shifted = logits - logits.max(axis=2, keepdims=True)
+    logs = shifted - numpy.log(numpy.exp(shifted).sum(axis=2, keepdims=True))
+    losses = -numpy.take_along_axis(logs, numpy.maximum(targets.numpy(), 0)[..., None], axis=2)[..., 0][counted]
+    assert len(losses) == 333
+    assert one["perplexity"] == math.exp(one["loss"])
+    assert one["perplexity"] == pytest.approx(numpy.exp(losses.mean()), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_transformers_gpt2_trains_with_tied_weights(tmp_path: Path) -> None:
+    runs = [train(tmp_path, processes, "model.name=transformers:gpt2", name=f"hf-{processes}") for processes in (1, 4)]
+    assert runs[0] == runs[1]
+    assert runs[0]["loss"] < math.log(257)

@@ -1,0 +1,362 @@
+"""Classification of texts from tables: rows, classes, splits, tokenizers, models and runs."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.system import events, here, weights
+from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
+from samestep.recipes.builder import MODELS, find
+from samestep.zoo.text.texts import LabeledText, Texts, collate_texts, load_texts, read_texts, text_task
+from samestep.zoo.text.tokenizer import ByteTokenizer, read_tokenizer
+
+Pairs = list[tuple[Any, Any]]
+
+
+def write(path: Path, rows: Pairs, names: tuple[str, str] = ("text", "label")) -> Path:
+    """Write a table of two columns in the format of the suffix."""
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([names, *rows])
+    return path
+
+
+def sentences(count: int = 60) -> Pairs:
+    """Return texts of many lengths; the class depends on one word."""
+    return [
+        (f"it was {'a very ' * (i % 9)}{'good' if i % 2 else 'bad'} film {i}", "yes" if i % 2 else "no")
+        for i in range(count)
+    ]
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=30)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(texts, st.sampled_from(["a", "b", "0"])), min_size=1, max_size=5))
+def test_table_formats_give_equal_rows(tmp_path: Path, rows: Pairs) -> None:
+    tables = []
+    for suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+        path = write(tmp_path / f"table{suffix}", rows)
+        read = read_texts(path, "text", "label")
+        assert all(row.where.startswith(f"{path}, ") for row in read)
+        tables.append([(row.text, row.label, row.problem) for row in read])
+    assert tables[0] == tables[1] == tables[2] == tables[3]
+    assert [row[0] for row in tables[0]] == [text if text.strip() else "" for text, _ in rows]
+
+
+def test_csv_cells_have_no_length_limit(tmp_path: Path) -> None:
+    text = "long " * 100_000
+    [row] = read_texts(write(tmp_path / "a.csv", [(text, 1)]), "text", "label")
+    assert row.text == text
+
+
+def test_integers_floats_and_text_give_equal_labels(tmp_path: Path) -> None:
+    forms: list[Pairs] = [[("x", 1)], [("x", 1.0)], [("x", "1")]]
+    for number, rows in enumerate(forms):
+        [row] = read_texts(write(tmp_path / f"{number}.jsonl", rows), "text", "label")
+        assert row.label == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,class\nx,1\n", "has no column 'label'"),
+        ("a.csv", "text,label\n", "has no rows"),
+        ("a.csv", b"text,label\n\xff,1\n", "cannot be read"),
+        ("a.jsonl", '{"words": "x"}\n', "has no column 'text'"),
+        ("a.parquet", "nothing", "cannot be read"),
+        ("a.xlsx", "nothing", r"ends in \.xlsx"),
+    ],
+)
+def test_invalid_table_is_refused(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=message):
+        read_texts(path, "text", "label")
+    with pytest.raises(DataError, match="there is no file"):
+        read_texts(tmp_path / "none.csv", "text", "label")
+
+
+def test_unusable_row_raises_an_error_with_its_line_on_access(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [{"text": "fine", "label": "a"}, {"text": " ", "label": "a"}, {"text": 3, "label": "a"}, {"text": "x"}]
+    path.write_text("\n".join([*map(json.dumps, lines), '{"text": ', "[]", '{"text": "y", "label": "c"}']))
+    data = Texts(read_texts(path, "text", "label"), ByteTokenizer(), ("a", "b"))
+    problems = ["the text is empty", "the text is a int", "the label '' is not", "not JSON", "a list instead of"]
+    assert data[0][1] == 0
+    for number, problem in enumerate([*problems, "the label 'c' is not a class"], start=1):
+        with pytest.raises(DataError, match=rf"a\.jsonl, line {number + 1}: {problem}"):
+            data[number]
+
+
+def test_label_is_a_class_name_or_a_class_number() -> None:
+    rows = [LabeledText("r", "text", label) for label in ("b", "a", "1", "0", "2", "-1")]
+    data = Texts(rows, ByteTokenizer(), ("a", "b"))
+    assert [data[number][1] for number in range(4)] == [1, 0, 1, 0]
+    for number in (4, 5):
+        with pytest.raises(DataError, match="is not a class"):
+            data[number]
+    assert Texts(rows, ByteTokenizer(), ("1", "0"))[2][1] == 0  # names take precedence over numbers
+
+
+# --- a dataset --------------------------------------------------------------------------------------------
+
+
+def test_classes_are_the_sorted_labels_or_the_option(tmp_path: Path) -> None:
+    named = write(tmp_path / "a.csv", sentences())
+    numbered = write(tmp_path / "b.csv", [(f"text {number}", 10 - number % 3 * 4) for number in range(30)])
+    assert load_texts(str(named)).classes == ("no", "yes")
+    assert load_texts(str(named), classes=["yes", "no"]).classes == ("yes", "no")
+    assert load_texts(str(numbered)).classes == ("2", "6", "10")
+    with pytest.raises(DataError, match="contains true or false"):
+        load_texts(str(named), classes=[False, True])  # YAML reads [no, yes] as booleans
+    with pytest.raises(DataError, match="the classes are only"):
+        load_texts(str(named), classes=["only"])
+
+
+def test_split_keeps_equal_texts_together_and_is_stable(tmp_path: Path) -> None:
+    rows = [(f"text {number % 50}", number % 2) for number in range(100)]
+    before = load_texts(str(write(tmp_path / "a.csv", rows)), evaluation_fraction=0.3)
+    after = load_texts(str(write(tmp_path / "b.csv", [("new", 1), *rows])), evaluation_fraction=0.3)
+    one, other = (
+        {text_of(splits.evaluation, index) for index in range(len(splits.evaluation))} for splits in (before, after)
+    )
+    assert other - {"new"} == one
+    assert len(before.evaluation) == 2 * len(one)
+    assert len(before.train) + len(before.evaluation) == 100
+
+
+def text_of(data: Any, index: int) -> str:
+    return ByteTokenizer().decode(data[index][0].tolist())
+
+
+def test_two_texts_are_split(tmp_path: Path) -> None:
+    for texts in (["one", "two"], ["a", "b"], ["c", "d"], ["x", "y"]):
+        path = write(tmp_path / "a.csv", [(text, number) for number, text in enumerate(texts)])
+        for fraction in (0.001, 0.999):
+            splits = load_texts(str(path), evaluation_fraction=fraction)
+            assert (len(splits.train), len(splits.evaluation)) == (1, 1)
+    with pytest.raises(DataError, match="there is only one text"):
+        load_texts(str(write(tmp_path / "b.csv", [("one", 0), ("one", 1)])))
+
+
+def test_framed_bytes_are_truncated() -> None:
+    assert ByteTokenizer(5).encode_framed("abcdef") == [256, 97, 98, 99, 256]
+    assert ByteTokenizer(9).encode_framed("ab") == [256, 97, 98, 256]
+
+
+def test_attention_mask_excludes_padding() -> None:
+    inputs, labels = collate_texts([(torch.tensor([5, 6, 7]), 1), (torch.tensor([8]), 0)], padding=257)
+    assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 257, 257]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert labels.tolist() == [1, 0]
+
+
+# --- models and tokenizers of files -----------------------------------------------------------------------
+
+SIZES = {"width": 16, "heads": 2, "blocks": 1, "longest": 40}
+
+
+def made(kind: str, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return find(f"transformers:{kind}", MODELS, "model")(num_classes=3, **{**SIZES, **options})
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_padding_does_not_change_outputs(kind: str) -> None:
+    model = made(kind).eval()
+    samples = [(torch.tensor(ByteTokenizer().encode_framed(text)), 0) for text in ("short", "a longer text than that")]
+    together, _ = collate_texts(samples, padding=257)
+    with torch.no_grad():
+        both = model(**together)
+        for number, sample in enumerate(samples):
+            alone, _ = collate_texts([sample], padding=257)
+            torch.testing.assert_close(both[number : number + 1], model(**alone))
+    assert both.shape == (2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of save_pretrained with a small BERT and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("bert")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *["it", "was", "a", "very", "good", "bad", "film"]]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    tokenizer.save_pretrained(place)
+    made("bert", vocabulary=11, padding=0).save_pretrained(place)
+    return place
+
+
+def test_folder_and_json_file_give_equal_tokenizers(folder: Path) -> None:
+    tokenizers = [read_tokenizer(str(path), 5) for path in (folder, folder / "tokenizer.json")]
+    for tokenizer in tokenizers:
+        assert tokenizer.encode_framed("a good film") == [2, 6, 8, 10, 3]
+        assert tokenizer.encode_framed("it was a very good film") == [2, 4, 5, 6, 3]
+        assert (tokenizer.padding, tokenizer.size) == (0, 11)
+        assert tokenizer.decode([2, 6, 8, 3]) == "a good"
+        assert tokenizer.name(10) == "film"
+    assert tokenizers[0].digest == tokenizers[1].digest
+
+
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer can be read"):
+        read_tokenizer(str(tmp_path))
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(DataError, match="no tokenizer can be read"):
+        read_tokenizer(str(tmp_path / "broken.json"))
+
+
+def test_weights_of_a_folder_are_loaded(folder: Path) -> None:
+    saved = made("bert", vocabulary=11, padding=0)
+    model = made("bert", vocabulary=11, padding=0, folder=str(folder))
+    weights = saved.state_dict()
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("roberta", {"vocabulary": 11, "padding": 0}, "is a bert with 11 tokens"),
+        ("bert", {"vocabulary": 258}, "the recipe has a bert with 258 tokens"),
+        ("bert", {"vocabulary": 11, "padding": 0, "longest": 41}, "texts of up to 41"),
+        ("bert", {"vocabulary": 11, "padding": 0, "num_classes": 5}, "no weights can be read"),
+    ],
+)
+def test_folder_of_another_model_is_refused(folder: Path, kind: str, options: dict[str, Any], message: str) -> None:
+    build = find(f"transformers:{kind}", MODELS, "model")
+    with pytest.raises(RecipeError, match=message):
+        build(**{"num_classes": 3, **SIZES, **options, "folder": str(folder)})
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"config\.json cannot be read"):
+        made("bert", folder=str(tmp_path / "none"))
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+TINY = (
+    "data.options.longest=48",
+    "optimizer.options.lr=1e-3",
+    "batch_size=16",
+    "microbatches=4",
+    "epochs=2",
+    "metrics=[]",
+)
+SMALL = ("model.options.width=16", "model.options.heads=2", "model.options.blocks=1")
+BAG = ("model.name=helpers.bag_of_tokens:Bag",)
+
+
+def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, Any]:
+    sets = [f"--set={override}" for override in (*TINY, *overrides)]
+    assert here("train", "texts", "--processes", processes, "--name", name, *sets, cwd=place) == EXIT_DONE
+    run = place / "runs" / name
+    slow = ("time", "samples_per_second", "data_seconds", "tokens_per_second")
+    logged = [event for kind in ("step", "evaluation", "skipped", "tokens") for event in events(run, kind)]
+    return {
+        "weights": weights(run),
+        "events": [{key: value for key, value in event.items() if key not in slow} for event in logged],
+    }
+
+
+def test_weights_are_equal_on_one_and_three_processes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", sentences())
+    grouped, not_grouped = (
+        [train(tmp_path, n, f"data.options.path={path}", *BAG, *more, name=f"{n}{'-'.join(more)}") for n in (1, 3)]
+        for more in ((), ("data.options.group_by_length=false",))
+    )
+    assert grouped[0] == grouped[1]
+    assert not_grouped[0] == not_grouped[1]
+    assert grouped[0]["weights"] != not_grouped[0]["weights"]
+    counts = [[event for event in runs[0]["events"] if event["event"] == "tokens"] for runs in (grouped, not_grouped)]
+    splits = load_texts(str(path), longest=48)
+    tokens = sum(len(splits.train[index][0]) for index in range(len(splits.train)))
+    for event in (*counts[0], *counts[1]):
+        assert (event["samples"], event["tokens"]) == (len(splits.train), tokens)
+    assert [len(events) for events in counts] == [2, 2]
+    assert 0 < counts[0][0]["padding"] < counts[1][0]["padding"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_weights_of_a_transformer_are_equal_on_one_and_three_processes(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "a.csv", sentences())
+    options = (f"data.options.path={path}", f"model.name=transformers:{kind}", *SMALL)
+    one, three = (train(tmp_path, n, *options, name=f"on-{n}") for n in (1, 3))
+    assert one == three
+
+
+def test_unusable_rows_stop_the_run_or_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = sentences()
+    rows[7], rows[20], rows[21] = ("", "yes"), ("what is this", "maybe"), (rows[21][0], "")
+    path = write(tmp_path / "a.csv", rows)
+    options = (f"data.options.path={path}", "data.options.classes=['no', 'yes']", *BAG)
+    for processes in (1, 4):
+        sets = [f"--set={override}" for override in (*TINY, *options)]
+        code = here("train", "texts", "--processes", processes, "--name", f"stop-{processes}", *sets, cwd=tmp_path)
+        assert code == EXIT_INPUT
+        assert f"{path}, line " in capsys.readouterr().err
+    one, four = (train(tmp_path, n, *options, "data.bad_samples=skip", name=f"skip-{n}") for n in (1, 4))
+    assert one == four
+    left_out = {text for event in one["events"] if event["event"] == "skipped" for text in event["samples"]}
+    assert left_out == {
+        f"{path}, line 9: the text is empty",
+        f"{path}, line 22: the label 'maybe' is not a class",
+        f"{path}, line 23: the label '' is not a class",
+    }
+
+
+@pytest.mark.slow
+def test_model_of_a_folder_is_fine_tuned_with_its_tokenizer(tmp_path: Path, folder: Path) -> None:
+    path = write(tmp_path / "a.csv", [(text, {"no": "b", "yes": "c"}[label]) for text, label in sentences()])
+    options = (f"data.options.path={path}", f"data.options.tokenizer={folder}", f"model.options.folder={folder}")
+    more = (*SMALL, "model.name=transformers:bert", "data.options.classes=[a, b, c]", "data.options.longest=30")
+    one, two = (train(tmp_path, n, *options, *more, name=f"folder-{n}") for n in (1, 2))
+    assert one == two
+
+
+def test_task_classifies_a_text(tmp_path: Path) -> None:
+    task = text_task(("no", "yes"), longest=20)
+    (tmp_path / "a.txt").write_text("a good film\n")
+    inputs = task.read(tmp_path / "a.txt")
+    assert inputs["input_ids"].tolist() == [256, *b"a good film", 256]
+    assert inputs["attention_mask"].tolist() == [1] * 13
+    answer = task.describe(torch.tensor([[0.0, 1.0]]))
+    assert answer["class"] == "yes"
+    assert answer["probabilities"]["yes"] == pytest.approx(0.731, abs=1e-3)
+    assert sum(answer["probabilities"].values()) == pytest.approx(1.0)
+    for content in (b" \n", b"\xff"):
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(DataError):
+            task.read(tmp_path / "a.txt")
