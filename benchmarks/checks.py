@@ -71,9 +71,9 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
     parts = [
         "# What it costs to compare ranks while they train",
         machine_line(machine),
-        f"Global batch {options.batch_size}, one shard and one thread a process, SGD with momentum; the variants take "
-        "turns in the same\nprocesses, and ratios are taken round by round. `off, again` is the same "
-        "as `off`: what\ndiffers from 1 there is noise.",
+        f"Global batch {options.batch_size}, one microbatch and one thread per process, SGD with momentum; the "
+        "variants alternate in the same\nprocesses, with ratios per round. `off, again` equals `off`: its "
+        "difference from 1 is noise.",
     ]
     for result in results:
         turns = f"{result['rounds']} rounds of {result['block']} steps"

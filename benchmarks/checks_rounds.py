@@ -12,7 +12,7 @@ from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
 from samestep.data.batch import GlobalBatch
-from samestep.engine.step import Engine
+from samestep.engine.engine import Engine
 
 READY = 8  # global batches that every engine goes round
 
@@ -39,7 +39,7 @@ def measure(plan: Plan) -> list[dict[str, float]]:
     """Seconds a step of every variant in every round; what `samestep.launch` runs in each rank."""
     with samestep.start(device="cpu") as world:
         loader = samestep.loader(
-            build_dataset(), batch_size=plan.batch_size, shards=world.size, shuffle=True, world=world
+            build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world
         )
         batches = list(islice(loader, READY))
         engines = {name: _engine(plan.model, world, every) for name, every in plan.variants.items()}
@@ -57,7 +57,7 @@ def measure(plan: Plan) -> list[dict[str, float]]:
 
 def _engine(model: str, world: samestep.World, every: int | None) -> Engine:
     # One that is not checked has a world of its own, in which nobody calls the roll.
-    silent = samestep.World(rank=world.rank, size=world.size, device=world.device, stop_requested=lambda: False)
+    silent = samestep.World(rank=world.rank, size=world.size, device=world.device)
     made = build_model(model)
     its_world = silent if every is None else world
     return Engine(made, build_optimizer(made), samestep.cross_entropy, world=its_world, check_every=every)

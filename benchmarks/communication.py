@@ -17,8 +17,8 @@ from communication_rank import BATCH, CONTEXT, WIDTH, Case, Traffic, measure, na
 from machine import describe_machine, machine_line, markdown_table, save
 
 import samestep
-from samestep.config import Mesh, StrategyPart, settle
-from samestep.config.layout import Layout
+from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
+from samestep.config.strategy import MeshShape
 from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
@@ -27,23 +27,23 @@ ADAMW = 4  # parameters, gradients and two numbers of the optimizer for each
 
 BEFORE = """\
 A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of {batch} x {context} tokens
-(H = {hidden} MB between blocks, divided by the number of data ranks), one shard a data rank. MB are millions of
+(H = {hidden} MB between blocks, divided by the number of data ranks), one microbatch a data rank. MB are millions of
 bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
 copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
-Over gloo a sum of which each rank keeps a part is a whole all-reduce; over NCCL the second term of `fsdp` is
-(S-1)/S P. With several shards a rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, of what
-it has not sent. Embedding and output layer of this GPT are one: under `pp` the first and the last stage hold it, and
-its gradients meet; under `tp` every rank has it. `pp` is as large as its largest stage."""
+Over gloo a reduce-scatter is a whole all-reduce; over NCCL the second term of `fsdp` is (S-1)/S P. With several
+microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual of the
+compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
+weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage."""
 
 
 @dataclass(frozen=True)
 class Formula:
     """What a layout should send and hold, in bytes, of a model of `P` bytes."""
 
-    sent: Callable[[Layout, int], float]
+    sent: Callable[[MeshShape, int], float]
     words: str
-    held: Callable[[Layout, int], float]
+    held: Callable[[MeshShape, int], float]
 
 
 def ring(ranks: int, size: float) -> float:
@@ -51,55 +51,55 @@ def ring(ranks: int, size: float) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-def sharded(layout: Layout, size: int) -> float:
+def fsdp_bytes(layout: MeshShape, size: int) -> float:
     # Two gathers and a sum of which each rank keeps a part; gloo makes the whole sum for that. Then copies meet.
     gathers = 2 * (layout.shard - 1) / layout.shard * size
     return gathers + ring(layout.shard, size) + ring(layout.replicate, size / layout.shard)
 
 
-def hidden(layout: Layout) -> float:
+def hidden(layout: MeshShape) -> float:
     """The features that one block hands to the next, of the samples of one data rank."""
-    return BATCH / layout.data * CONTEXT * WIDTH * 4
+    return BATCH / layout.data_size * CONTEXT * WIDTH * 4
 
 
-def tensor(layout: Layout, size: int) -> float:
+def tensor(layout: MeshShape, size: int) -> float:
     # Four sums over ranks; and what makes queries, keys and values at once is gathered, three times as wide.
     blocks = BLOCKS * (4 * ring(layout.tensor, hidden(layout)) + 2 * ring(layout.tensor, hidden(layout)))
     return blocks + ring(layout.replicate, size / layout.tensor)
 
 
-def pipelined(layout: Layout, size: int) -> float:
+def pipelined(layout: MeshShape, size: int) -> float:
     neighbours = min(2, layout.pipeline - 1)
     return neighbours * hidden(layout) + ring(layout.replicate, size / layout.pipeline)
 
 
-def whole(layout: Layout, size: int) -> float:
+def whole(layout: MeshShape, size: int) -> float:
     return ADAMW * size
 
 
-def divided(layout: Layout, size: int) -> float:
+def divided(layout: MeshShape, size: int) -> float:
     return ADAMW * size / (layout.shard * layout.tensor * layout.pipeline)
 
 
 DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
 HALF = Formula(lambda layout, size: ring(layout.size, size / 2), "half of it", whole)
 NARROW = Formula(lambda layout, _: ring(layout.size, narrow_bytes()), "2(N-1)/N of the narrow products", whole)
-SHARDED = Formula(sharded, "2(S-1)/S P + 2(S-1)/S P + 2(R-1)/R P/S", divided)
+FSDP = Formula(fsdp_bytes, "2(S-1)/S P + 2(S-1)/S P + 2(R-1)/R P/S", divided)
 TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
 PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
 
-LAYOUTS: dict[str, tuple[StrategyPart, Formula]] = {
-    "ddp exact": (StrategyPart(), DDP),
-    "ddp fast": (StrategyPart(), DDP),
-    "ddp fp16": (StrategyPart(hook="fp16"), HALF),
-    "ddp bf16": (StrategyPart(hook="bf16"), HALF),
-    "ddp powersgd": (StrategyPart(hook="powersgd"), NARROW),
-    "fsdp": (StrategyPart(name="fsdp"), SHARDED),
-    "hsdp": (StrategyPart(name="hsdp", mesh=Mesh(replicate=2, shard=2)), SHARDED),
-    "tp": (StrategyPart(name="tp"), TENSOR),
-    "ddp x tp": (StrategyPart(name="tp", mesh=Mesh(replicate=2, tensor=2)), TENSOR),
-    "pp": (StrategyPart(name="pp"), PIPELINED),
-    "ddp x pp": (StrategyPart(name="pp", mesh=Mesh(replicate=2, pipeline=2)), PIPELINED),
+LAYOUTS: dict[str, tuple[StrategyConfig, Formula]] = {
+    "ddp exact": (StrategyConfig(), DDP),
+    "ddp fast": (StrategyConfig(), DDP),
+    "ddp fp16": (StrategyConfig(hook="fp16"), HALF),
+    "ddp bf16": (StrategyConfig(hook="bf16"), HALF),
+    "ddp powersgd": (StrategyConfig(hook="powersgd"), NARROW),
+    "fsdp": (StrategyConfig(name="fsdp"), FSDP),
+    "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), FSDP),
+    "tp": (StrategyConfig(name="tp"), TENSOR),
+    "ddp x tp": (StrategyConfig(name="tp", mesh=MeshConfig(replicate=2, tensor=2)), TENSOR),
+    "pp": (StrategyConfig(name="pp"), PIPELINED),
+    "ddp x pp": (StrategyConfig(name="pp", mesh=MeshConfig(replicate=2, pipeline=2)), PIPELINED),
 }
 
 
@@ -108,19 +108,19 @@ def cases(processes: list[int]) -> list[Case]:
     found = []
     for number in processes:
         for name, (part, _) in LAYOUTS.items():
-            if not part.mesh.given or number == 4:
+            if not part.mesh.sizes or number == 4:
                 found.append(Case(name, number, part, "fast" if name == "ddp fast" else "exact"))
     return found
 
 
-def row(case: Case, traffic: Traffic, shards: int) -> dict[str, Any]:
+def row(case: Case, traffic: Traffic, microbatches: int) -> dict[str, Any]:
     """One measurement beside its formulas."""
     formula, size = LAYOUTS[case.name][1], parameter_bytes()
-    layout = settle(case.strategy, case.processes)
+    layout = resolve_mesh(case.strategy, case.processes)
     return {
         "layout": case.name,
         "processes": case.processes,
-        "shards": shards,
+        "microbatches": microbatches,
         **asdict(traffic),
         "formula": formula.words,
         "sent_by_formula": formula.sent(layout, size),
@@ -150,7 +150,7 @@ def page(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "# What layouts send and hold",
         machine_line(machine),
         BEFORE.format(
-            parameters=_shown(parameter_bytes()), batch=BATCH, context=CONTEXT, hidden=_shown(hidden(Layout()))
+            parameters=_shown(parameter_bytes()), batch=BATCH, context=CONTEXT, hidden=_shown(hidden(MeshShape()))
         ),
         table,
         AFTER,

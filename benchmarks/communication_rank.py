@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.config import Reduction, StepRules, StrategyPart
-from samestep.recipes.text.gpt import GPT
+from samestep.config import Reduction, StepConfig, StrategyConfig
+from samestep.zoo.text.models import GPT
 
 CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
 _WARMUP, _STEPS = 3, 2
@@ -28,7 +28,7 @@ class Case:
 
     name: str
     processes: int
-    strategy: StrategyPart
+    strategy: StrategyConfig
     reduction: Reduction = "exact"
 
 
@@ -49,11 +49,11 @@ class Traffic:
 
 def model() -> GPT:
     """A GPT of 3.2 M parameters."""
-    return GPT(num_classes=CLASSES, width=WIDTH, heads=4, blocks=4, context=CONTEXT)
+    return GPT(num_classes=CLASSES, n_embd=WIDTH, n_head=4, n_layer=4, block_size=CONTEXT)
 
 
 def measure(case: Case) -> tuple[Traffic, int]:
-    """The traffic of the rank that sends most, and the number of shards; what `samestep.launch` runs in each rank."""
+    """Return the traffic of the rank that sends most, and the number of microbatches; called in each rank."""
     torch.manual_seed(0)
     # The logits of this model are a view; nothing writes to them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
@@ -61,10 +61,10 @@ def measure(case: Case) -> tuple[Traffic, int]:
     with samestep.start(device="cpu", reduction=case.reduction, strategy=case.strategy) as world:
         net = model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        rules = StepRules(reduction=case.reduction)
-        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, rules=rules)
-        shards = max(world.layout.data, world.layout.pipeline)
-        batches = iter(samestep.loader(Letters(), batch_size=BATCH, shards=shards, world=world))
+        rules = StepConfig(reduction=case.reduction)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, config=rules)
+        microbatches = max(world.mesh_shape.data_size, world.mesh_shape.pipeline)
+        batches = iter(samestep.loader(Letters(), batch_size=BATCH, microbatches=microbatches, world=world))
         for _ in range(_WARMUP):
             engine.step(next(batches))
         before = (bytes_sent(), count.now())
@@ -72,12 +72,12 @@ def measure(case: Case) -> tuple[Traffic, int]:
             engine.step(next(batches))
         after = (bytes_sent(), count.now())
         state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-        parameters = list(engine.pieces.held.values())
+        parameters = list(engine.local_parameters.local.values())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         sent, messages = ((now - then) / _STEPS for now, then in zip(after, before, strict=True))
         held = sum(map(_size, [*parameters, *gradients, *state]))
         most = [max(values) for values in zip(*samestep.all_gather([sent, messages, held], world), strict=True)]
-        return Traffic(most[0], most[1], int(most[2])), shards
+        return Traffic(most[0], most[1], int(most[2])), microbatches
 
 
 class Letters:
@@ -147,12 +147,12 @@ def parameter_bytes() -> int:
 
 def narrow_bytes() -> int:
     """What `hook: powersgd` sends of one rank's gradients."""
-    from samestep.parallel.low_rank import _RANK, is_made_narrow
+    from samestep.strategies.fast_reduction import _RANK, is_compressible
 
     with torch.device("meta"):
         parameters = list(model().parameters())
     total = 0
     for p in parameters:
-        narrow = is_made_narrow(p)
+        narrow = is_compressible(p)
         total += 4 * (_RANK * (p.shape[0] + p.numel() // p.shape[0]) if narrow else p.numel())
     return total

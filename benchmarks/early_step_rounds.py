@@ -107,9 +107,9 @@ def measure(plan: Plan) -> list[dict[str, float]]:
     """Seconds a step of every variant in every round; what `samestep.launch` runs in each rank."""
     with samestep.start(device="cpu", reduction="fast") as world:
         loader = samestep.loader(
-            build_dataset(), batch_size=plan.batch_size, shards=world.size, shuffle=True, world=world
+            build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world
         )
-        batches = [batch.parts[0].data for batch in islice(loader, READY)]
+        batches = [batch.local_microbatches[0].data for batch in islice(loader, READY)]
         loops = {name: Loop(plan, variant, world) for name, variant in plan.variants.items()}
         for loop in loops.values():
             _turn(loop, batches, plan.warmup, world)

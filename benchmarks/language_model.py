@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.config import Recipe
-from samestep.recipes.parse import load_recipe, recipe_data
-from samestep.recipes.text.gpt import GPT
-from samestep.recipes.text.language import Blocks, load_language
+from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.zoo.text.language import Blocks, load_language
+from samestep.zoo.text.models import GPT
 
 PLAIN, OURS = "plain loop", "samestep train language"
 
@@ -50,17 +50,17 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    def __init__(self, vocabulary: int, width: int, heads: int, blocks: int, context: int) -> None:
+    def __init__(self, vocabulary: int, n_embd: int, n_head: int, n_layer: int, block_size: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(blocks)])
-        self.norm = nn.LayerNorm(width)
+        self.tokens, self.places = nn.Embedding(vocabulary, n_embd), nn.Embedding(block_size, n_embd)
+        self.blocks = nn.ModuleList([Block(n_embd, n_head) for _ in range(n_layer)])
+        self.norm = nn.LayerNorm(n_embd)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
                 last = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * blocks) if last else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * n_layer) if last else 0.02)
 
     def forward(self, idx: torch.Tensor) -> torch.Tensor:
         x = self.tokens(idx) + self.places.weight[: idx.shape[1]]
@@ -73,8 +73,10 @@ def train_plain(recipe: Recipe, train: Any, evaluation: Blocks, seed: int, steps
     """The loss over all evaluation tokens after so many steps of the plain loop."""
     torch.manual_seed(seed)
     known = inspect.signature(GPT).parameters
-    sizes = {key: recipe.model.options.get(key, known[key].default) for key in ("width", "heads", "blocks", "context")}
-    context, options = sizes["context"], recipe.optimizer.options
+    sizes = {
+        key: recipe.model.options.get(key, known[key].default) for key in ("n_embd", "n_head", "n_layer", "block_size")
+    }
+    context, options = sizes["block_size"], recipe.optimizer.options
     model = Plain(vocabulary, **sizes)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]

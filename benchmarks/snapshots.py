@@ -88,9 +88,9 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
     parts = [
         "# What a checkpoint costs in the middle of training",
         machine_line(machine) + (f" {options.note}" if options.note else ""),
-        f"Global batch {options.batch_size}, one shard and one thread a process, SGD with momentum; the variants take "
-        "turns in the same\nprocesses, and ratios are taken round by round. A turn with a save ends when the "
-        "checkpoint is on the disk.\n`no saves, again` is the same as `no saves`: what differs from 1 there is noise.",
+        f"Global batch {options.batch_size}, one microbatch and one thread per process, SGD with momentum; the "
+        "variants alternate in the same\nprocesses, with ratios per round. A turn with a save ends when the "
+        "checkpoint is on the disk.\n`no saves, again` equals `no saves`: its difference from 1 is noise.",
     ]
     for result in results:
         turns = f"{result['rounds']} rounds of {result['block']} steps, one save a turn"

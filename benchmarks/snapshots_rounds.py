@@ -14,11 +14,11 @@ import torch
 from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
-from samestep.checkpoint.background import Saved, Saver
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.state import Progress, Training, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.batch import GlobalBatch
-from samestep.engine.step import Engine
+from samestep.engine.engine import Engine
 
 READY = 8  # global batches that the engine goes round
 OFF, AGAIN, BLOCKING, BACKGROUND = "no saves", "no saves, again", "blocking", "background"
@@ -50,9 +50,9 @@ class Turns:
         self._plan, self._world = plan, world
         model = build_model(plan.model)
         self._engine = Engine(model, build_optimizer(model), samestep.cross_entropy, world=world)
-        self.saved: list[Saved] = []
+        self.saved: list[SavedCheckpoint] = []
         self.pauses: dict[str, list[float]] = {BLOCKING: [], BACKGROUND: []}
-        self._saver = Saver(CheckpointFolder(plan.folder), self.saved.append)
+        self._saver = AsyncCheckpointWriter(CheckpointFolder(plan.folder), self.saved.append)
 
     def turn(self, variant: str, batches: Sequence[GlobalBatch], steps: int) -> float:
         """Seconds a step, the end of what was being written included."""
@@ -80,7 +80,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     """Seconds a step of every variant in every round, and what saves took; what `samestep.launch` runs in each rank."""
     with samestep.start(device="cpu") as world:
         loader = samestep.loader(
-            build_dataset(), batch_size=plan.batch_size, shards=world.size, shuffle=True, world=world
+            build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world
         )
         batches = list(islice(loader, READY))
         turns = Turns(plan, world)
@@ -90,7 +90,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         for number in range(plan.rounds):
             order = [*VARIANTS[number % 4 :], *VARIANTS[: number % 4]]
             found.append({name: turns.turn(name, batches, plan.block) for name in order})
-        newest = CheckpointFolder(plan.folder).newest_whole() if world.is_main else None
+        newest = CheckpointFolder(plan.folder).newest_valid() if world.is_main else None
         return {
             "rounds": found,
             "pauses": turns.pauses,

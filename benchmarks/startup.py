@@ -74,7 +74,7 @@ def accelerate_command(processes: int, mark: Path) -> list[str]:
 
 def train_command(processes: int, mark: Path) -> list[str]:
     recipe = str(SCRIPTS / "workload.yaml")
-    return [tool("samestep"), "train", recipe, "--processes", str(processes), "--set", f"shards={processes}"]
+    return [tool("samestep"), "train", recipe, "--processes", str(processes), "--set", f"microbatches={processes}"]
 
 
 def mark_time(folder: Path, processes: int) -> float | None:

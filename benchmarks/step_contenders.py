@@ -23,10 +23,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep
 from samestep.config import Reduction
-from samestep.cursor import Cursor
-from samestep.data.batch import GlobalBatch, Shard
-from samestep.runtime.vision import make_torchvision_importable
-from samestep.sharding import owned_shards, shard_bounds
+from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.microbatches import Cursor, microbatch_bounds, owned_microbatches
+from samestep.torchvision_import import make_torchvision_importable
 
 Feed = Literal["ready", "loader"]
 READY = 8  # global batches that the ready feed goes round
@@ -57,7 +56,7 @@ class Contender:
 
     Attributes:
         deterministic: it asks torch for deterministic kernels while it has its turn.
-        shards: shards a rank; 1 for those that know no shards.
+        microbatches: microbatches a rank; 1 for those that know no microbatches.
         model: with the parameters that `step` moves.
         step: one optimizer step from one batch of its feeds; the loss, over this rank's samples or over all.
         feeds: endless.
@@ -65,7 +64,7 @@ class Contender:
 
     name: str
     deterministic: bool
-    shards: int
+    microbatches: int
     model: nn.Module
     step: Callable[[Any], torch.Tensor | float]
     feeds: dict[Feed, Iterator[Any]]
@@ -77,17 +76,17 @@ class Contender:
 
 
 def build_contender(name: str, setting: Setting, world: samestep.World) -> Contender:
-    """The contender called `name`: one of the four above, or `samestep exact` or `fast` with its shards a rank."""
+    """Return a contender: one of the four above, or `samestep exact` or `fast` with its microbatches per rank."""
     builders = {HAND_WRITTEN: _hand_written, AGAIN: _hand_written, ACCELERATE: _accelerate, FABRIC: _fabric}
     if name in builders:
         return builders[name](name, setting, world)
-    reduction, shards = _ours_of(name)
-    return _ours(name, reduction, shards, setting, world)
+    reduction, microbatches = _ours_of(name)
+    return _ours(name, reduction, microbatches, setting, world)
 
 
-def ours(reduction: Reduction, shards: int = 1) -> str:
+def ours(reduction: Reduction, microbatches: int = 1) -> str:
     """The name of our contender."""
-    return f"samestep {reduction}" + (f", {shards} shards a rank" if shards > 1 else "")
+    return f"samestep {reduction}" + (f", {microbatches} microbatches a rank" if microbatches > 1 else "")
 
 
 def _ours_of(name: str) -> tuple[Reduction, int]:
@@ -95,16 +94,20 @@ def _ours_of(name: str) -> tuple[Reduction, int]:
     return ("exact" if reduction == "exact" else "fast"), int(rest.split()[0]) if rest else 1
 
 
-def _ours(name: str, reduction: Reduction, shards: int, setting: Setting, world: samestep.World) -> Contender:
+def _ours(name: str, reduction: Reduction, microbatches: int, setting: Setting, world: samestep.World) -> Contender:
     model = build_model(setting.model)
-    rules = samestep.StepRules(reduction=reduction)
-    engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, rules=rules)
+    rules = samestep.StepConfig(reduction=reduction)
+    engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, config=rules)
     loader = samestep.loader(
-        build_dataset(), batch_size=setting.batch_size, shards=shards * world.size, shuffle=True, world=world
+        build_dataset(),
+        batch_size=setting.batch_size,
+        microbatches=microbatches * world.size,
+        shuffle=True,
+        world=world,
     )
-    ready = [_global_batch(indices, shards * world.size, world) for indices in _ready_indices(setting)]
+    ready = [_global_batch(indices, microbatches * world.size, world) for indices in _ready_indices(setting)]
     feeds: dict[Feed, Iterator[Any]] = {"ready": cycle(ready), "loader": _endless(loader)}
-    return Contender(name, reduction == "exact", shards, model, lambda batch: engine.step(batch).loss, feeds)
+    return Contender(name, reduction == "exact", microbatches, model, lambda batch: engine.step(batch).loss, feeds)
 
 
 def _hand_written(name: str, setting: Setting, world: samestep.World) -> Contender:
@@ -186,7 +189,7 @@ def _tell_environment(world: samestep.World) -> None:
 
 def _peer_feeds(setting: Setting, world: samestep.World, loaded: Iterator[Any]) -> dict[Feed, Iterator[Any]]:
     dataset = build_dataset()
-    start, stop = shard_bounds(setting.batch_size, world.size)[world.rank]
+    start, stop = microbatch_bounds(setting.batch_size, world.size)[world.rank]
     ready = [dataset[indices[start] : indices[stop - 1] + 1] for indices in _ready_indices(setting)]
     return {"ready": cycle(ready), "loader": loaded}
 
@@ -196,15 +199,15 @@ def _ready_indices(setting: Setting) -> list[numpy.ndarray]:
     return [numpy.arange(number * size, (number + 1) * size) for number in range(READY)]
 
 
-def _global_batch(indices: numpy.ndarray, shards: int, world: samestep.World) -> GlobalBatch:
+def _global_batch(indices: numpy.ndarray, microbatches: int, world: samestep.World) -> GlobalBatch:
     dataset = build_dataset()
-    bounds = shard_bounds(len(indices), shards)
+    bounds = microbatch_bounds(len(indices), microbatches)
     parts = [
-        Shard(number, stop - start, dataset[indices[start] : indices[stop - 1] + 1])
-        for number in owned_shards(shards, world.size, world.rank)
+        Microbatch(number, stop - start, dataset[indices[start] : indices[stop - 1] + 1])
+        for number in owned_microbatches(microbatches, world.size, world.rank)
         for start, stop in [bounds[number]]
     ]
-    return GlobalBatch(Cursor(), Cursor(), indices, shards, tuple(parts))
+    return GlobalBatch(Cursor(), Cursor(), indices, microbatches, tuple(parts))
 
 
 def _endless(loader: Iterable[Any], begin_epoch: Callable[[int], None] | None = None) -> Iterator[Any]:

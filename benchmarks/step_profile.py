@@ -109,7 +109,7 @@ def _operators(run: Callable[[], object]) -> Costs:
 
 @contextmanager
 def _no_chatter() -> Iterator[None]:
-    """torch's profiler announces its beginning and end from C++."""
+    """Torch's profiler announces its beginning and end from C++."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -75,7 +75,7 @@ def take_turn(contender: Contender, feed: Feed, steps: int, world: samestep.Worl
 
 
 def require_agreement(contenders: Sequence[Contender], world: samestep.World) -> None:
-    """One step of each from the same weights and batch; those with one shard a rank must have computed the same.
+    """One step of each from the same weights and batch; those with one microbatch a rank must have computed the same.
 
     Raises:
         AssertionError: a first loss, or the weights after the step, differ from those of the first such contender.
@@ -85,7 +85,7 @@ def require_agreement(contenders: Sequence[Contender], world: samestep.World) ->
     for contender in contenders:
         torch.use_deterministic_algorithms(contender.deterministic)
         loss = _mean_over_ranks(contender.step(next(contender.feeds["ready"])), world)
-        if contender.shards == 1:
+        if contender.microbatches == 1:
             weights = torch.cat([parameter.detach().reshape(-1) for parameter in contender.model.parameters()])
             compared.append((contender, loss, weights))
     _, expected, reference = compared[0]

@@ -22,14 +22,16 @@ import samestep
 from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
-SHARDS_A_RANK = (1, 2, 4, 8)
+MICROBATCHES_A_RANK = (1, 2, 4, 8)
 BLOCKS = {"resnet": 5, "small": 20}  # steps a turn: some tenths of a second
 PRELOAD = ("step_rounds",)
 
 # For each comparison, whose time each contender's is divided by.
 PEERS = {name: HAND_WRITTEN for name in (HAND_WRITTEN, AGAIN, ours("exact"), ours("fast"), ACCELERATE, FABRIC)}
-SHARDS = {ours(reduction, shards): ours(reduction) for reduction in REDUCTIONS for shards in SHARDS_A_RANK}
-COMPARISONS = {"peers": PEERS, "shards": SHARDS}
+MICROBATCHES = {
+    ours(reduction, microbatches): ours(reduction) for reduction in REDUCTIONS for microbatches in MICROBATCHES_A_RANK
+}
+COMPARISONS = {"peers": PEERS, "microbatches": MICROBATCHES}
 
 
 def compare(comparison: str, processes: int, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,7 +79,7 @@ def _shown(spread: dict[str, float], digits: int) -> str:
 
 
 def title(result: dict[str, Any]) -> str:
-    against = "the hand-written loop" if result["comparison"] == "peers" else "one shard a rank"
+    against = "the hand-written loop" if result["comparison"] == "peers" else "one microbatch a rank"
     fed = "tensors in memory" if result["feed"] == "ready" else "batches from its loader"
     return f"{result['model']}, {counted(result['processes'])}, {fed}: against {against}"
 
@@ -117,9 +119,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead of measuring")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "step_time.json")
     options = parser.parse_args()
-    smallest = max(options.processes) * max(SHARDS_A_RANK)
+    smallest = max(options.processes) * max(MICROBATCHES_A_RANK)
     if options.batch_size % smallest:
-        parser.error(f"--batch-size {options.batch_size}: a multiple of {smallest} gives all shards the same size")
+        parser.error(
+            f"--batch-size {options.batch_size}: a multiple of {smallest} gives all microbatches the same size"
+        )
     return options
 
 

@@ -15,13 +15,13 @@ from machine import Spread, describe_machine, machine_line, markdown_table, save
 from tune_rounds import measure
 
 import samestep
-from samestep.recipes.parse import make_recipe
+from samestep.recipes.recipe_files import make_recipe
 
 HERE = Path(__file__).parent
 BASE = {
     "optimizer": {"name": "sgd", "options": {"lr": 0.01}},
     "batch_size": 64,
-    "shards": 8,
+    "microbatches": 8,
     "epochs": 1,
 }
 # What costs time: a disk and a device that is elsewhere, the processor, or hardly anything.

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from samestep.recipes.splits import Splits
+from samestep.zoo.splits import Splits
 
 
 class Slow:

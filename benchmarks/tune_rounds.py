@@ -9,10 +9,10 @@ from typing import Any
 
 import samestep
 from samestep.config import Recipe, RunOptions
-from samestep.recipes.build import build
+from samestep.recipes.builder import build
+from samestep.tools.trials import time_setting
 from samestep.tools.tune.search import search
-from samestep.tools.tune.setting import PREFETCH, WORKERS, Setting, grid
-from samestep.tools.tune.trials import take_turn
+from samestep.tools.tune.settings import PREFETCH, WORKERS, Setting, grid
 
 _AS_LONG_AS_IT_TAKES = 1e9  # a turn then has its 20 steps
 
@@ -30,13 +30,13 @@ def measure(recipe: Recipe, searches: int, rounds: int, again: int, seconds: flo
             if number < rounds:
                 began = time.perf_counter()
                 for setting in settings[::-1] if number % 2 else settings:
-                    speeds[setting].append(take_turn(built, setting, _AS_LONG_AS_IT_TAKES).samples_per_second)
+                    speeds[setting].append(time_setting(built, setting, _AS_LONG_AS_IT_TAKES).samples_per_second)
                 seconds_of_grid += time.perf_counter() - began
             if number < searches:
                 began = time.perf_counter()
-                chosen = search(lambda setting: take_turn(built, setting, seconds), settings, Setting(0))
+                chosen = search(lambda setting: time_setting(built, setting, seconds), settings, Setting(0))
                 assert chosen.chosen is not None
-                found.append((chosen.chosen, time.perf_counter() - began, chosen.turns))
+                found.append((chosen.chosen, time.perf_counter() - began, chosen.trial_count))
             if world.is_main:
                 print(f"  {recipe.data.options}: turn {number + 1}, {found[-1]}", flush=True)
         medians = {setting: sorted(values)[len(values) // 2] for setting, values in speeds.items()}
@@ -46,7 +46,7 @@ def measure(recipe: Recipe, searches: int, rounds: int, again: int, seconds: flo
             ratios = []
             for number in range(again if setting != best else 0):
                 pair = [best, setting][:: -1 if number % 2 else 1]
-                speed = {one: take_turn(built, one, _AS_LONG_AS_IT_TAKES).samples_per_second for one in pair}
+                speed = {one: time_setting(built, one, _AS_LONG_AS_IT_TAKES).samples_per_second for one in pair}
                 ratios.append(speed[setting] / speed[best])
             duels[setting] = ratios or [1.0]
         return {

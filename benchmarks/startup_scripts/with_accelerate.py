@@ -1,4 +1,4 @@
-"""Usage: accelerate launch ... with_accelerate.py MARK"""
+"""Usage: `accelerate launch ... with_accelerate.py MARK`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Usage: torchrun --standalone --nproc-per-node PROCESSES with_ddp.py MARK"""
+"""Usage: `torchrun --standalone --nproc-per-node PROCESSES with_ddp.py MARK`."""
 
 import sys
 

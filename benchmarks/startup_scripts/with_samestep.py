@@ -1,4 +1,4 @@
-"""Usage: python with_samestep.py MARK PROCESSES"""
+"""Usage: `python with_samestep.py MARK PROCESSES`."""
 
 import sys
 
@@ -11,7 +11,9 @@ def train(mark: str) -> None:
     with samestep.start() as world:
         model = build_net()
         engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world)
-        loader = samestep.loader(build_dataset(), batch_size=BATCH_SIZE, shards=world.size, shuffle=True, world=world)
+        loader = samestep.loader(
+            build_dataset(), batch_size=BATCH_SIZE, microbatches=world.size, shuffle=True, world=world
+        )
         for batch in loader:
             engine.step(batch)
             if world.is_main:

@@ -1,4 +1,4 @@
-"""Usage: python with_samestep_late.py MARK PROCESSES
+"""Usage: `python with_samestep_late.py MARK PROCESSES`.
 
 The same as `with_samestep.py`, but this process never imports torch: what needs it is imported by name, once, where
 the ranks come from.

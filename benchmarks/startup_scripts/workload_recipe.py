@@ -2,7 +2,7 @@
 
 from workload import CLASSES, build_dataset
 
-from samestep.recipes.splits import Splits
+from samestep.zoo.splits import Splits
 
 
 def load() -> Splits:
