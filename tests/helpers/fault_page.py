@@ -1,4 +1,4 @@
-"""Table of faults in docs/guides/faults.md, written by the fault tests."""
+"""Tables of docs/guides/faults.md, written by the fault tests: faults in a run, then one table per area."""
 
 from dataclasses import dataclass
 from pathlib import Path
