@@ -5,6 +5,8 @@ An error gives the value, the expectation and the fix. It is reported once, by t
 
 from __future__ import annotations
 
+import re
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INPUT = 2
@@ -20,7 +22,7 @@ CODES = {
     "E_CHECKPOINT": "A checkpoint is damaged, incomplete or belongs to another recipe.",
     "E_UNUSED_PARAMETER": "A parameter that requires a gradient received none from a microbatch.",
     "E_RUN": "The run failed.",
-    "E_NONFINITE": "A loss or a gradient is not finite and the recipe sets `non_finite: stop`.",
+    "E_NONFINITE": "A loss or a gradient is not finite. With `non_finite: skip`: most steps of a run were skipped.",
     "E_RANK_MISMATCH": "Ranks hold different weights, buffers or optimizer state.",
     "E_CHECKPOINT_WRITE": "A checkpoint cannot be written. Earlier checkpoints are unchanged.",
     "E_RANK_DESYNC": "Ranks issue different collectives, or one rank issues none.",
@@ -44,6 +46,7 @@ CODES = {
     "E_NOT_JSON": "`all_gather` received a value that is not JSON.",
     "E_REDUCE_DICT": "`reduce_dict` received different keys on different ranks, or nothing was counted.",
     "E_SHAPE": "Outputs, targets or weights have shapes that do not match.",
+    "E_LOSS": "A loss function returned no usable loss, or one of PyTorch's losses has no count.",
     "E_LOSS_TERM": "A term of a `MultiLoss` has an invalid name, count or weight.",
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or does not support the strategy.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
@@ -52,6 +55,7 @@ CODES = {
     "E_CHECK_EVERY": "`check_every` is invalid or differs between ranks.",
     "E_NOTHING_COUNTED": "The loss counted no samples in evaluation.",
     "E_VALUE": "A recipe value or an option is outside of its range.",
+    "E_BATCH_NORM": "Batch norm cannot compute statistics of a microbatch, which has one value per channel.",
     "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
     "E_LEARNING_RATE_RULE": "`learning_rate.rule` and `learning_rate.base_batch_size` do not fit together.",
     "E_PATTERN": "A shell pattern of the recipe matches no name.",
@@ -63,6 +67,7 @@ CODES = {
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",
     "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
     "E_RECIPE_CHANGED": "The recipe differs from the recipe of the checkpoint.",
+    "E_CODE_CHANGED": "A Python module of the user differs from the one with which the run began.",
     "E_OUTPUT": "An output file or directory exists or cannot be written.",
     "E_OPTION_CONFLICT": "Two command-line options exclude each other, or a required one is missing.",
     "E_FILE_MISSING": "An input file does not exist.",
@@ -84,7 +89,7 @@ CODES = {
     "E_UNJOINED_WRITER": "Background checkpointing was used without a `with` block.",
     "E_UNKNOWN_KEY": "A recipe or an override has a key that does not exist.",
     "E_MISSING_KEY": "A recipe key or an option without a default is missing.",
-    "E_UNKNOWN_OPTION": "A dataset, model, loss or optimizer has no option of this name.",
+    "E_UNKNOWN_OPTION": "A dataset, model, loss, optimizer or command has no option of this name.",
     "E_UNKNOWN_NAME": "A dataset, model, loss, optimizer or recipe of this name does not exist.",
     "E_NOT_INSTALLED": "An optional library that the recipe needs is not installed.",
     "E_UNREADABLE": "A file is damaged or has another format.",
@@ -119,8 +124,79 @@ CODES = {
 }
 
 
+# Limits of a report, below one screen of 60 lines and 8 kB: lines of the progress can precede a report.
+_MAX_LINES, _MAX_BYTES, _MAX_CHARACTERS = 48, 6_144, 1_000
+_LINE_END_CHARACTERS = 100  # kept at the end of a long line, which can have the code
+_NAME = type.__dict__["__name__"]
+_UNUSUAL = re.compile(r"[^\n -~]")
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with every control character, except for newlines, as an escape sequence such as `\x1b`.
+
+    A terminal would execute control characters. Lone surrogates, which stand for invalid UTF-8, are escaped too.
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+    return _UNUSUAL.sub(escaped, text.expandtabs(4))
+
+
+def bounded(text: str) -> str:
+    """Return a report of printable characters on at most 48 lines, with at most 6 kB and 1,000 characters per line.
+
+    Lines and characters are left out in the middle, with a remark.
+    """
+    lines = text.split("\n")
+    begin: list[str] = []
+    end: list[str] = []
+    size = 0
+    while len(begin) + len(end) < min(len(lines), _MAX_LINES - 1):
+        is_begin = len(begin) <= len(end)
+        line = _shortened(lines[len(begin)] if is_begin else lines[-len(end) - 1])
+        size += len(line.encode()) + 1
+        if size > _MAX_BYTES - 100:  # the remark needs a line too
+            break
+        (begin if is_begin else end).append(line)
+    count = len(lines) - len(begin) - len(end)
+    remark = [f"    ... {count:,} lines are left out ..."] if count else []
+    return "\n".join([*begin, *remark, *reversed(end)])
+
+
+def _shortened(line: str) -> str:
+    count = len(line)
+    if count > 2 * _MAX_CHARACTERS:  # before the conversion, which is slow for millions of characters
+        line = line[:_MAX_CHARACTERS] + line[-_LINE_END_CHARACTERS:]
+    line = printable(line)
+    if len(line) <= _MAX_CHARACTERS and count <= _MAX_CHARACTERS:
+        return line
+    remark = f" ... {count:,} characters ... "
+    return line[: _MAX_CHARACTERS - _LINE_END_CHARACTERS - len(remark)] + remark + line[-_LINE_END_CHARACTERS:]
+
+
+def indented(text: str, indent: str = "    ") -> str:
+    """Return `text` with an indent before each line; only the first line of a report has none."""
+    return indent + text.replace("\n", f"\n{indent}")
+
+
+def message_of(error: object) -> str:
+    """Return `str(error)`, or a remark if the class of the error fails to compute the text."""
+    try:
+        return str(error)
+    except BaseException as failure:  # boundary: the code of a user's exception can raise anything
+        return f"<no text: {class_name(error)}.__str__ raised {class_name(failure)}>"
+
+
+def class_name(value: object) -> str:
+    """Return the name of the class of `value` on one line; a class can have any text as its name."""
+    name: str = _NAME.__get__(type(value))  # not by attribute, which a metaclass can replace
+    return printable(name).replace("\n", "\\n") or "<class without a name>"
+
+
 class SamestepError(Exception):
-    """Base class of all errors; `str()` returns the report for the user.
+    """Base class of all errors; `str()` returns the report for the user, which is bounded.
 
     Args:
         value: the problem with the offending value, one sentence.
@@ -146,14 +222,23 @@ class SamestepError(Exception):
         return _rebuilt, (type(self), self.value, self.expected, self.fix, self.code), self.__dict__
 
     def __str__(self) -> str:
+        return bounded(self.full_text)
+
+    @property
+    def full_text(self) -> str:
+        """Report of any length."""
         title, *details = self.value.split("\n")
-        lines = [f"{title} [{self.code}]", *details]
-        if self.expected:
-            lines.append(f"  expected: {self.expected}")
-        if self.fix:
-            lines.append(f"  fix:      {self.fix}")
-        lines += [f"  also:     {note}" for note in getattr(self, "__notes__", ())]
+        # Text from a file or a library can have lines that look like another report.
+        lines = [f"{title} [{self.code}]", *(line if line.startswith(" ") else f"    {line}" for line in details)]
+        for name, text in (("expected:", self.expected), ("fix:", self.fix)):
+            if text:
+                lines.append(f"  {name:<9} {_continued(text)}")
+        lines += [f"  also:     {_continued(str(note))}" for note in getattr(self, "__notes__", ())]
         return "\n".join(lines)
+
+
+def _continued(text: str) -> str:
+    return text.replace("\n", "\n" + 12 * " ")
 
 
 def _rebuilt(kind: type[SamestepError], value: str, expected: str | None, fix: str | None, code: str) -> SamestepError:

@@ -77,9 +77,9 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
         lines = done.err.splitlines()
         problem = "ArithmeticError: the sum does not add up"
         assert lines[0] == f"error: rank 1 failed in engine.step 3: {problem} [E_RANK_FAILED]"
-        assert lines[1] == "Traceback (most recent call last):"
+        assert lines[1] == "    Traceback (most recent call last):"
         assert "recorded.py" in done.err
-        assert lines[-1] == problem
+        assert lines[-1] == f"    {problem}"
         assert done.err.count("Traceback") == done.err.count("raise ArithmeticError") == 1
         none_left(running)
 

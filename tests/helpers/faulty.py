@@ -36,7 +36,7 @@ class Indexed(recorded.Indexed):
     """Dataset in which one sample can have a fault."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 40 and (fault := _take_fault({"kill a worker", "bad sample", "hang in dataset"})):
+        if index == 40 and (fault := take_fault({"kill a worker", "bad sample", "hang in dataset"})):
             if fault["kind"] == "kill a worker":
                 assert get_worker_info() is not None
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -73,19 +73,19 @@ def loss(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
         _calls[0] += 1
         Path(f"step-of-{dist.get_rank()}").write_text(str(_calls[0]), encoding="utf-8")
         time.sleep(_pace())
-        fault = _take_fault(set(_STEP_FAULTS) | {"nan"}, _calls[0])
+        fault = take_fault(set(_STEP_FAULTS) | {"nan"}, _calls[0])
         if fault is not None and fault["kind"] == "nan":
             return Loss(value.sum * float("nan"), value.count)
         if fault is not None:
             _STEP_FAULTS[fault["kind"]]()
-    elif (fault := _take_fault({"raise in evaluation", "wait in evaluation"})) is not None:
+    elif (fault := take_fault({"raise in evaluation", "wait in evaluation"})) is not None:
         if fault["kind"] == "raise in evaluation":
             raise ArithmeticError("the sum does not add up")
         time.sleep(1)
     return value
 
 
-def _take_fault(kinds: set[str], step: int | None = None) -> dict[str, Any] | None:
+def take_fault(kinds: set[str], step: int | None = None) -> dict[str, Any] | None:
     """Return the fault for this rank and step, and remove it for all other processes."""
     file = Path("fault.json")
     try:

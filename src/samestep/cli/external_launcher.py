@@ -65,6 +65,19 @@ def require_single_process(command: str) -> None:
         )
 
 
+def require_local_rank(local_rank: int) -> None:
+    """Raise an `InputError` unless the launcher's variables contain the local rank of `--local-rank`."""
+    rendezvous = read_rendezvous()
+    if rendezvous is None or rendezvous.local_rank != local_rank:
+        actual = f"LOCAL_RANK is {rendezvous.local_rank}" if rendezvous is not None else "LOCAL_RANK is not set"
+        raise InputError(
+            f"--local-rank {local_rank}, but {actual}",
+            expected="the option and the variables that torch.distributed.launch sets for each rank",
+            fix="leave --local-rank out; --processes N starts N ranks",
+            code="E_LAUNCH_VARIABLES",
+        )
+
+
 def run_as_rank(
     options: LaunchOptions,
     rendezvous: Rendezvous,
@@ -88,7 +101,7 @@ def run_as_rank(
         job = join_job(rendezvous, hang_after=options.hang_after)
         _require_compatible(options, rendezvous)
         plan = _share(job, make_plan)
-        resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatches)
+        resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatch_count, plan.recipe.batch_size)
         value = getattr(import_module("samestep.recipes.run"), function)(*rank_arguments(plan))
     except KeyboardInterrupt:
         raise ReportedError(EXIT_STOPPED) from None
@@ -162,11 +175,9 @@ def _report(job: Job | None, failure: Failure, folder: Path | None) -> int:
     is_first, code = True, failure.exit_code
     if job is not None:
         is_first, code = report_failure(job, failure)
+    log_dir = folder / "logs" if folder is not None and folder.is_dir() else None
     if is_first:
-        print(failure.text, file=sys.stderr, flush=True)
-    elif folder is not None and folder.is_dir():
-        log = folder / "logs" / f"rank-{failure.rank}.log"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(failure.text + "\n")
+        print(failure.reported(log_dir).text, file=sys.stderr, flush=True)
+    else:
+        failure.append_to_log(log_dir)
     return code

@@ -8,9 +8,20 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    PeerLostError,
+    SamestepError,
+    bounded,
+    class_name,
+    indented,
+    message_of,
+    printable,
+)
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",
@@ -23,6 +34,10 @@ _SIGNAL_FIXES = {
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
 _CODE = re.compile(r" \[E_\w+\]$")
+# Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
+_MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
+# Limit of a complete text, which is sent to the launcher and written to a log.
+_MAX_TEXT = 5_000_000
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,9 @@ class Failure:
 
     rank: int
     when: float  # monotonic clock of the machine in seconds, comparable between its processes
-    text: str  # report for the user: the message, and the traceback of an error in code
+    text: (
+        str  # complete report: the message, and the traceback of an error in code; only the first line is not indented
+    )
     exit_code: int  # of the launcher, if this is the first cause
     is_consequence: bool = False  # the rank only noticed the end of another rank
     by_signal: int | None = None  # signal that ended the process
@@ -48,25 +65,28 @@ class Failure:
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, activity: str = "") -> Failure:
         """Return the failure for an exception raised in `rank`."""
-        when, kind = time.monotonic(), type(error).__name__
-        trace = "".join(traceback.format_exception(error)).rstrip()
+        when, kind = time.monotonic(), class_name(error)
         if isinstance(error, SamestepError):
             is_lost = isinstance(error, PeerLostError)
-            text = f"error: {error}\n{trace}" if is_lost else f"error: {error}"
+            text = f"error: {error.full_text}\n{_trace(error)}" if is_lost else f"error: {error.full_text}"
             return cls(rank, when, text, error.exit_code, is_lost, kind=kind, activity=activity, code=error.code)
-        message = str(error).strip().splitlines()
-        title = f"{kind}: {message[0]}" if message else kind
-        is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
-        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{trace}"
+        message = message_of(error)
+        first_line = next(iter(message.strip().splitlines()), "")
+        title = f"{kind}: {first_line}" if first_line else kind
+        is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(message) is not None
+        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
         if is_memory:
             text += f"\n  fix:      {_MEMORY_FIX}"
         return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity, is_out_of_memory=is_memory)
 
     @classmethod
-    def of_exit(cls, rank: int, exit_code: int, activity: str = "", stack: Sequence[str] = ()) -> Failure:
+    def of_exit(
+        cls, rank: int, exit_code: int, activity: str = "", stack: Sequence[str] = (), message: str = ""
+    ) -> Failure:
         """Return the failure for a process that ended without a report.
 
         A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal, outermost first.
+        `message` is the text of `sys.exit("text")`.
         """
         by_signal = -exit_code if exit_code < 0 else None
         if by_signal is not None:
@@ -76,7 +96,8 @@ class Failure:
         else:
             problem = f"ended with exit code {exit_code}{_spaced(activity)}, before the function returned"
             fix, code = "look for sys.exit() or os._exit() in code that only this rank runs", "E_RANK_EXITED"
-        lines = [f"error: rank {rank} {problem} [{code}]"]
+        title, *details = message.strip().splitlines() or [""]
+        lines = [f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]", *map(indented, details)]
         if stack:
             lines += ["  Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
         if fix:
@@ -99,6 +120,25 @@ class Failure:
     def of_hang(cls, rank: int, text: str, activity: str) -> Failure:
         """Return the failure for a rank that the others wait for."""
         return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", activity=activity, code="E_HANG")
+
+    def reported(self, log_dir: Path | None) -> Failure:
+        """Return the failure with a bounded text; a longer text is appended to the rank's log in `log_dir`, if any."""
+        text = bounded(self.text)
+        log = self.append_to_log(log_dir) if text != self.text else None
+        return replace(self, text=f"{text}\n  log:      {printable(str(log))}" if log else text)
+
+    def append_to_log(self, log_dir: Path | None) -> Path | None:
+        """Append the complete text to the rank's log; return its path, or None if the log cannot be written."""
+        if log_dir is None:
+            return None
+        path = log_dir / f"rank-{self.rank}.log"
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(printable(self.text) + "\n")
+        except OSError:  # such as a full disk: the report must not depend on the log
+            return None
+        return path
 
 
 def first_cause(failures: list[Failure]) -> Failure:
@@ -145,6 +185,22 @@ class StoppedError(SamestepError):
 
     exit_code = EXIT_STOPPED
     default_code = "E_STOPPED"
+
+
+def _trace(error: BaseException) -> str:
+    """Return the indented traceback of an error without frames of the launcher, at most some million characters."""
+    frames = error.__traceback__
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith("samestep.launcher."):
+        frames = frames.tb_next
+    frames = frames or error.__traceback__
+    try:
+        parts = traceback.format_exception(type(error), error, frames)
+    except Exception:  # boundary: formatting calls code of the user's exception
+        parts = traceback.format_tb(frames)
+    trace = _MARKS.sub("", "".join(parts)).rstrip()
+    if len(trace) > _MAX_TEXT:
+        trace = f"{trace[: _MAX_TEXT // 2]}\n... {len(trace):,} characters ...\n{trace[-_MAX_TEXT // 2 :]}"
+    return indented(trace)
 
 
 def _spaced(activity: str) -> str:

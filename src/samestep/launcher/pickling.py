@@ -16,7 +16,7 @@ from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from samestep.errors import InputError, RunError
+from samestep.errors import InputError, RunError, message_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ByValue:
             data = _dumps(self._function)
         except Exception as error:  # boundary: pickling calls methods of user objects
             raise InputError(
-                f"the function cannot be sent to ranks: {error}",
+                f"the function cannot be sent to ranks: {message_of(error)}",
                 expected="a function whose variables can all be pickled; ranks are new processes",
                 fix="create locks, generators and connections inside the function",
                 code="E_NOT_PICKLABLE",
@@ -84,7 +84,7 @@ def pack(value: Any) -> bytes:
         return _dumps(value)
     except Exception as error:  # boundary: pickling calls methods of user objects
         raise RunError(
-            f"the result of the function ({type(value).__name__}) cannot be sent: {error}",
+            f"the result of the function ({type(value).__name__}) cannot be sent: {message_of(error)}",
             expected="a result by value: numbers, strings, tensors, and lists, dicts and objects of these",
             fix="return plain values, or write them to a file on rank 0 and return the path",
             code="E_NOT_PICKLABLE",

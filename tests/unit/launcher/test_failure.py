@@ -67,14 +67,14 @@ def test_failed_run_has_no_traceback() -> None:
 def test_lost_peer_is_a_consequence() -> None:
     result = Failure.of_exception(0, raised(PeerLostError("rank 0 lost its connection")))
     assert result.is_consequence
-    assert result.text.startswith("error: rank 0 lost its connection [E_PEER_LOST]\nTraceback")
+    assert result.text.startswith("error: rank 0 lost its connection [E_PEER_LOST]\n    Traceback")
 
 
 def test_exception_has_rank_and_traceback() -> None:
     result = Failure.of_exception(3, raised(KeyError("weight")))
     title, first, *_ = result.text.splitlines()
     assert title == "error: rank 3 failed: KeyError: 'weight' [E_RANK_FAILED]"
-    assert first.startswith("Traceback")
+    assert first.startswith("    Traceback")
     assert "test_failure.py" in result.text
     assert result.exit_code == 1
 
@@ -122,7 +122,7 @@ def test_hang_is_the_first_cause() -> None:
 
 def test_out_of_memory_has_a_fix() -> None:
     result = Failure.of_exception(0, raised(MemoryError("1 TB")), "in engine.step 2")
-    assert result.text.startswith("error: rank 0 failed in engine.step 2: MemoryError: 1 TB [E_RANK_FAILED]\nTraceback")
+    assert result.text.startswith("error: rank 0 failed in engine.step 2: MemoryError: 1 TB [E_RANK_FAILED]\n    Traceback")
     assert result.text.splitlines()[-1].startswith("  fix:      use less memory per rank")
 
 
