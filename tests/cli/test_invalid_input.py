@@ -31,7 +31,9 @@ UNKNOWN_KEYS = {
     "schedule.warmup=1": "schedule.warmup_epochs",
     "step.sed=1": "step.seed",
     "model.optoins.width=8": "model.options",
-    "lr=0.1": None,
+    "lr=0.1": "optimizer.options.lr",
+    "optimizer.lrr=0.1": "optimizer.options.lr",
+    "qwertz=1": None,
 }
 
 
@@ -131,7 +133,7 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["resume", "--folder"], []]
+    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["train", "digits", "two"], []]
 )
 def test_invalid_arguments_print_the_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -191,7 +193,7 @@ NAMES = {
     "metrics=[acuracy]": "accuracy",
     "model.options.widht=8": "model.options.widht",
     "data.options.sample=8": "did you mean data.options.samples?",
-    "optimizer.options.learning_rate=1": "optimizer.options.learning_rate",
+    "optimizer.options.learning_rate=1": "did you mean optimizer.options.lr?",
     "optimizer.options.lr=-1": "learning rate: -1",
     "optimizer.options.params=1": "optimizer.options.params",
     "loss.options.smoothing=1": "loss.options.smoothing",

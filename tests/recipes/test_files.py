@@ -107,7 +107,7 @@ def test_overrides_do_not_change_their_input() -> None:
 def test_unknown_key_suggests_a_similar_key(more: dict[str, Any], nearest: str) -> None:
     with pytest.raises(RecipeError) as error:
         made(**more)
-    assert error.value.fix == f"did you mean {nearest}?"
+    assert str(error.value.fix).startswith(f"did you mean {nearest}?")
     assert nearest.rpartition(".")[2] in str(error.value.expected)
 
 
@@ -118,7 +118,7 @@ def test_option_without_options_suggests_the_full_key(part: str, value: str) -> 
         made(f"{part}.name=n", f"{part}.width={value}")
     assert error.value.code == "E_UNKNOWN_KEY"
     assert f"{part}.width" in error.value.value
-    assert error.value.fix == f"did you mean {part}.options.width?"
+    assert str(error.value.fix).startswith(f"did you mean {part}.options.width?")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,8 @@ def test_option_without_options_suggests_the_full_key(part: str, value: str) -> 
 def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
     with pytest.raises(RecipeError) as error:
         made(typo)
-    assert (error.value.code, error.value.fix) == ("E_UNKNOWN_KEY", f"did you mean {key}?")
+    assert error.value.code == "E_UNKNOWN_KEY"
+    assert str(error.value.fix).startswith(f"did you mean {key}?")
 
 
 def test_options_must_be_a_mapping() -> None:

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from samestep.config import RunOptions
+from samestep.config import DeviceKind, RunOptions
+from samestep.config.equivalents import find_equivalent
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
 from samestep.recipes.recipe_files import shipped_recipes
@@ -34,6 +35,15 @@ def number(option: str, *, type: Callable[[str], float] = int, zero: bool = Fals
     return parse
 
 
+def _device_kind(text: str) -> str:
+    kinds = get_args(DeviceKind)
+    if text not in kinds:
+        meant = find_equivalent("device", text)
+        fix = meant.question if meant is not None and meant.argument != f"--device {text}" else "--device auto"
+        raise InputError(f"--device {text}", f"one of {', '.join(kinds)}", fix, code="E_VALUE")
+    return text
+
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--set": {
         "dest": "overrides",
@@ -48,7 +58,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "GPUs of the ranks, as positions among the visible GPUs; one rank per GPU unless --processes is "
         "smaller (default: the first ones)",
     },
-    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "device type (default auto)"},
+    "--device": {
+        "type": _device_kind,
+        "choices": get_args(DeviceKind),
+        "default": "auto",
+        "help": "device type (default auto)",
+    },
     "--per-device-batch-size": {
         "type": number("--per-device-batch-size"),
         "metavar": "N",
@@ -60,6 +75,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "loader processes per rank (default: depends on the cores)",
     },
     "--runs": {"type": Path, "default": Path("runs"), "metavar": "DIR", "help": "folder of runs (default runs)"},
+    "--trust": {"action": "store_true", "help": "import the code that the recipe of the run names (docs/security.md)"},
     "--json": {"action": "store_true", "help": "print the result as one JSON object on standard output"},
 }
 
@@ -88,7 +104,8 @@ def add_run_argument(parser: argparse.ArgumentParser, *, checkpoint: str | None 
     """Add the directory of a run, and `--checkpoint` with a default."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run")
     if checkpoint is not None:
-        text = f"best, last, or a step (default {checkpoint})"
+        add_options(parser, "--trust")
+        text = f"best, last, epoch-N, or a step (default {checkpoint})"
         parser.add_argument("--checkpoint", default=checkpoint, metavar="WHICH", help=text)
 
 

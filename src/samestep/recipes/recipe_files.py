@@ -8,22 +8,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
-from samestep.config import NamedConfig, Recipe
+from samestep.checkpoint.files import write_atomically
+from samestep.config import Recipe
 from samestep.errors import InputError, RecipeError
+from samestep.recipes.key_errors import explain
+from samestep.units import format_bytes
 
 _MISSING = object()
 _DATASET_FILE = "data.json"
-# An unknown key this similar to a valid one is a typo rather than an option without `options`.
-_TYPO = 0.8
+# Limits of a recipe file, in bytes and in values after aliases are replaced.
+_MAX_BYTES, _MAX_VALUES = 1 << 20, 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,12 +60,11 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         raise RecipeError(f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE") from error
     for override in overrides:
         _override(data, override)
-    _refuse_misleading_keys(data, origin)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         return TypeAdapter(Recipe).validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise _explain(error.errors()[0], origin) from error
+        raise explain(error.errors(), data, origin) from error
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
@@ -74,12 +75,19 @@ def recipe_data(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe to a file that `read_recipe` reads."""
-    path.write_text(yaml.dump(recipe_data(recipe), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+    write_atomically(path, yaml.dump(recipe_data(recipe), Dumper=_Dumper, sort_keys=False))
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe of a file, with `key=value` overrides."""
     return make_recipe(read_yaml(path), overrides, origin=str(path))
+
+
+def update_epochs(path: Path, epochs: int) -> None:
+    """Set the epochs of a recipe in a file, so that a later resumption has the same number."""
+    recipe = read_recipe(path)
+    if recipe.epochs != epochs:
+        write_recipe(replace(recipe, epochs=epochs), path)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -98,13 +106,39 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the mapping of a YAML file."""
     try:
+        _require_small(path)
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        _require_tree(raw, path)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         problem, fix = f"{path} cannot be read: {error}", "correct the line of the error"
         raise RecipeError(problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE") from error
     if not isinstance(raw, Mapping):
         raise RecipeError(f"{path} contains a {type(raw).__name__}", expected="a mapping", fix="write key: value lines")
     return raw
+
+
+def _require_small(path: Path) -> None:
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        expected = f"at most {format_bytes(_MAX_BYTES)}"
+        raise RecipeError(f"{path} has {format_bytes(size)}", expected, "name a recipe", code="E_UNREADABLE")
+
+
+def _require_tree(raw: Any, path: Path) -> None:
+    """Require a bounded number of values: aliases of YAML can repeat a value endlessly."""
+    pending, count = [raw], 0
+    while pending:
+        value = pending.pop()
+        count += 1
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
+        if count > _MAX_VALUES or len(pending) > _MAX_VALUES:
+            raise RecipeError(
+                f"{path} has more than {_MAX_VALUES:,} values",
+                expected="fewer values, without an alias (*name) inside of the value that it repeats",
+                fix="replace the aliases by values",
+                code="E_UNREADABLE",
+            )
 
 
 def _find(name: str) -> Path:
@@ -121,7 +155,7 @@ def _find(name: str) -> Path:
             code="E_UNKNOWN_NAME",
         )
     if not path.is_file():
-        problem = f"there is no file {name}"
+        problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
         raise RecipeError(problem, expected="a YAML file", fix="correct the path", code="E_FILE_MISSING")
     return path
 
@@ -152,59 +186,6 @@ def _override(data: dict[str, Any], override: str) -> None:
     mapping[leaf] = value
 
 
-def _refuse_misleading_keys(data: Mapping[str, Any], origin: str) -> None:
-    """Refuse keys of other tools whose most similar valid key has another meaning."""
-    if "per_device_batch_size" in data:
-        size = json.dumps(data["per_device_batch_size"])
-        raise RecipeError(
-            f"{origin}: per_device_batch_size is {size}",
-            expected="batch_size, the number of samples per step on all devices together",
-            fix=f"batch_size: {size} times the number of devices, or samestep train ... --per-device-batch-size {size} "
-            "--processes N",
-            code="E_UNKNOWN_KEY",
-        )
-    rate = data.get("learning_rate")
-    if isinstance(rate, int | float):
-        raise RecipeError(
-            f"{origin}: learning_rate is {json.dumps(rate)}",
-            expected="a rule that scales lr with batch_size: {rule: linear, base_batch_size: 256}",
-            fix=f"--set optimizer.options.lr={rate}",
-            code="E_VALUE",
-        )
-
-
-def _explain(error: ErrorDetails, origin: str) -> RecipeError:
-    path = [str(part) for part in error["loc"]]
-    key = ".".join(path)
-    if error["type"] == "unexpected_keyword_argument":
-        kind: Any = Recipe
-        for part in path[:-1]:
-            kind = get_type_hints(kind)[part]
-        keys = [field.name for field in fields(kind)] if is_dataclass(kind) else []
-        suggestion = _suggestion(path, keys)
-        problem, expected, code = f"unknown key {key}", f"one of the keys {', '.join(keys)}", "E_UNKNOWN_KEY"
-        fix = f"did you mean {suggestion}?" if suggestion else f"remove {key}"
-    elif error["type"] in ("missing", "missing_argument"):
-        problem, expected, code = f"{key} is missing", "a value; this key has no default", "E_MISSING_KEY"
-        fix = f"add {path[-1]}: to the recipe, or --set {key}=VALUE"
-    else:
-        problem, code = f"{key} is {json.dumps(error['input'])}", "E_VALUE"
-        expected = error["msg"].removeprefix("Input should be ")
-        fix = f"--set {key}=..., or correct the file"
-    return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
-
-
-def _suggestion(path: Sequence[str], keys: Sequence[str]) -> str | None:
-    """Return the valid key for an unknown one: a similar key, or `data.options.path` for `data.path`."""
-    *parents, name = path
-    close = get_close_matches(name, keys, n=1, cutoff=0.5)
-    kind = get_type_hints(Recipe).get(parents[0]) if len(parents) == 1 else None
-    has_options = isinstance(kind, type) and issubclass(kind, NamedConfig)
-    if has_options and not get_close_matches(name, keys, n=1, cutoff=_TYPO):
-        return f"{parents[0]}.options.{name}"
-    return ".".join([*parents, close[0]]) if close else None
-
-
 @dataclass(frozen=True)
 class DatasetInfo:
     """Facts of a dataset that a trained model needs."""
@@ -215,7 +196,7 @@ class DatasetInfo:
 
 def write_dataset_info(info: DatasetInfo, run: Path) -> None:
     """Write the facts to a run directory."""
-    (run / _DATASET_FILE).write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
+    write_atomically(run / _DATASET_FILE, json.dumps(asdict(info), indent=1))
 
 
 def read_dataset_info(run: Path) -> DatasetInfo:

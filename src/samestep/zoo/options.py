@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from samestep.config.equivalents import find_equivalent
 from samestep.errors import DataError, RecipeError
 from samestep.torchvision_import import make_torchvision_importable
 
@@ -46,7 +47,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
     """Return the error for an option `key` that is not one of `names`."""
-    close = get_close_matches(key, names, n=1)
+    meant = find_equivalent(key, None, is_exact=True)
+    prefix = f"{where}."
+    if meant is not None and meant.key.startswith(prefix) and meant.key.removeprefix(prefix) in names:
+        close = [meant.key.removeprefix(prefix)]
+    else:
+        close = get_close_matches(key, names, n=1)
     return RecipeError(
         f"{where}.{key} is not an option",
         expected=f"one of the options {', '.join(names) or '(none)'}",

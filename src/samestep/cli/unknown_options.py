@@ -1,0 +1,121 @@
+"""Errors of unknown command-line options, with the option that was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+import yaml
+
+from samestep.config.equivalents import Equivalent, find_equivalent
+from samestep.errors import InputError
+
+_OPTION = re.compile(r"--[\w-]+")
+_NAME = re.compile(r"--?[A-Za-z]")
+_TYPO = 0.75
+
+
+class _UsageError(Exception):
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser that reports unknown options before a missing argument, which may have another name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error for `parse_arguments`."""
+        raise _UsageError(self, message)
+
+
+def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments.
+
+    Raises:
+        InputError: an option is unknown. Other invalid arguments print the usage and end the process.
+    """
+    try:
+        parsed, unknown = parser.parse_known_args(arguments)
+        names = [argument for argument in unknown if _NAME.match(argument)]
+        if names:
+            raise _unknown(names, arguments, parsed.command_parser)
+        if unknown:
+            raise _UsageError(parsed.command_parser, f"unrecognized arguments: {' '.join(unknown)}")
+    except _UsageError as error:
+        command, options = error.parser, _options(error.parser)
+        names = [argument for argument in arguments if _NAME.match(argument) and not _is_known(argument, options)]
+        if names and command is not parser:
+            raise _unknown(names, arguments, command) from error
+        argparse.ArgumentParser.error(command, str(error))
+    return parsed
+
+
+def _options(command: argparse.ArgumentParser) -> list[str]:
+    return _OPTION.findall(command.format_usage())
+
+
+def _is_known(argument: str, options: Sequence[str]) -> bool:
+    """Whether an argument is an option or its abbreviation, as argparse accepts them."""
+    name = argument.partition("=")[0]
+    return name in ("-h", "--help") or any(option.startswith(name) for option in options)
+
+
+def _unknown(names: Sequence[str], arguments: Sequence[str], command: argparse.ArgumentParser) -> InputError:
+    given = [_with_value(name, arguments) for name in names]
+    fixes = [_suggestion(name, text, command) for name, text in given]
+    texts = [f"{name} {text}".rstrip() for name, text in given]
+    if len(given) > 1:
+        fixes = [f"{text}: {fix}" for text, fix in zip(texts, fixes, strict=True)]
+    return InputError(
+        f"{command.prog}: unknown option{'s' if len(given) > 1 else ''} {', '.join(texts)}",
+        expected=f"options of {command.prog} --help",
+        fix="\n".join(fixes),
+        code="E_UNKNOWN_OPTION",
+    )
+
+
+def _with_value(argument: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return an option and its value, which argparse may have taken for another argument, such as the recipe."""
+    name, equals, text = argument.partition("=")
+    if not equals:
+        following = arguments[arguments.index(argument) + 1 :][:1]
+        text = following[0] if following and not _NAME.match(following[0]) else ""
+    return name, text
+
+
+def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
+    options, option = _options(command), f"--{name.lstrip('-').replace('_', '-')}"
+    if option in options:
+        return Equivalent(option, text or None).question
+    meant = find_equivalent(name, _value(text), is_exact=True)
+    if meant is not None and meant.key == "--processes" and meant.key not in options and "--devices" in options:
+        return Equivalent("--devices", meant.value).question
+    close = get_close_matches(option, options, n=1, cutoff=_TYPO)
+    if (meant is None or not _has(meant, options)) and close:
+        return Equivalent(close[0], text or None).question
+    meant = meant or find_equivalent(name, _value(text))
+    if meant is not None and _has(meant, options):
+        return meant.question
+    return f"leave {name} out; {command.prog} --help lists the options"
+
+
+def _has(meant: Equivalent, options: Sequence[str]) -> bool:
+    """Whether a command with these options accepts the equivalent; another command is a suggestion too."""
+    if meant.is_recipe_key:
+        return "--set" in options
+    is_command = not meant.key or meant.key.startswith("samestep ")
+    return is_command or meant.key.partition(" ")[0] in options
+
+
+def _value(text: str) -> Any:
+    """Return the value of an option as a recipe reads it; an option without a value is a switch."""
+    try:
+        value = yaml.safe_load(text) if text else True
+    except yaml.YAMLError:
+        return text
+    # `1e-4` is text in YAML 1.1, and dates are text here.
+    return value if isinstance(value, bool | int | float | list) else text
