@@ -7,18 +7,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
-from samestep.checkpoint.state import Progress, load, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
+from samestep.config.validation import require
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.engine.evaluation import Metric
+from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
@@ -36,6 +42,8 @@ class Summary:
 
     Attributes:
         stopped: the run ended on request, before its last epoch.
+        step: optimizer steps of the run, skipped ones included.
+        skipped_steps: steps of the run without an update, because loss or gradient was not finite.
         evaluation: last evaluation: `loss`, `samples` and the metrics; empty without an evaluation.
         best: best value of the deciding metric.
         seconds: wall time since the start or the resumption.
@@ -44,6 +52,7 @@ class Summary:
 
     stopped: bool
     step: int
+    skipped_steps: int
     evaluation: dict[str, float]
     best: float | None
     seconds: float
@@ -97,10 +106,38 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
-        self._progress = load(checkpoint, self._engine.training)
-        self._engine.steps = self._progress.step
-        self._train.cursor = cursor = self._progress.cursor
-        self.logger.log_event("resume", step=self._progress.step, epoch=cursor.epoch, samples=cursor.samples)
+        progress = load(checkpoint, self._engine.training)
+        cursor, before = progress.cursor, progress.recipe.get("epochs", self._epochs)
+        require(
+            cursor.epoch <= self._epochs,
+            f"epochs is {self._epochs}, and {checkpoint} has {plural(cursor.epoch, 'epoch')}",
+            "at least the epochs that are complete",
+            f"--set epochs={cursor.epoch} or more",
+        )
+        if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
+            apply_schedule(self._engine.scheduler)
+        self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
+        self._engine.steps = progress.step
+        self._train.cursor = cursor
+        text = f"resuming after step {progress.step}: {self._position()}"
+        if before != self._epochs:
+            text += f" (before: {plural(before, 'epoch')})"
+        self.logger.log_event("resume", step=progress.step, epoch=cursor.epoch, samples=cursor.samples, text=text)
+
+    def _position(self) -> str:
+        """Return the next work of a resumed run."""
+        cursor = self._progress.cursor
+        if self._ends_with_evaluation:
+            return f"evaluation of epoch {cursor.epoch}/{self._epochs}"
+        if cursor.epoch >= self._epochs:
+            return f"the run is complete ({plural(self._epochs, 'epoch')}); --set epochs=N adds epochs"
+        step = cursor.samples // self._train.batch_size + 1
+        return f"epoch {cursor.epoch + 1}/{self._epochs}, step {step}/{len(self._train)}"
+
+    @property
+    def _ends_with_evaluation(self) -> bool:
+        """Whether an epoch has all its steps but no evaluation."""
+        return bool(self._progress.loss_count) and not self._progress.cursor.samples
 
     def fit(self) -> Summary:
         """Train until the end of the last epoch, or until a rank receives a stop request.
@@ -122,7 +159,7 @@ class Trainer:
 
     def _finish_epoch(self) -> None:
         """Evaluate first if a resumed run ended between the last step of an epoch and the end of the evaluation."""
-        if self._progress.loss_count and not self._progress.cursor.samples:
+        if self._ends_with_evaluation:
             self._end_epoch()
         elif self._progress.cursor.epoch >= self._epochs:
             self._last_evaluation = self._evaluate() or {}
@@ -158,7 +195,7 @@ class Trainer:
         except InputError as error:
             if self._progress.step and not self._engine.local_parameters.is_divided:
                 try:
-                    self._write(is_best=False)
+                    self._write()
                     self._writer.wait()
                 except CheckpointWriteError as failure:
                     error.add_note(str(failure))
@@ -166,7 +203,8 @@ class Trainer:
 
     def _end_step(self, batch: GlobalBatch, result: StepResult) -> None:
         """Add the loss to the mean of the epoch, and log the step."""
-        progress = replace(self._progress, step=result.step, cursor=batch.end)
+        skipped_steps = self._progress.skipped_steps + result.skipped
+        progress = replace(self._progress, step=result.step, cursor=batch.end, skipped_steps=skipped_steps)
         if not result.skipped and result.count:
             loss_sum = progress.loss_sum + result.loss * result.count
             progress = replace(progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.count)
@@ -198,7 +236,9 @@ class Trainer:
         # The value that decides which checkpoint is the best; higher is better.
         first = next(iter(self._metrics), None)
         score = -values["loss"] if first is None or isinstance(first, LossMetric) else values[first.name]
-        is_best = not math.isnan(score) and (progress.best is None or score > progress.best)
+        # A model whose loss is not finite can still have an accuracy.
+        is_finite = math.isfinite(values["loss"]) and not math.isnan(score)
+        is_best = is_finite and (progress.best is None or score > progress.best)
         self.logger.log_event(
             "evaluation",
             step=progress.step,
@@ -206,32 +246,40 @@ class Trainer:
             epochs=self._epochs,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else float("nan"),
             is_best=is_best,
+            skipped_steps=progress.skipped_steps,
             samples_per_second=round(self._timer.speed, 1),
             **values,
         )
         self._progress = replace(progress, best=score if is_best else progress.best, loss_sum=0.0, loss_count=0.0)
-        self._save(is_best=is_best)
+        self._save(is_best=is_best, epoch=progress.cursor.epoch)
 
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""
         self._evaluation.cursor = Cursor()
         began = time.perf_counter()
         with self._save_on_bad_data():
-            values = self._engine.evaluate_until_stop(self._evaluation, self._metrics)
+            values = self._engine.evaluate_until_stop(self._evaluation_batches(), self._metrics)
         self._evaluation_seconds = time.perf_counter() - began
         self._stop = values is None
         return values
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _evaluation_batches(self) -> Iterator[GlobalBatch]:
+        """Yield the batches of an evaluation, and log the number of complete ones."""
+        for done, batch in enumerate(self._evaluation):
+            self.logger.log_progress("evaluation", done, len(self._evaluation))
+            yield batch
+
+    def _save(self, *, is_best: bool = False, epoch: int | None = None) -> None:
         self._engine.check()  # with consistency checks, a checkpoint holds the state of all ranks
         if self._engine.world.is_main:
-            self._write(is_best=is_best)
+            self._write(is_best=is_best, epoch=epoch)
         else:
             pack(self._engine.training, self._progress, keep=False)
 
-    def _write(self, *, is_best: bool) -> None:
+    def _write(self, *, is_best: bool = False, epoch: int | None = None) -> None:
         self._interval.begin_save()
-        self._writer.save(self._progress.step, lambda: pack(self._engine.training, self._progress), is_best=is_best)
+        files = partial(pack, self._engine.training, self._progress)
+        self._writer.save(self._progress.step, files, is_best=is_best, epoch=epoch)
 
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:
         self._engine.world.context.status.checkpoint_saved()
@@ -264,9 +312,10 @@ class Trainer:
             self.logger.log_event("tokens", step=self._progress.step, **values, tokens_per_second=speed)
 
     def _summarize(self) -> Summary:
-        stopped, step, timer = self._stop, self._progress.step, self._timer
+        stopped, progress, timer = self._stop, self._progress, self._timer
+        step, skipped = progress.step, progress.skipped_steps
         if stopped:
             self.logger.log_event("stop", step=step, text=f"stopped after step {step}")
-        summary = Summary(stopped, step, self._last_evaluation, self._progress.best, timer.elapsed, timer.speed)
+        summary = Summary(stopped, step, skipped, self._last_evaluation, progress.best, timer.elapsed, timer.speed)
         self.logger.log_event("end", stopped=stopped, step=step, seconds=round(summary.seconds, 3))
         return summary

@@ -143,6 +143,18 @@ def infinite_for_sample(outputs: torch.Tensor, indices: torch.Tensor, *, sample:
     return Loss(value.sum * float("inf"), value.count) if is_hit else value
 
 
+def infinite_from_call(outputs: torch.Tensor, indices: torch.Tensor, *, call: int) -> Loss:
+    """Same as `loss`, but infinite from this training call of a process on."""
+    value = loss(outputs, indices)
+    return Loss(value.sum * float("inf"), value.count) if outputs.requires_grad and len(_calls) >= call else value
+
+
+def nan_in_evaluation(outputs: torch.Tensor, classes: torch.Tensor) -> Loss:
+    """Cross entropy, but NaN in evaluation."""
+    value = cross_entropy(outputs, classes)
+    return value if outputs.requires_grad else Loss(value.sum * float("nan"), value.count)
+
+
 def nan_in_first_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
     """Same as `loss`, but NaN in the first evaluation."""
     value = loss(outputs, indices)

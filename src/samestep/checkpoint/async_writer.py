@@ -49,14 +49,16 @@ class AsyncCheckpointWriter:
         self._folder, self._on_saved, self._heartbeat = folder, on_saved, heartbeat
         self._thread: _WriterThread | None = None
 
-    def save(self, step: int, pack: Callable[[], Mapping[str, bytes]], *, is_best: bool = False) -> None:
+    def save(
+        self, step: int, pack: Callable[[], Mapping[str, bytes]], *, is_best: bool = False, epoch: int | None = None
+    ) -> None:
         """Wait for the previous checkpoint, and start writing the files of `pack()` as the checkpoint of `step`."""
         start = time.monotonic()
         self.wait()
         files = pack()
 
         def write() -> SavedCheckpoint:
-            path = self._folder.write(step, files, is_best=is_best)
+            path = self._folder.write(step, files, is_best=is_best, epoch=epoch)
             return SavedCheckpoint(step, path, is_best, time.monotonic() - start)
 
         self._thread = thread = _WriterThread(write)

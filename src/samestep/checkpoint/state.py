@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.store import STATE, contents_errors, invalid_contents, read_json
+from samestep.checkpoint.compatibility import like_current, require_slots, trial_state
+from samestep.checkpoint.contents import Progress, SavedOptimizer, contents_errors, invalid_contents
+from samestep.checkpoint.store import STATE, read_state
 from samestep.errors import CheckpointError
-from samestep.microbatches import Cursor
+from samestep.launcher.job import process_state
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
@@ -54,18 +56,6 @@ class SavedParameters(Protocol):
 class _CompleteModel(SavedParameters):
     def __init__(self, model: torch.nn.Module) -> None:
         self.local, self.is_divided = dict(model.named_parameters()), False
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run, without tensors."""
-
-    step: int = 0  # completed optimizer steps
-    cursor: Cursor = field(default_factory=Cursor)  # position in the data
-    best: float | None = None  # best value of the monitored metric so far, or None
-    loss_sum: float = 0.0  # sum of the losses of the current epoch so far
-    loss_count: float = 0.0  # divisor of `loss_sum` for the mean of the epoch
-    recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
 
 
 @dataclass(frozen=True)
@@ -109,6 +99,7 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
         "optimizer": optimizer,
         "scheduler": training.scheduler.state_dict() if training.scheduler else None,
         "scaler": training.scaler.state_dict(),
+        "sources": process_state.source_files.hashes,
     }
     files = {MODEL: save(tensors), OPTIMIZER: save(slots), STATE: json.dumps(state, indent=1).encode()}
     if average is not None:
@@ -123,19 +114,19 @@ def load(checkpoint: Path, training: Training) -> Progress:
         CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model or optimizer.
     """
     averages = (AVERAGE,) if training.average is not None else ()
-    state = read_json(checkpoint, STATE, MODEL, OPTIMIZER, *averages)
+    state = read_state(checkpoint, MODEL, OPTIMIZER, *averages)
     with contents_errors(checkpoint):
         if training.average is not None:
             _copy(_read_tensors(checkpoint, AVERAGE), training.average, training.parameters)
-        progress = Progress(**{**state["progress"], "cursor": Cursor(**state["progress"]["cursor"])})
         slots = _read_tensors(checkpoint, OPTIMIZER)
-        _load_model(checkpoint, state["aliases"], training.model, training.parameters)
-        _load_optimizer(training, slots, state["optimizer"])
-        if training.scheduler is not None and state["scheduler"] is not None:
-            training.scheduler.load_state_dict(state["scheduler"])
-        if state["scaler"]:
-            training.scaler.load_state_dict(state["scaler"])
-    return progress
+        shapes = _load_model(checkpoint, state.aliases, training.model, training.parameters)
+        _load_optimizer(training, slots, state.optimizer, shapes)
+        if training.scheduler is not None and state.scheduler is not None:
+            schedule = like_current(state.scheduler, training.scheduler.state_dict(), "scheduler")
+            training.scheduler.load_state_dict(schedule)
+        if state.scaler:
+            training.scaler.load_state_dict(like_current(state.scaler, training.scaler.state_dict(), "scaler"))
+    return state.progress
 
 
 def load_model(
@@ -154,7 +145,7 @@ def load_model(
     """
     averages, parameters = (AVERAGE,) if averaged else (), parameters or _CompleteModel(model)
     with contents_errors(checkpoint):
-        _load_model(checkpoint, read_json(checkpoint, STATE, MODEL, *averages)["aliases"], model, parameters)
+        _load_model(checkpoint, read_state(checkpoint, MODEL, *averages).aliases, model, parameters)
         if averaged:
             average = _read_tensors(checkpoint, AVERAGE)
             _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
@@ -216,7 +207,8 @@ def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 def _load_model(
     checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module, parameters: SavedParameters
-) -> None:
+) -> dict[str, torch.Size]:
+    """Load weights and buffers, and return the shapes of the complete tensors."""
     tensors = _read_tensors(checkpoint, MODEL)
     for name, original in aliases.items():
         tensors[name] = tensors[original]
@@ -231,13 +223,15 @@ def _load_model(
             fix="build the trained model, or load matching weights of another one with model.pretrained",
             code="E_CHECKPOINT_MODEL",
         )
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not parameters.is_divided:
         model.load_state_dict(tensors)
-        return
+        return shapes
     in_model = dict(model.named_parameters(remove_duplicate=False))
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in in_model}, strict=False)
     local = parameters.local
     _copy({name: tensors[name] for name in local}, {name: p.detach() for name, p in local.items()}, parameters)
+    return shapes
 
 
 def _pack_optimizer(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -257,24 +251,39 @@ def _pack_optimizer(training: Training, *, keep: bool) -> tuple[dict[str, torch.
     return slots, {"numbers": numbers, "groups": _groups(training, names)}
 
 
-def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+def _load_optimizer(
+    training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer, shapes: Mapping[str, torch.Size]
+) -> None:
     names, parameters = _names(training), training.parameters
     groups = _groups(training, names)
-    if [set(group) for group in groups] != [set(group) for group in saved["groups"]]:
+    if [set(group) for group in groups] != [set(group) for group in saved.groups]:
         raise _other_optimizer("its settings are those of another optimizer, or of other parameter groups")
-    if [group["params"] for group in groups] != [group["params"] for group in saved["groups"]]:
+    if [group["params"] for group in groups] != [group["params"] for group in saved.groups]:
         raise _other_optimizer("it trained other parameters")
+    groups = like_current(saved.groups, groups, "groups")
     index = {name: i for i, name in names.items()}
-    remote = {name for name, parameter in parameters.local.items() if parameter.is_meta}
-    state: dict[int, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in slots.items():
         slot, _, name = key.partition("/")
-        if name not in remote:
-            state.setdefault(index[name], {})[slot] = parameters.local_part(name, tensor)
-    for name, values in saved["numbers"].items():
-        if name not in remote:
-            state.setdefault(index[name], {}).update(values)
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in saved["groups"]]
+        tensors.setdefault(name, {})[slot] = tensor
+    unknown = [name for name in [*tensors, *saved.numbers] if name not in index]
+    if unknown:
+        raise _other_optimizer(f"it trained {unknown[0]!r}")
+    state: dict[int, dict[str, Any]] = {}
+    for group in groups:
+        dimensions = {len(shapes[name]) for name in group["params"] if name in shapes}
+        trials = {number: trial_state(training.optimizer, group, number) for number in dimensions}
+        for name in group["params"]:
+            own, numbers = tensors.get(name, {}), saved.numbers.get(name, {})
+            if not (own or numbers):
+                continue
+            expected = trials[len(shapes[name])] if name in shapes else None
+            if expected is not None:
+                require_slots(expected, shapes[name], own, numbers, name)
+            if not parameters.local[name].is_meta:  # not of another rank
+                local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
+                state[index[name]] = {**local, **numbers}
+        group["params"] = [index[name] for name in group["params"]]
     training.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -15,19 +15,34 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from samestep.checkpoint.files import disk_errors, make_folder, remove, replacing, sync_folder, write_file
+from samestep.checkpoint.contents import Manifest, SavedFile, SavedState, invalid_contents, parse
+from samestep.checkpoint.files import (
+    HeldFolder,
+    disk_errors,
+    link_name,
+    linked_name,
+    make_folder,
+    remove,
+    sync_folder,
+    write_file,
+)
+from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 
 MANIFEST, STATE = "manifest.json", "state.json"
 _FORMAT = 1
+_MAX_MANIFEST_BYTES, _MAX_STATE_BYTES = 1 << 20, 1 << 28
+# A larger file of which less than this part is on the disk is not hashed: a forged one can claim any length.
+_SPARSE_BYTES, _SPARSE_FACTOR = 1 << 30, 100
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
+_EPOCH_PREFIX = "epoch-"
+_EPOCH_NAME = re.compile(rf"{_EPOCH_PREFIX}\d+")
 
 
 class CheckpointFolder:
@@ -42,33 +57,46 @@ class CheckpointFolder:
         if keep < 1:
             raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_KEEP")
         self.path, self.keep = path, keep
+        self._held: HeldFolder | None = None
+        self._parts: tuple[str, ...] = ()
 
-    def write(self, step: int, files: Mapping[str, bytes], *, is_best: bool = False) -> Path:
+    def hold(self, root: Path) -> None:
+        """Write to the present folder even if it is moved and another one takes its path.
+
+        Args:
+            root: the folder of the checkpoints or a parent of it; must exist.
+        """
+        self._held, self._parts = HeldFolder(root), self.path.relative_to(root).parts
+
+    def write(self, step: int, files: Mapping[str, bytes], *, is_best: bool = False, epoch: int | None = None) -> Path:
         """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
 
-        An existing checkpoint of the step is replaced, unless the contents are equal.
+        An existing checkpoint of the step is replaced, unless the contents are equal. With the number of complete
+        epochs, `epoch-N` is linked to the checkpoint too.
 
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are unchanged.
         """
-        final = self.path / f"{_PREFIX}{step:09d}"
         manifest = _manifest(files)
         with disk_errors(
             f"the checkpoint of step {step} cannot be written to {self.path}",
             expected="a checkpoint is written completely or not at all; earlier ones are unchanged",
         ):
+            self._follow()
+            final = self.path / f"{_PREFIX}{step:09d}"
             make_folder(self.path)
             self._recover()
             if not _has_contents(final, manifest):
                 self._write(final, files, manifest)
-            self._link("last", final)
-            if is_best:
-                self._link("best", final)
+            epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
+            for name in ["last", *(["best"] if is_best else []), *epoch_name]:
+                link_name(self.path / name, final.name)
             sync_folder(self.path)
         with disk_errors(
             f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
             expected=f"the newest {self.keep} and the best are kept; others are removed",
         ):
+            self._follow()
             self._prune(final)
         return final
 
@@ -77,13 +105,13 @@ class CheckpointFolder:
         return list(self._by_step().values())
 
     def find(self, which: str) -> Path:
-        """Return the checkpoint `last`, `best`, or that of a step number.
+        """Return the checkpoint `last`, `best`, `epoch-N`, or that of a step number.
 
         Raises:
             CheckpointError: no such checkpoint.
         """
         checkpoints = self._by_step()
-        if which in ("last", "best"):
+        if which in ("last", "best") or _EPOCH_NAME.fullmatch(which):
             folder = self.path / which
             if folder.is_dir() and not folder.is_symlink():
                 return folder  # a copy of the run in which links became folders
@@ -96,7 +124,7 @@ class CheckpointFolder:
             return checkpoints[step]
         raise CheckpointError(
             f"{self.path} has no checkpoint {which!r}",
-            expected="last, best, or a saved step",
+            expected="last, best, epoch-N, or a saved step",
             fix=f"steps: {', '.join(map(str, checkpoints)) or 'none'}",
             code="E_CHECKPOINT_NOT_FOUND",
         )
@@ -126,6 +154,14 @@ class CheckpointFolder:
                 if path not in checkpoints:
                     remove(path)
 
+    def _follow(self) -> None:
+        """Update the path of a folder that was moved."""
+        if self._held is not None:
+            path = self._held.locate().joinpath(*self._parts)
+            if path != self.path:
+                logger.warning("%s was moved: checkpoints are written to %s", self.path, path)
+                self.path = path
+
     def _by_step(self) -> dict[int, Path]:
         """Return checkpoints by ascending step; one renamed for replacement counts if its step has no other."""
         checkpoints: dict[int, Path] = {}
@@ -138,8 +174,7 @@ class CheckpointFolder:
 
     def _link_target(self, name: str) -> int | None:
         """Return the step of the checkpoint in this folder that a link points to, or None."""
-        link = self.path / name
-        target = _NAME.fullmatch(str(link.readlink())) if link.is_symlink() else None
+        target = _NAME.fullmatch(linked_name(self.path / name) or "")
         return int(target[1]) if target else None
 
     def _write(self, final: Path, files: Mapping[str, bytes], manifest: bytes) -> None:
@@ -179,10 +214,6 @@ class CheckpointFolder:
             else:
                 replaced.rename(final)
 
-    def _link(self, name: str, target: Path) -> None:
-        with replacing(self.path / name) as link:
-            link.symlink_to(target.name)
-
     def _prune(self, newest: Path) -> None:
         """Remove old checkpoints but `newest`: after a return to an earlier step, higher steps remain."""
         checkpoints, best = self._by_step(), self._link_target("best")
@@ -190,6 +221,15 @@ class CheckpointFolder:
             if step != best and path.name != newest.name:
                 # Renamed first: a partly removed folder must not count as a checkpoint.
                 remove(path.rename(self._temporary(f"removed-{path.name}")))
+        self._remove_dangling_links()
+
+    def _remove_dangling_links(self) -> None:
+        """Remove the links of epochs whose checkpoints were removed."""
+        checkpoints = self._by_step()
+        for link in self.path.glob(f"{_EPOCH_PREFIX}*"):
+            is_copy = link.is_dir() and not link.is_symlink()
+            if not is_copy and _EPOCH_NAME.fullmatch(link.name) and self._link_target(link.name) not in checkpoints:
+                link.unlink(missing_ok=True)
 
     def _temporary(self, name: str) -> Path:
         """Return a free name that readers ignore; a failed write of this process may have left a folder."""
@@ -216,52 +256,14 @@ def verify(checkpoint: Path, *names: str) -> None:
             raise _damaged(checkpoint / name, f"cannot be read: {error.strerror}") from error
 
 
-def read_json(checkpoint: Path, name: str, *others: str) -> dict[str, Any]:
-    """Verify a checkpoint, including the files `others`, and return one of its JSON objects.
+def read_state(checkpoint: Path, *others: str) -> SavedState:
+    """Verify a checkpoint, including the files `others`, and return its state without tensors.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the file is no JSON object.
+        CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
-    verify(checkpoint, name, *others)
-    with contents_errors(checkpoint / name):
-        data = json.loads((checkpoint / name).read_bytes())
-    if not isinstance(data, dict):
-        raise invalid_contents(checkpoint / name, f"a {type(data).__name__} in place of an object")
-    return data
-
-
-def read_origin(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Verify a checkpoint, and return its step and resolved recipe.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or has invalid contents.
-    """
-    state = read_json(checkpoint, STATE)
-    with contents_errors(checkpoint / STATE):
-        return int(state["progress"]["step"]), dict(state["progress"]["recipe"])
-
-
-@contextmanager
-def contents_errors(path: Path) -> Iterator[None]:
-    """Convert errors of unexpected contents; files that match the manifest can still hold any data.
-
-    Raises:
-        CheckpointError: in place of such an error.
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise invalid_contents(path, f"{type(error).__name__}: {error}") from error
-
-
-def invalid_contents(path: Path, problem: str) -> CheckpointError:
-    """Return the error for a file that matches its manifest but has contents that Samestep does not write."""
-    return CheckpointError(
-        f"{path} has invalid contents: {problem}",
-        expected="tensors as safetensors, other state as JSON, in the format of this version",
-        fix="resume from a checkpoint of this version; do not load files of unknown origin",
-        code="E_CHECKPOINT_FORMAT",
-    )
+    verify(checkpoint, STATE, *others)
+    return parse(SavedState, _read_bounded(checkpoint / STATE, _MAX_STATE_BYTES), checkpoint / STATE)
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
@@ -280,17 +282,18 @@ def _manifest(files: Mapping[str, bytes]) -> bytes:
     return json.dumps(manifest, indent=1).encode()
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
     """Return length and hash by file name."""
     path = checkpoint / MANIFEST
-    if not path.is_file() or path.is_symlink():
-        raise _damaged(path, "is missing")
     try:
-        manifest = json.loads(path.read_bytes())
+        if not path.is_file() or path.is_symlink():
+            raise _damaged(path, "is missing")
+        manifest = json.loads(_read_bounded(path, _MAX_MANIFEST_BYTES))
         digest = manifest.pop("sha256")
+        is_unchanged = digest == _digest(manifest)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
-    if digest != _digest(manifest):
+    if not is_unchanged:
         raise _damaged(path, "was changed: its SHA-256 differs")
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(
@@ -299,29 +302,34 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
             fix="read the checkpoint with the version that wrote the files",
             code="E_CHECKPOINT_FORMAT",
         )
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
-        raise invalid_contents(path, "no list of files with bytes and sha256")
+    files = parse(Manifest, json.dumps(manifest).encode(), path).files
+    for name in files:
+        # A name with a folder part could point outside the checkpoint.
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise invalid_contents(path, f"{name!r} is not the name of a file")
     return files
 
 
-def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
+def _read_bounded(path: Path, limit: int) -> bytes:
+    size = path.stat().st_size
+    if size > limit:
+        raise _damaged(path, f"has {size} bytes, and {path.name} has at most {limit}")
+    return path.read_bytes()
+
+
+def _verify_file(path: Path, entry: SavedFile) -> None:
     if path.is_symlink():
         raise _damaged(path, "is a link")
     if not path.is_file():
         raise _damaged(path, "is missing")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise _damaged(path, f"has {size} bytes instead of {entry['bytes']}")
+    status = path.stat()
+    if status.st_size != entry.bytes:
+        raise _damaged(path, f"has {status.st_size} bytes instead of {entry.bytes}")
+    if status.st_size > _SPARSE_BYTES and 512 * status.st_blocks < status.st_size // _SPARSE_FACTOR:
+        raise _damaged(path, f"has {status.st_size} bytes, almost none of them on the disk")
     with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
             raise _damaged(path, "was changed: its SHA-256 differs")
-
-
-def _is_entry(name: str, entry: object) -> bool:
-    # A name with a folder part could point outside the checkpoint.
-    is_plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-    return is_plain and isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()
 
 
 def _digest(manifest: Mapping[str, object]) -> str:

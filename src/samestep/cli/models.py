@@ -23,7 +23,13 @@ from samestep.cli.options import (
     require_file,
     run_options,
 )
-from samestep.cli.recipe_options import RunPlan, add_strategy_options, all_overrides, plan_from_checkpoint
+from samestep.cli.recipe_options import (
+    RunPlan,
+    add_strategy_options,
+    all_overrides,
+    plan_from_checkpoint,
+    with_microbatches,
+)
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig
@@ -45,8 +51,8 @@ def add_eval(commands: Any) -> None:
         epilog="example: samestep eval runs/first --checkpoint best",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run; with --pretrained, a recipe")
-    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last, or a step (default best)")
-    add_options(parser, "--set")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last, epoch-N, or a step (default best)")
+    add_options(parser, "--set", "--trust")
     text = "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe given as RUN"
     parser.add_argument("--pretrained", metavar="FILE", help=text)
     text = "write precision, recall and F1 per class: classes.json and confusion.png in DIR"
@@ -120,7 +126,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         return plan.recipe, options, plan.checkpoint, arguments.report
 
     def make_plan(restarts: int = 0) -> RunPlan:
-        return _plan(arguments, overrides)
+        plan, is_rank = _plan(arguments, overrides), launch.rendezvous is not None
+        recipe, _ = with_microbatches(plan.recipe, preload=PRELOAD_EVALUATION, is_rank=is_rank)
+        return replace(plan, recipe=recipe)
 
     if launch.rendezvous is not None:
         plan, values = run_as_rank(launch, launch.rendezvous, "evaluate", make_plan, rank_arguments)
@@ -169,7 +177,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
                 "--pretrained FILE",
             )
         # The evaluating machine can differ from the training machine: the strategy of the run does not apply.
-        return plan_from_checkpoint(folder, which or "best", ["strategy={}", *overrides])
+        return plan_from_checkpoint(folder, which or "best", ["strategy={}", *overrides], trust=arguments.trust)
     if which is not None:
         value = f"--checkpoint {which} with --pretrained {file}"
         raise option_conflict(value, "weights from a checkpoint or from a file")
@@ -212,7 +220,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         )
     for file in arguments.files:
         require_file(file)
-    plan = plan_from_checkpoint(arguments.folder, arguments.checkpoint, [])
+    plan = plan_from_checkpoint(arguments.folder, arguments.checkpoint, [], trust=arguments.trust)
     options = RunOptions(device=arguments.device, quiet=True)
     model = (plan.recipe, options, read_dataset_info(arguments.folder), plan.checkpoint)
     if prompt is not None:
@@ -244,7 +252,7 @@ def _export(arguments: argparse.Namespace) -> int:
     """Export the model and print the largest difference of the outputs."""
     require_single_process("export")
     folder: Path = arguments.folder
-    plan = plan_from_checkpoint(folder, arguments.checkpoint, [])
+    plan = plan_from_checkpoint(folder, arguments.checkpoint, [], trust=arguments.trust)
     out = arguments.out or folder / f"model-{plan.step}{_EXPORT_SUFFIXES[arguments.format]}"
     require_absent(out)
     if arguments.like is not None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from samestep.checkpoint.store import CheckpointFolder, read_origin
-from samestep.cli.launch_options import parse_process_count
+from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.cli.launch_options import PRELOAD, parse_process_count
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
 from samestep.errors import CheckpointError, InputError
+from samestep.launcher.launch import launch
+from samestep.launcher.pickling import ByName
 from samestep.recipes.recipe_files import differences, make_recipe, read_recipe, recipe_data
+from samestep.recipes.trust import require_trusted
 from samestep.tools.tune.settings import TunedSetting
+from samestep.units import plural
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
@@ -62,31 +67,80 @@ def _parse_mesh(text: str, option: str) -> dict[str, int]:
     return sizes
 
 
-def with_batch_size(overrides: list[str], size: int | None, processes: str) -> list[str]:
-    """Return overrides of a recipe with the one of `--per-device-batch-size`, if the option has a value.
+def with_batch_size(overrides: list[str], size: int | None, processes: str, accumulate: int | None = None) -> list[str]:
+    """Return overrides of a recipe with those of `--per-device-batch-size` and `--accumulate`.
+
+    Each process has `accumulate` microbatches, of `size` samples if `--per-device-batch-size` is set. Without
+    `--accumulate`, it has one microbatch of `size` samples, unless the overrides set `microbatches`.
+
+    Args:
+        overrides: overrides of `--set`.
+        size: value of `--per-device-batch-size`, if any.
+        processes: value of `--processes`.
+        accumulate: value of `--accumulate`, if any.
 
     Raises:
-        InputError: `processes` is not a number, or the overrides set `batch_size` too.
+        InputError: `processes` is not a number, or the overrides set a key of these options too.
     """
-    if size is None:
+    if size is None and accumulate is None:
         return overrides
+    option, key = (
+        (f"--accumulate {accumulate}", "microbatches")
+        if size is None
+        else (f"--per-device-batch-size {size}", "batch_size")
+    )
     if not processes.isdigit():
+        value = 2 * (size or accumulate or 1)
         raise InputError(
-            f"--per-device-batch-size {size} with --processes {processes}",
-            expected="a number of processes: batch_size counts the samples of all of them and must not depend on the "
-            "machine",
-            fix=f"--processes 2 for batch_size={2 * size}, or --set batch_size={2 * size} instead",
+            f"{option} with --processes {processes}",
+            expected=f"a number of processes: {key} belongs to the recipe and must not depend on the machine",
+            fix=f"--processes 2 for {key}={value}, or --set {key}={value} instead",
             code="E_BATCH_SIZE",
         )
-    duplicates = [override for override in overrides if override.partition("=")[0] == "batch_size"]
-    if duplicates:
-        raise InputError(
-            f"--per-device-batch-size {size} and --set {duplicates[-1]}",
-            expected="one option for the global batch size",
-            fix="leave one of the two options out",
-            code="E_BATCH_SIZE",
-        )
-    return [*overrides, f"batch_size={size * parse_process_count(processes)}"]
+    for name, duplicated, is_set in (
+        (f"--per-device-batch-size {size}", "batch_size", size is not None),
+        (f"--accumulate {accumulate}", "microbatches", accumulate is not None),
+    ):
+        duplicates = [override for override in overrides if override.partition("=")[0] == duplicated]
+        if is_set and duplicates:
+            raise InputError(
+                f"{name} and --set {duplicates[-1]}",
+                expected=f"one option for {duplicated}",
+                fix="leave one of the two options out",
+                code="E_BATCH_SIZE",
+            )
+    count = parse_process_count(processes)
+    microbatches = count * (accumulate or 1)
+    sizes = [] if size is None else [f"batch_size={size * microbatches}"]
+    return [f"microbatches={microbatches}", *overrides, *sizes]
+
+
+def with_microbatches(
+    recipe: Recipe, *, preload: Sequence[str] = PRELOAD, is_rank: bool = False
+) -> tuple[Recipe, str | None]:
+    """Return the recipe with a number in place of `microbatches: auto`, and a line of text about the number.
+
+    The number is a function of the recipe alone. The model is built only if the number depends on batch norm: in a
+    worker process, or here if this process `is_rank`. `preload` is for ranks that start afterwards.
+    """
+    if recipe.microbatches != "auto":
+        return recipe, None
+    resolved, reason = recipe.with_microbatches(False), "auto"
+    if recipe.with_microbatches(True) != resolved:
+        if is_rank:
+            from samestep.recipes.builder import has_batch_norm  # imports torch
+
+            has_norm = has_batch_norm(recipe)
+        else:
+            function = ByName("samestep.recipes.builder", "has_batch_norm")
+            has_norm = launch(function, recipe, processes=1, preload=preload)
+        resolved = recipe.with_microbatches(has_norm)
+        reason = f"auto: the model has {'' if has_norm else 'no '}batch norm"
+    count = resolved.microbatch_count
+    samples, rest = divmod(recipe.batch_size, count)
+    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
+    processes = plural(count * recipe.strategy.ranks_per_model, "process")
+    return resolved, f"microbatches: {count} of {text} ({reason}); at most {processes}"
 
 
 @dataclass(frozen=True)
@@ -97,48 +151,53 @@ class RunPlan:
     folder: Path  # directory of the run
     checkpoint: Path | None = None  # checkpoint to start from, if any
     step: int = 0  # optimizer steps of the checkpoint
+    accept_changes: bool = False  # whether the user's code may differ from that of the last start
     tuned: TunedSetting | None = None  # settings that `samestep tune` found for this machine, if used
 
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""
         tuned = asdict(self.tuned) if self.tuned else None
-        return json.dumps([recipe_data(self.recipe), str(self.folder), str(self.checkpoint or ""), self.step, tuned])
+        checkpoint = str(self.checkpoint or "")
+        return json.dumps(
+            [recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes, tuned]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> RunPlan:
         """Return the plan from the text of `to_json`."""
-        recipe, folder, checkpoint, step, tuned = json.loads(text)
+        recipe, folder, checkpoint, step, accept_changes, tuned = json.loads(text)
         path = Path(checkpoint) if checkpoint else None
         setting = TunedSetting(**tuned) if tuned else None
-        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, setting)
+        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, accept_changes, setting)
 
 
-def plan_to_resume(folder: Path, overrides: list[str]) -> RunPlan:
+def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
     """Return the plan that resumes a run from the newest complete checkpoint, or from the beginning without one.
 
     Raises:
-        InputError: there is no such run.
+        InputError: there is no such run, or its recipe names code that is not trusted.
         CheckpointError: the checkpoint belongs to another recipe.
     """
     newest = CheckpointFolder(folder / "checkpoints").newest_valid()
     if newest is None:
-        return RunPlan(_read_recipe(folder, overrides), folder)
-    return plan_from_checkpoint(folder, str(read_origin(newest)[0]), overrides)
+        return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
+    return plan_from_checkpoint(folder, str(read_state(newest).progress.step), overrides, trust=trust)
 
 
-def plan_from_checkpoint(folder: Path, which: str, overrides: list[str]) -> RunPlan:
+def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
     """Return the plan that starts from a verified checkpoint of a run: `best`, `last` or a step.
 
     Raises:
-        InputError: there is no such run.
+        InputError: there is no such run, or its recipe names code that is not trusted.
         CheckpointError: the checkpoint is damaged or belongs to another recipe.
     """
-    recipe = _read_recipe(folder, overrides)
+    recipe = _read_recipe(folder, overrides, trust=trust)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
-    step, origin = read_origin(checkpoint)
-    before, now = recipe_data(make_recipe(origin, (), origin=str(checkpoint))), recipe_data(recipe)
-    # A run can be resumed with another strategy.
-    changes = differences({**before, "strategy": None}, {**now, "strategy": None})
+    progress = read_state(checkpoint).progress
+    before, now = recipe_data(make_recipe(progress.recipe, (), origin=str(checkpoint))), recipe_data(recipe)
+    # A run can be resumed with another strategy, and with more epochs.
+    free = {"strategy": None, "epochs": None}
+    changes = differences({**before, **free}, {**now, **free})
     if changes:
         raise CheckpointError(
             "the recipe differs from the recipe of the checkpoint:\n    " + "\n    ".join(changes),
@@ -147,12 +206,13 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str]) -> RunP
             f"--set model.pretrained={checkpoint}/model.safetensors",
             code="E_RECIPE_CHANGED",
         )
-    return RunPlan(recipe, folder, checkpoint, step)
+    return RunPlan(recipe, folder, checkpoint, progress.step)
 
 
-def _read_recipe(folder: Path, overrides: list[str]) -> Recipe:
+def _read_recipe(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> Recipe:
     path = folder / "recipe.yaml"
     if not path.is_file():
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
+    require_trusted(folder, read_recipe(path), trust=trust)  # overrides are the user's own
     return read_recipe(path, overrides)

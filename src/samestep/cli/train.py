@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
 from samestep.cli.launch_options import (
@@ -39,16 +40,18 @@ from samestep.cli.recipe_options import (
     plan_from_checkpoint,
     plan_to_resume,
     with_batch_size,
+    with_microbatches,
 )
-from samestep.config import LOGGERS, RunOptions
+from samestep.config import LOGGERS, Recipe, RunOptions
 from samestep.distributed.logging import logger
-from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, SamestepError
+from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, SamestepError
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
 from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import load_recipe, write_recipe
+from samestep.recipes.trust import sign
 from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
 from samestep.units import parse_duration, plural
 
@@ -62,7 +65,7 @@ def add_train(commands: Any) -> None:
         epilog="example: samestep train digits --processes 2 --set epochs=5 --name first",
     )
     add_recipe_argument(parser)
-    add_options(parser, "--per-device-batch-size")
+    add_options(parser, "--per-device-batch-size", "--accumulate")
     _add_training_options(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
@@ -81,6 +84,8 @@ def add_resume(commands: Any) -> None:
     )
     add_run_argument(parser, checkpoint="last")
     add_options(parser, "--set")
+    text = "continue although the user's Python modules have changed since the last start of the run"
+    parser.add_argument("--accept-changes", action="store_true", help=text)
     _add_training_options(parser)
     add_options(parser, "--json")
     parser.set_defaults(run=_resume)
@@ -152,6 +157,13 @@ class _Options:
                 use_tuned=not arguments.no_tuned and arguments.workers is None and arguments.prefetch is None,
             )
 
+    def with_microbatches(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with a number of microbatches, and print the choice of `auto`."""
+        resolved, text = with_microbatches(recipe, is_rank=self.launch.rendezvous is not None)
+        if text is not None and not self.run.quiet:
+            logger.info(text)
+        return resolved
+
     def with_tuned(self, plan: RunPlan, processes: int) -> RunPlan:
         """Return the plan with the settings that `samestep tune` found for this recipe, machine and number of ranks."""
         runs = plan.folder.parent
@@ -180,27 +192,31 @@ class _NewRun:
     name: str | None
     runs: Path
     device_batch_size: int | None
+    accumulate: int | None
     folder: Path | None = None
     creates_parent: bool = False
 
     def plan(self, options: _Options, restarts: int) -> RunPlan:
         """Create the run; after a restart by a launcher, resume the run of this name."""
         if restarts and self.name and (self.runs / self.name).exists():
-            return plan_to_resume(self.runs / self.name, options.overrides)
+            trusted = load_recipe(self.recipe, options.overrides)
+            return plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
         processes, size = options.launch.processes, self.device_batch_size
-        recipe = load_recipe(self.recipe, with_batch_size(options.overrides, size, processes))
-        if size is not None:
-            require_enough_microbatches(recipe.microbatches, int(processes))
+        recipe = options.with_microbatches(
+            load_recipe(self.recipe, with_batch_size(options.overrides, size, processes, self.accumulate))
+        )
+        if size is not None or self.accumulate is not None:
+            require_enough_microbatches(recipe.microbatch_count, int(processes), recipe.batch_size)
         folder = self.runs / (self.name or unused_name(self.runs, Path(self.recipe).stem))
         self.creates_parent = not folder.parent.exists()
         _create_folder(folder)
         self.folder = folder
         write_recipe(recipe, folder / "recipe.yaml")
+        sign(folder, recipe)
         if restarts:
             logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
-        if size is not None and not options.run.quiet:
-            count = plural(int(processes), "process")
-            logger.info("global batch %d = %d per device x %s, saved in the recipe", recipe.batch_size, size, count)
+        if (size is not None or self.accumulate is not None) and not options.run.quiet:
+            logger.info(_describe_batch(recipe, size, self.accumulate, int(processes)))
         return RunPlan(recipe, folder)
 
     def remove_without_checkpoint(self) -> None:
@@ -211,6 +227,19 @@ class _NewRun:
                 self.folder.parent.rmdir()
 
 
+def _describe_batch(recipe: Recipe, size: int | None, accumulate: int | None, processes: int) -> str:
+    """Return the effect of `--per-device-batch-size` and `--accumulate`, in one line."""
+    count, microbatches = plural(processes, "process"), plural(recipe.microbatch_count, "microbatch")
+    if accumulate is None:
+        return f"global batch {recipe.batch_size} = {size} per device x {count}, in {microbatches}, saved in the recipe"
+    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
+    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
+    return (
+        f"global batch {recipe.batch_size} = {microbatches} of {text}: {accumulate} per step on each of {count}, "
+        "saved in the recipe"
+    )
+
+
 def _create_folder(folder: Path) -> None:
     with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
         try:
@@ -219,15 +248,23 @@ def _create_folder(folder: Path) -> None:
             raise InputError(
                 f"the run {folder} exists",
                 expected="a new name for a new run: no run is overwritten",
-                fix=f"--name with another name, or samestep resume {folder}",
+                fix=f"--name {_unused_number(folder)}, or samestep resume {folder}",
                 code="E_OUTPUT",
             ) from error
+
+
+def _unused_number(folder: Path) -> str:
+    """Return the name of the folder with the first number from 2 that no folder next to it has."""
+    names = (f"{folder.name}-{number}" for number in itertools.count(2))
+    return next(name for name in names if not (folder.parent / name).exists())
 
 
 def _train_recipe(arguments: argparse.Namespace) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
     options = _Options.parse(arguments, Path(arguments.recipe).stem)
-    new_run = _NewRun(arguments.recipe, arguments.name, arguments.runs, arguments.per_device_batch_size)
+    new_run = _NewRun(
+        arguments.recipe, arguments.name, arguments.runs, arguments.per_device_batch_size, arguments.accumulate
+    )
     try:
         return _train(options, partial(new_run.plan, options))
     except SamestepError as error:
@@ -242,8 +279,12 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     def make_plan(restarts: int) -> RunPlan:
         if restarts and arguments.checkpoint == "last":
-            return plan_to_resume(arguments.folder, options.overrides)
-        return plan_from_checkpoint(arguments.folder, arguments.checkpoint, options.overrides)
+            plan = plan_to_resume(arguments.folder, options.overrides, trust=arguments.trust)
+        else:
+            plan = plan_from_checkpoint(
+                arguments.folder, arguments.checkpoint, options.overrides, trust=arguments.trust
+            )
+        return replace(plan, recipe=options.with_microbatches(plan.recipe))
 
     return _train(options, make_plan)
 
@@ -280,16 +321,19 @@ def _train(options: _Options, make_plan: Callable[[int], RunPlan]) -> int:
         return options.with_tuned(plan, rendezvous.world_size) if rendezvous.is_on_one_machine else plan
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        return plan.recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step
+        return plan.recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 
     plan, summary = run_as_rank(options.launch, rendezvous, "train", make_tuned_plan, rank_arguments)
     if rendezvous.rank == 0:
         return _finish(options, summary, plan.folder)
-    return EXIT_STOPPED if summary["stopped"] else EXIT_DONE
+    if summary["stopped"]:
+        return EXIT_STOPPED
+    return EXIT_FAILED if _skipped_most_steps(summary) else EXIT_DONE
 
 
 def _launch(options: _Options, plan: RunPlan) -> int:
-    folder, start = plan.folder, (plan.checkpoint, plan.step)
+    folder, start = plan.folder, (plan.checkpoint, plan.step, plan.accept_changes)
+    held = HeldFolder(folder)
     processes = options.launch.process_range(plan.recipe)
     run = options.run_of(options.with_tuned(plan, processes[1]))
 
@@ -299,8 +343,9 @@ def _launch(options: _Options, plan: RunPlan) -> int:
 
     def newest_step() -> int:
         nonlocal start
+        held.require_in_place()  # a restart would write to another run
         checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
-        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0)
+        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
         return start[1]
 
     try:
@@ -315,7 +360,7 @@ def _launch(options: _Options, plan: RunPlan) -> int:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.name.rpartition("step-")[2])  # also `.replaced-step-N`
 
 
 def _finish(options: _Options, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
@@ -326,10 +371,25 @@ def _finish(options: _Options, summary: dict[str, Any], folder: Path, *, stop_si
     else:
         _print_summary(summary, folder)
     if not summary["stopped"]:
+        if _skipped_most_steps(summary):
+            raise NonFiniteError(
+                f"the run skipped {_skipped_steps(summary)}",
+                expected="most steps update the weights",
+                fix="lower the learning rate, set step.clip_norm, or find the first such step with "
+                "step.non_finite=stop, in a new run",
+            )
         return EXIT_DONE
     if options.launch.requeue:
         requeue_after(stop_signal or own_signal)
     return EXIT_STOPPED
+
+
+def _skipped_most_steps(summary: dict[str, Any]) -> bool:
+    return bool(2 * summary["skipped_steps"] > summary["step"])
+
+
+def _skipped_steps(summary: dict[str, Any]) -> str:
+    return f"{summary['skipped_steps']} of {plural(summary['step'], 'step')}, because loss or gradient was not finite"
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -340,6 +400,8 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
     if summary["samples_per_second"]:
         lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
+    if summary["skipped_steps"]:
+        lines.append(("skipped", _skipped_steps(summary)))
     lines.append(("run", str(folder)))
     if summary["stopped"]:
         lines.append(("stopped", f"after step {summary['step']}; resume with: samestep resume {folder}"))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import LearningRateConfig, LearningRateRule, ScheduleConfig
 from samestep.errors import InputError
@@ -55,6 +56,13 @@ def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, config: Learn
         factor = ratio if config.rule == "linear" else f"sqrt({ratio})"
         lines.append(f"learning rate {group['lr']:.6g} = {before:.6g} x {factor} ({config.rule})")
     return tuple(dict.fromkeys(lines))
+
+
+def apply_schedule(scheduler: LambdaLR) -> None:
+    """Set the rates of the next step by the schedule's own functions, instead of those read from a checkpoint."""
+    groups = scheduler.optimizer.param_groups
+    for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(scheduler.last_epoch)
 
 
 def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from samestep.errors import InputError, RunError
+from samestep.units import plural
 
 Event = Mapping[str, Any]
 _STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")
 _NOT_METRICS = ("event", "step", "epoch", "samples")
+_LINE_SECONDS = 60.0  # between lines about the progress without a terminal
 
 
 class Logger(Protocol):
@@ -76,6 +78,13 @@ class RunLogger:
         with write_errors(OSError):
             for logger in self._loggers:
                 logger.log_event({"event": kind, **fields})
+
+    def log_progress(self, label: str, done: int, total: int) -> None:
+        """Show progress that is no event, such as the batches of an evaluation, on the terminal."""
+        with write_errors(OSError):
+            for logger in self._loggers:
+                if isinstance(logger, ProgressLogger):
+                    logger.log_progress(label, done, total)
 
     def __enter__(self) -> RunLogger:
         return self
@@ -177,15 +186,18 @@ def format_metric(name: str, value: float) -> str:
 
 
 class ProgressLogger(Logger):
-    """Prints steps as a progress bar and other events as lines. Without a terminal there is no progress bar."""
+    """Prints steps and evaluation batches as a progress bar, and other events as lines.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Without a terminal, a line about the progress is printed if no line was printed for `line_seconds`.
+    """
+
+    def __init__(self, console: Console | None = None, line_seconds: float = _LINE_SECONDS) -> None:
         self._console = console or Console(stderr=True)
         self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} samples/s"),
+            TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
@@ -193,6 +205,8 @@ class ProgressLogger(Logger):
             disable=not self._console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._label = ""
+        self._line_seconds, self._last_line = line_seconds, time.monotonic()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._print("  ".join([f"step {step}", *(f"{name} {value:.4g}" for name, value in values.items())]))
@@ -200,33 +214,43 @@ class ProgressLogger(Logger):
     def log_event(self, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
-            self._update_bar(event)
+            text = f"loss {event['loss']:.4f}  {event['samples_per_second']:,.0f} samples/s"
+            self.log_progress(f"epoch {event['epoch'] + 1}", event["step_in_epoch"], event["steps_in_epoch"], text)
         elif kind == "evaluation":
             self._print(evaluation_line(event))
-        elif kind in ("note", "skipped", "stop"):
+        elif kind in ("note", "resume", "skipped", "stop"):
             self._print(event["text"])
+
+    def log_progress(self, label: str, done: int, total: int, text: str = "") -> None:
+        """Show `done` of `total` steps or batches."""
+        if not self._console.is_terminal:
+            if time.monotonic() - self._last_line >= self._line_seconds:
+                self._print(f"{label}  {done}/{total}  {text}".rstrip())
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", text="")
+        if label != self._label:
+            self._bar.reset(self._task)  # the remaining time follows from the speed of the same work
+            self._label = label
+        self._bar.update(self._task, description=label, completed=done, total=total, text=text)
 
     def close(self) -> None:
         self._bar.stop()
 
     def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
         self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-    def _update_bar(self, event: Event) -> None:
-        fields = {"epoch": event["epoch"] + 1, "loss": event["loss"], "speed": event["samples_per_second"]}
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=event["steps_in_epoch"], **fields)
-        self._bar.update(self._task, completed=event["step_in_epoch"], **fields)
 
 
 def evaluation_line(event: Event) -> str:
     """Format an evaluation as one line."""
-    fixed = ("event", "step", "epoch", "epochs", "train_loss", "loss", "samples", "is_best", "samples_per_second")
+    fixed = (*_NOT_METRICS, "epochs", "train_loss", "loss", "is_best", "skipped_steps", "samples_per_second")
     metrics = "  ".join(f"{name} {format_metric(name, value)}" for name, value in event.items() if name not in fixed)
     best = "  best" if event["is_best"] else ""
+    skipped = f"  skipped {plural(event['skipped_steps'], 'step')}" if event["skipped_steps"] else ""
     return (
         f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
         f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}  {metrics}  "
-        f"{event['samples_per_second']:,.0f} samples/s{best}"
+        f"{event['samples_per_second']:,.0f} samples/s{skipped}{best}"
     )

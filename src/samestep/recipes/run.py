@@ -5,14 +5,11 @@ Invalid files and options raise `InputError`; a damaged checkpoint, or one of an
 
 from __future__ import annotations
 
-import json
 import platform
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,11 @@ from samestep.data.batch import map_tensors, move
 from samestep.data.loader import MANY_WORKERS
 from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
+from samestep.engine.batch_statistics import few_samples_message
+from samestep.engine.build import uses_batch_statistics
 from samestep.engine.microbatch import autocast, call_model
 from samestep.errors import InputError, RunError
+from samestep.launcher.job import process_state
 from samestep.launcher.session import start
 from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
@@ -38,7 +38,16 @@ from samestep.metrics.metrics import CountMetric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
-from samestep.recipes.recipe_files import DatasetInfo, recipe_data, write_dataset_info
+from samestep.recipes.machine_notes import machine_notes
+from samestep.recipes.recipe_files import (
+    DatasetInfo,
+    load_recipe,
+    recipe_data,
+    shipped_recipes,
+    update_epochs,
+    write_dataset_info,
+)
+from samestep.recipes.starts import append_start, require_same_code
 from samestep.recipes.weights import load_all
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
@@ -130,8 +139,17 @@ def _model_for_inference(
             yield model, world.device
 
 
-def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | None, first_step: int) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    options: RunOptions,
+    run: Path,
+    checkpoint: Path | None,
+    first_step: int,
+    accept_changes: bool = False,
+) -> dict[str, Any]:
     """Train a recipe in the directory `run`, from a `checkpoint` of step `first_step` or from the beginning (None, 0).
+
+    With `accept_changes`, the user's code may differ from that of the last start of the run.
 
     Returns:
         The fields of `Summary`, and `stop_signal`: the signal that requested this rank to stop, or None.
@@ -143,7 +161,10 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as rank_monitor,
     ):
+        changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
+        notes = [f"continuing with changed code: {change}" for change in changes]
         built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
+        process_state.source_files.check_ranks(world)
         folder = CheckpointFolder(run / "checkpoints", options.keep)
         trainer = Trainer(
             built.engine,
@@ -157,12 +178,17 @@ def train(recipe: Recipe, options: RunOptions, run: Path, checkpoint: Path | Non
             loggers=_loggers(options, run, first_step),
         )
         if world.is_main:
+            notes += machine_notes(run, built.train.workers)
+            folder.hold(run)
             folder.clean()
-            append_environment(run / "environment.json", _environment(built, world, recipe, options, first_step))
-            write_dataset_info(built.dataset_info, run)
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        for note in _notes(built, world, recipe, options, is_new=checkpoint is None):
+        if world.is_main:  # after all checks: the next start is compared with this one
+            append_start(run, _environment(built, world, recipe, options, first_step))
+            write_dataset_info(built.dataset_info, run)
+            if checkpoint is not None:
+                update_epochs(run / "recipe.yaml", recipe.epochs)
+        for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
         rank_monitor.follow(lambda: trainer.rank_progress)
         return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
@@ -191,14 +217,6 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
-def append_environment(path: Path, environment: Mapping[str, Any]) -> None:
-    """Append one entry to the list in `environment.json`."""
-    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    entries.append({"started": started, "samestep": version("samestep"), **environment})
-    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-
-
 def _loggers(options: RunOptions, run: Path, first_step: int) -> list[Logger]:
     create: dict[str, Callable[[], Logger]] = {
         "jsonl": lambda: JsonlLogger(run / "events.jsonl"),
@@ -214,6 +232,10 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
     """Return notes on weights, layout and loader processes for the log."""
     shape, strategy = world.mesh_shape, recipe.strategy
     notes = list(built.notes) if is_new else []
+    if is_new and recipe.step.batch_norm == "microbatch" and uses_batch_statistics(built.engine.model):
+        message = few_samples_message(recipe.batch_size, recipe.microbatch_count)
+        if message is not None and not _is_shipped(recipe):
+            notes.append(f"warning: {message}")
     if shape.splits_model:
         notes.append(shape.describe())
     if shape.replicate > 1 and strategy.gradient_note is not None:
@@ -222,6 +244,15 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
         workers = f"workers {options.workers}" + (f", prefetch {options.prefetch}" if options.workers else "")
         notes.append(f"{workers}: tuned on this machine, {options.tuned}; --no-tuned leaves it")
     return notes
+
+
+def _is_shipped(recipe: Recipe) -> bool:
+    """Return whether a shipped recipe, whose results are known, has the same model and microbatches."""
+
+    def division(recipe: Recipe) -> tuple[Any, ...]:
+        return recipe.model.name, recipe.batch_size, recipe.microbatches
+
+    return any(division(load_recipe(name)) == division(recipe) for name in shipped_recipes())
 
 
 def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:

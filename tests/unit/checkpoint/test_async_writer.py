@@ -21,11 +21,11 @@ class GatedFolder(CheckpointFolder):
         self.gate.set()
         self.is_full = False
 
-    def write(self, step: int, files: object, *, is_best: bool = False) -> Path:
+    def write(self, step: int, files: object, *, is_best: bool = False, epoch: int | None = None) -> Path:
         assert self.gate.wait(20)
         if self.is_full:
             raise CheckpointWriteError(f"no space for step {step}")
-        return super().write(step, files, is_best=is_best)  # type: ignore[arg-type]
+        return super().write(step, files, is_best=is_best, epoch=epoch)  # type: ignore[arg-type]
 
     @contextmanager
     def slow(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import launch
-from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_json, verify
+from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_state, verify
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.launcher.launch import RankError
 from workers import store as ranks_store
@@ -200,6 +200,16 @@ def test_newest_and_best_are_kept_in_any_sequence(best: list[bool], keep: int) -
         assert steps(folder) == sorted(expected)
         for path in folder.steps():
             verify(path)
+
+
+def test_ends_of_epochs_have_names_while_their_checkpoints_exist(folder: CheckpointFolder) -> None:
+    for epoch in range(1, 5):
+        folder.write(10 * epoch - 5, FILES)
+        folder.write(10 * epoch, FILES, is_best=epoch == 1, epoch=epoch)
+    assert names(folder) == ["best", "epoch-1", "epoch-4", "last", "step-000000010", "step-000000035", "step-000000040"]
+    assert [folder.find(f"epoch-{epoch}").name for epoch in (1, 4)] == ["step-000000010", "step-000000040"]
+    with pytest.raises(CheckpointError, match="no checkpoint 'epoch-2'"):
+        folder.find("epoch-2")
 
 
 # --- finding ----------------------------------------------------------------------------------------------
@@ -416,12 +426,19 @@ def test_files_of_another_checkpoint_are_detected(folder: CheckpointFolder) -> N
         verify(second)
 
 
-def test_read_json_verifies_all_files(folder: CheckpointFolder) -> None:
-    path = folder.write(1, FILES)
-    assert read_json(path, "state.json") == {"step": 7}
+def test_read_state_verifies_all_files(folder: CheckpointFolder) -> None:
+    state = {
+        "progress": {"step": 7},
+        "aliases": {},
+        "optimizer": {"numbers": {}, "groups": []},
+        "scheduler": None,
+        "scaler": {},
+    }
+    path = folder.write(1, {"state.json": json.dumps(state).encode(), "empty": b""})
+    assert read_state(path).progress.step == 7
     (path / "empty").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="empty has 1 bytes instead of 0"):
-        read_json(path, "state.json")
+        read_state(path)
 
 
 def test_damage_error_has_a_fix(folder: CheckpointFolder) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 
 import samestep
 from helpers.system import here
+from helpers.terminal import Screen
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.errors import EXIT_INPUT, InputError, RunError
@@ -56,6 +58,7 @@ EVALUATION = {
     "epochs": 12,
     "train_loss": 0.75,
     "is_best": True,
+    "skipped_steps": 0,
     "samples_per_second": 1234.5,
     "loss": 0.5,
     "samples": 360,
@@ -310,6 +313,7 @@ def test_evaluation_line() -> None:
         "epoch  1/12  train loss 0.7500  loss 0.5000  accuracy 91.25%  1,234 samples/s  best"
     )
     assert not evaluation_line({**EVALUATION, "is_best": False}).endswith("best")
+    assert evaluation_line({**EVALUATION, "skipped_steps": 2}).endswith("samples/s  skipped 2 steps  best")
 
 
 def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> None:
@@ -317,12 +321,45 @@ def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> N
     logger = ProgressLogger(Console(file=out))
     note = "[red]a note[/red] in brackets " + "x" * 100
     logger.log_event({"event": "note", "text": note})
+    logger.log_event({"event": "resume", "step": 1, "text": "resuming after step 1"})
     logger.log_event(STEP)
     logger.log_event(EVALUATION)
     logger.log_event({"event": "checkpoint", "step": 4, "path": "step-4", "is_best": True})
     logger.log(5, {"accuracy": 0.5})
     logger.close()
-    assert out.getvalue().splitlines() == [note, evaluation_line(EVALUATION), "step 5  accuracy 0.5"]
+    assert out.getvalue().splitlines() == [
+        note,
+        "resuming after step 1",
+        evaluation_line(EVALUATION),
+        "step 5  accuracy 0.5",
+    ]
+
+
+def test_progress_without_a_terminal_prints_lines_within_long_epochs_and_evaluations() -> None:
+    out = io.StringIO()
+    logger = ProgressLogger(Console(file=out), line_seconds=0.2)
+    run = RunLogger([logger, MemoryLogger()])
+    for step in (1, 2):
+        logger.log_event({**STEP, "step_in_epoch": step})
+        time.sleep(0.25 * (step == 1))
+    run.log_progress("evaluation", 1, 40)
+    time.sleep(0.25)
+    run.log_progress("evaluation", 2, 40)
+    assert out.getvalue().splitlines() == ["epoch 1  2/4  loss 0.5000  1,234 samples/s", "evaluation  2/40"]
+
+
+def test_progress_bar_shows_evaluations() -> None:
+    out = io.StringIO()
+    logger = ProgressLogger(Console(file=out, force_terminal=True, width=100))
+    logger.log_event(STEP)
+    time.sleep(0.6)  # four pictures a second
+    logger.log_progress("evaluation", 7, 40)
+    logger.close()
+    screen = Screen()
+    screen.feed(out.getvalue())
+    lines = [line for frame in screen.frames for line in frame]
+    assert any("epoch 1" in line and "3/4" in line and "loss 0.5000" in line for line in lines)
+    assert any("evaluation" in line and " 7/40" in line for line in lines)
 
 
 # --- environment.json, timer ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from samestep.loggers.logger import parse_json_line
 
 DATA_SHARE = "data_share"
 _STEP_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
-_NOT_METRICS = ("time", "event", "step", "epoch", "epochs", "is_best", "samples", "samples_per_second")
+_NOT_METRICS = ("time", "event", "step", "epoch", "epochs", "is_best", "samples", "samples_per_second", "skipped_steps")
 _NOTES = ("note", "skipped", "stop")
 # Start of every line. A run that was killed can leave half a line, to which the resumed run appends.
 _LINE_START = b'{"time"'

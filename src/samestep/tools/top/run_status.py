@@ -34,7 +34,7 @@ _STEP = b'"event": "step"'
 _HEAD = 80  # bytes at the start of a line that contain the kind of its event
 _STRIDE = 64  # lines; of steps that are read together, one per stride is parsed
 _SPEED_SECONDS = 600.0
-_NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "samples_per_second")
+_NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "skipped_steps", "samples_per_second")
 
 # silent: no line for some seconds. gone: the process was on this machine and has ended. missing: no line at all.
 Sign = Literal["active", "silent", "gone", "missing"]

@@ -1,0 +1,91 @@
+"""Resumption with more epochs, and runs that skip steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.system import events, here, state_of, tree, weights
+from samestep.recipes.recipe_files import read_recipe
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+COSINE = ("--set", "schedule.name=cosine", "schedule.final=0.1")
+
+
+def rates(run: Path) -> dict[int, float]:
+    return {event["step"]: event["lr"] for event in events(run, "step")}
+
+
+def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With a schedule that does not depend on the number of epochs, the bits are those of a longer run."""
+    run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
+    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+    assert here("resume", run, "--set", "epochs=2", "--processes", 2, cwd=tmp_path) == 0
+    (start,) = events(run, "resume")
+    assert start["text"] == "resuming after step 13: epoch 2/2, step 1/13 (before: 1 epoch)"
+    assert here("train", RECIPE, "--name", "longer", "--set", "epochs=2", cwd=tmp_path) == 0
+    assert weights(run) == weights(longer)
+    assert state_of(run) == state_of(longer)
+    assert read_recipe(run / "recipe.yaml") == read_recipe(longer / "recipe.yaml")
+    assert [event["epoch"] for event in events(run, "evaluation")] == [1, 2]
+    ends = {link.name: link.readlink().name for link in (run / "checkpoints").glob("epoch-*")}
+    assert ends == {"epoch-1": "step-000000013", "epoch-2": "step-000000026"}
+
+    # A later resumption has the same number; fewer epochs than the complete ones are refused.
+    assert here("resume", run, cwd=tmp_path) == 0
+    assert weights(run) == weights(longer)
+    capfd.readouterr()
+    before = tree(run / "checkpoints"), (run / "recipe.yaml").read_bytes()
+    assert here("resume", run, "--set", "epochs=1", cwd=tmp_path) == 2
+    assert "[E_VALUE]" in capfd.readouterr().err
+    assert (tree(run / "checkpoints"), (run / "recipe.yaml").read_bytes()) == before
+    assert here("eval", run, "--checkpoint", "epoch-1", "--json", cwd=tmp_path) == 0
+    assert json.loads(capfd.readouterr().out)["step"] == 13
+
+
+def test_the_schedule_of_a_continued_run_is_that_of_the_new_number_of_epochs(tmp_path: Path) -> None:
+    run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
+    assert here("train", RECIPE, "--name", "a", *COSINE, "epochs=1", cwd=tmp_path) == 0
+    assert here("resume", run, "--set", "epochs=2", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "longer", *COSINE, "epochs=2", cwd=tmp_path) == 0
+    continued, expected = rates(run), rates(longer)
+    assert len(continued) == 26
+    assert continued[13] < expected[13]
+    assert {step: continued[step] for step in range(14, 27)} == {step: expected[step] for step in range(14, 27)}
+
+
+def test_a_new_run_of_an_existing_name_is_offered_a_free_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "a-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert here("train", RECIPE, "--name", "a", cwd=tmp_path) == 2
+    assert "--name a-3, or samestep resume runs/a" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "code"), [(5, 1), (29, 0)])
+def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], first: int, code: int
+) -> None:
+    """A process calls the loss four times per step."""
+    options = f"loss.options={{call: {first}}}"
+    fault = ("loss.name=helpers.recorded:infinite_from_call", options, "step.non_finite=skip", "epochs=1")
+    assert here("train", RECIPE, "--name", "a", "--set", *fault, cwd=tmp_path) == code
+    run, (out, err) = tmp_path / "runs" / "a", capfd.readouterr()
+    skipped = 13 - first // 4
+    assert sum(event["skipped"] for event in events(run, "step")) == skipped
+    assert [event["skipped_steps"] for event in events(run, "evaluation")] == [skipped]
+    assert state_of(run)["skipped_steps"] == skipped
+    assert f"{skipped} of 13 steps" in out
+    assert ("[E_NONFINITE]" in err) == (code == 1)
+
+
+def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
+    """Its predictions still have an accuracy."""
+    arguments = ("epochs=1", "batch_size=512", "loss.name=helpers.recorded:nan_in_evaluation")
+    assert here("train", "digits", "--name", "a", "--set", *arguments, cwd=tmp_path) == 0
+    run = tmp_path / "runs" / "a"
+    (evaluation,) = events(run, "evaluation")
+    assert evaluation["accuracy"] >= 0
+    assert not evaluation["is_best"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("[a-z]*")) == ["epoch-1", "last", "step-000000003"]
