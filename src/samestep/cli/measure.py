@@ -27,8 +27,9 @@ from samestep.cli.recipe_options import (
     all_overrides,
     parse_strategy,
     with_batch_size,
+    with_microbatches,
 )
-from samestep.config import RunOptions
+from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import load_recipe, recipe_data
@@ -87,7 +88,7 @@ def add_profile(commands: Any) -> None:
         epilog="example: samestep profile digits --processes 2 --active 20 --ranks 0",
     )
     add_recipe_argument(parser)
-    add_options(parser, "--per-device-batch-size")
+    add_options(parser, "--per-device-batch-size", "--accumulate")
     add_machine_options(parser)
     add_strategy_options(parser)
     group = parser.add_argument_group("measurement")
@@ -153,7 +154,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from samestep.tools.timing import describe_machine
 
     require_single_process("bench")
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = _load_recipe(arguments, arguments.overrides, PRELOAD_EVALUATION)
     strategies = [parse_strategy(text) for text in arguments.layout]
     if not arguments.no_picture:
         require_matplotlib("comparison")
@@ -186,8 +187,9 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     require_single_process("profile")
     launch = LaunchOptions.parse(arguments)
-    overrides = with_batch_size(all_overrides(arguments), arguments.per_device_batch_size, launch.processes)
-    recipe = load_recipe(arguments.recipe, overrides)
+    size, accumulate = arguments.per_device_batch_size, arguments.accumulate
+    overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
+    recipe = _load_recipe(arguments, overrides, PRELOAD)
     _, processes = launch.process_range(recipe)
     ranks, options = parse_ranks(arguments.ranks, processes), run_options(arguments)
     if not arguments.no_picture:
@@ -217,7 +219,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from samestep.tools.tune.tune import draw, show, tune
 
     require_single_process("tune")
-    recipe = load_recipe(arguments.recipe, all_overrides(arguments))
+    recipe = _load_recipe(arguments, all_overrides(arguments), PRELOAD_EVALUATION)
     launch = LaunchOptions.parse(arguments)
     config = _tune_config(arguments, launch)
     if ":" in launch.processes:
@@ -251,6 +253,14 @@ def _tune(arguments: argparse.Namespace) -> int:
         print(f"{'written':<20}{folder / 'tune.json'}{'' if arguments.no_picture else ', tune.png'}")
         print(f"{'used by':<20}samestep train {arguments.recipe} --processes {processes}{_same_options(arguments)}")
     return EXIT_DONE
+
+
+def _load_recipe(arguments: argparse.Namespace, overrides: list[str], preload: tuple[str, ...]) -> Recipe:
+    """Return the recipe with a number of microbatches, and print the choice of `auto`."""
+    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides), preload=preload)
+    if text is not None:
+        progress(arguments)(text)
+    return recipe
 
 
 def _same_options(arguments: argparse.Namespace) -> str:

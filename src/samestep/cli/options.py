@@ -69,6 +69,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "set batch_size to N times --processes; the run keeps this batch_size on any number of processes",
     },
+    "--accumulate": {
+        "type": number("--accumulate"),
+        "metavar": "K",
+        "help": "set microbatches to K times --processes: each process computes K microbatches of a step one after "
+        "another; batch_size stays the samples of a step, or is K times larger with --per-device-batch-size",
+    },
     "--workers": {
         "type": number("--workers", zero=True),
         "metavar": "N",
