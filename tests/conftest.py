@@ -1,6 +1,7 @@
 """What every test gets."""
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -30,8 +31,14 @@ def torch_environment() -> None:
     start_server()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Use a key for signatures of runs that is not the one of this account."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing(torch_environment: None) -> Iterator[None]:
+def leaves_nothing(torch_environment: None, state_folder: None) -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, a process, a mode or a process group behind."""
     before = snapshot()
     yield

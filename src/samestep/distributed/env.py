@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
 from samestep.errors import InputError
@@ -93,6 +94,12 @@ def read_slurm_job() -> SlurmJob | None:
     """Return the Slurm job of this process, in a job step or in the batch script."""
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "")
     return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0) if job else None
+
+
+def state_folder() -> Path:
+    """Return the folder for data of this account that belong to no run (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local/state") / "samestep"
 
 
 def launch_variables() -> dict[str, str]:

@@ -129,7 +129,9 @@ def _from_file(path: Path) -> Any:
 def _from_folder(path: Path) -> Any:
     transformers = import_optional("transformers", f"tokenizer {path}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(path, str(error).splitlines()[0]) from error
     if not tokenizer.is_fast:

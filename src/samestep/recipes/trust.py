@@ -1,0 +1,138 @@
+"""Trust in the code that a run directory names.
+
+The recipe of a run names import paths, which `resume`, `eval`, `predict` and `export` import. Components of Samestep
+and of well-known libraries are imported from any run. Other import paths are code of the author of the run: they need
+`--trust`, or a signature of this account, which `train` writes for a recipe given on the command line. The key of the
+signature is outside of the run directory, so that the author of another run cannot forge a signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.files import replacing
+from samestep.config import Recipe
+from samestep.distributed.env import state_folder
+from samestep.errors import InputError
+from samestep.recipes.recipe_files import recipe_data
+
+_SECTIONS = ("data", "model", "loss", "optimizer")
+_SIGNATURE_FILE, _KEY_FILE, _KEY_BYTES = "signature", "signature-key", 32
+# Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from the network.
+_MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
+# Modules of which classes, and modules of which functions, can be components of any recipe. None of them runs code that
+# its options name, as `torch:load` and `torch.hub:load` do.
+_CLASSES = {
+    "model": ("monai.networks.nets", "segmentation_models_pytorch", "torch.nn"),
+    "loss": ("monai.losses", "segmentation_models_pytorch.losses", "timm.loss", "torch.nn"),
+    "optimizer": ("timm.optim", "torch.optim"),
+}
+_FUNCTIONS = {"loss": ("torch.nn.functional", "torchvision.ops")}
+_ZOO = re.compile(r"samestep\.(zoo(\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|engine\.loss:cross_entropy)")
+_CLASS, _FUNCTION = re.compile(r"[A-Z]\w*"), re.compile(r"[a-z]\w*")
+
+
+def foreign_paths(recipe: Recipe) -> dict[str, str]:
+    """Return the import paths of a recipe that are neither of Samestep nor of well-known libraries, by section."""
+    names = {section: str(getattr(recipe, section).name) for section in _SECTIONS}
+    return {section: name for section, name in names.items() if not _is_well_known(section, name)}
+
+
+def _is_well_known(section: str, name: str) -> bool:
+    module, colon, attribute = name.partition(":")
+    if not colon or _ZOO.fullmatch(name):
+        return True  # a short name can only be one of Samestep's
+    if section == "model" and module in _MODEL_LIBRARIES:
+        return _is_installed(module)
+    is_class = module in _CLASSES.get(section, ()) and _CLASS.fullmatch(attribute)
+    is_function = module in _FUNCTIONS.get(section, ()) and _FUNCTION.fullmatch(attribute)
+    return bool(is_class or is_function) and _is_installed(module.partition(".")[0])
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is installed; a folder of its name in the current folder is not the package."""
+    current = Path.cwd()
+    return PathFinder.find_spec(package, [path for path in sys.path if path and Path(path) != current]) is not None
+
+
+def sign(folder: Path, recipe: Recipe) -> None:
+    """Write the signature of a run with a trusted recipe. Without a state folder, the run needs `--trust` later."""
+    if not foreign_paths(recipe):
+        return
+    with suppress(OSError):
+        signature = _signature(recipe, _key(create=True))
+        with replacing(folder / _SIGNATURE_FILE) as temporary:
+            temporary.write_text(signature + "\n", encoding="ascii")
+
+
+def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> None:
+    """Require that the code which the recipe of a run directory names is trusted, and sign a run with `trust`.
+
+    Args:
+        folder: directory of the run.
+        recipe: recipe in the directory.
+        trust: trust the code; a recipe given on the command line trusts the code that it names too.
+
+    Raises:
+        InputError: the recipe names other code, and this account has not signed the run.
+    """
+    paths = foreign_paths(recipe)
+    if isinstance(trust, Recipe):
+        trust = paths.items() <= foreign_paths(trust).items()
+    if trust:
+        sign(folder, recipe)
+    elif paths and not _is_signed(folder, recipe):
+        names = ", ".join(f"{section} {name}" for section, name in paths.items())
+        raise InputError(
+            f"{folder} names code outside of Samestep: {names}",
+            expected="a run that this account has trained on this machine, or components of Samestep, torch, "
+            "torchvision, timm, transformers, monai and segmentation_models_pytorch (docs/security.md)",
+            fix="--trust, if you trust the author of the run and these modules: their code runs with your permissions",
+            code="E_UNTRUSTED",
+        )
+
+
+def _is_signed(folder: Path, recipe: Recipe) -> bool:
+    try:
+        with (folder / _SIGNATURE_FILE).open("rb") as file:
+            content = file.read(100)
+        return hmac.compare_digest(content.strip(), _signature(recipe, _key(create=False)).encode())
+    except OSError:
+        return False
+
+
+def _signature(recipe: Recipe, key: bytes) -> str:
+    """Return the HMAC-SHA256 of the names and options of the foreign components."""
+    data: dict[str, Any] = recipe_data(recipe)
+    content = {section: [data[section]["name"], data[section]["options"]] for section in foreign_paths(recipe)}
+    return hmac.new(key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, create: bool) -> bytes:
+    """Return the secret key of this account; raise `OSError` if there is none and none can be created."""
+    path = state_folder() / _KEY_FILE
+    if create and not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f"{_KEY_FILE}-{secrets.token_hex(8)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with suppress(FileExistsError):  # another process has created the key
+                os.link(temporary, path)
+        finally:
+            temporary.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{path} is damaged")
+    return key

@@ -1,0 +1,148 @@
+"""Code that a run directory names runs only if the user trusts it; `top` and `report` import nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers.surroundings import RecordFault, require_bounded
+from helpers.system import here, samestep, steps_saved
+from samestep.config import Recipe
+from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.trust import foreign_paths
+
+RECIPE = Path(__file__).parents[1] / "helpers/recorded.yaml"
+PLANTED = "from pathlib import Path\nPath({marker!r}).touch()\nfrom torch.nn import Linear as Net\n"
+REFUSED = "refused, exit code 2; nothing is imported"
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """File that exists once a planted module was imported."""
+    return tmp_path / "imported"
+
+
+def plant(folder: Path, marker: Path, *names: str) -> None:
+    """Write modules with these names, which create the marker when they are imported."""
+    for name in names:
+        (folder / f"{name}.py").write_text(PLANTED.format(marker=str(marker)), encoding="utf-8")
+
+
+def stranger_run(folder: Path, **names: str) -> Path:
+    """Write a run directory with the recipe of digits and other names of components."""
+    data = recipe_data(load_recipe("digits"))
+    for section, name in names.items():
+        data[section]["name"] = name
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    return folder
+
+
+def recipe_with(section: str, name: str) -> Recipe:
+    """Return the recipe of digits with another name of a component."""
+    return load_recipe("digits", [f"{section}.name={json.dumps(name)}"])
+
+
+def test_code_of_a_run_directory_is_refused(
+    tmp_path: Path, marker: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
+) -> None:
+    plant(tmp_path, marker, "planted")
+    run = stranger_run(tmp_path / "runs/a", model="planted:Net")
+    (run / "signature").write_text("0" * 64, encoding="ascii")
+    (tmp_path / "x.png").touch()
+    for command in (("resume", run), ("eval", run), ("predict", run, "x.png"), ("export", run)):
+        assert here(*command, cwd=tmp_path) == 2
+        _, report = capfd.readouterr()
+        require_bounded(report)
+        assert "[E_UNTRUSTED]" in report.splitlines()[0]
+        assert "planted:Net" in report
+        assert not marker.exists(), command
+    record_fault("a run directory of a stranger names a module of the current folder", REFUSED, "exit code 2")
+
+
+DANGEROUS = {
+    "model": [
+        *("os:system", "builtins:exec", "torch:load", "torch.hub:load", "torch.utils.cpp_extension:load"),
+        *("samestep.launcher.pickling:unpack", "samestep.zoo.library:import_module", "samestep.zoo.options:call"),
+        *("segmentation_models_pytorch:from_pretrained", "torch.nn:_Module", "monai.networks.nets:sys", ":", "os:"),
+        *("torch.nn:", "Torch.nn:Linear", "torch.nn.functional:linear", "evil.timm:vit", "timm.models:load_checkpoint"),
+    ],
+    "data": ["timm:create_model", "torch.nn:Linear", "transformers:pipeline", "samestep.zoo.library:import_optional"],
+    "loss": ["numpy:load", "torch:compile", "os.path:exists", "torch.nn.functional:_verify_batch_size"],
+    "optimizer": ["torch.optim.lr_scheduler:_warn", "my_optimizers:Adam", "torch.nn:Linear"],
+}
+WELL_KNOWN = {
+    "model": ["digits_net", "resnet18", "torchvision:resnet18", "timm:vit_tiny_patch16_224", "torch.nn:Linear"],
+    "data": ["digits", "samestep.zoo.digits:load_digits"],
+    "loss": ["cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"],
+    "optimizer": ["adamw", "torch.optim:SGD", "timm.optim:Lamb"],
+}
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in DANGEROUS for name in DANGEROUS[section]])
+def test_functions_that_run_code_are_foreign(section: str, name: str) -> None:
+    assert foreign_paths(recipe_with(section, name)) == {section: name}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [(section, name) for section in WELL_KNOWN for name in WELL_KNOWN[section]]
+)
+def test_components_of_well_known_libraries_need_no_trust(section: str, name: str) -> None:
+    assert not foreign_paths(recipe_with(section, name))
+
+
+def test_module_of_the_current_folder_is_not_a_library(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
+) -> None:
+    plant(tmp_path, marker, "timm", "torch", "monai")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), ""])
+    for name in ("timm:resnet10t", "torch.nn:Linear", "monai.networks.nets:UNet"):
+        assert foreign_paths(recipe_with("model", name)) == {"model": name}
+    assert not marker.exists()
+    record_fault("a folder has a module with the name of a library that is not installed", REFUSED, "exit code 2")
+
+
+@pytest.mark.slow
+def test_own_runs_need_no_option_and_those_of_others_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
+) -> None:
+    epochs = ("--set", "epochs=1")
+    assert here("train", RECIPE, "--name", "a", *epochs, cwd=tmp_path) == 0
+    run = tmp_path / "runs/moved"
+    (tmp_path / "runs/a").rename(run)
+    assert here("eval", run, "--json", cwd=tmp_path) == 0
+    other = tmp_path / "other"
+    shutil.copytree(run, other, symlinks=True)
+    forged = yaml.safe_load((other / "recipe.yaml").read_text(encoding="utf-8"))
+    forged["data"]["name"] = "helpers.recorded:load_broken"
+    (other / "recipe.yaml").write_text(yaml.safe_dump(forged), encoding="utf-8")
+    assert here("eval", other, cwd=tmp_path) == 2, "signed for other components"
+    record_fault("the recipe of a signed run is replaced", REFUSED, "exit code 2")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # as another account
+    assert here("eval", run, cwd=tmp_path) == 2
+    capfd.readouterr()
+    assert here("eval", run, "--trust", "--json", cwd=tmp_path) == 0
+    assert here("eval", run, "--json", cwd=tmp_path) == 0, "trusted once"
+    key = tmp_path / "state/samestep/signature-key"
+    assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
+    record_fault("a run of another account", "refused without `--trust`, which is recorded", "exit code 2, then 0")
+    key.write_bytes(b"short")
+    assert here("eval", run, cwd=tmp_path) == 2
+    assert steps_saved(run)
+    monkeypatch.undo()
+
+
+def test_viewers_import_nothing_of_a_run(tmp_path: Path, marker: Path, record_fault: RecordFault) -> None:
+    run = stranger_run(tmp_path / "runs/a", model="planted:Net", loss="os:system", data="random:Random")
+    names = ("planted", "random", "logging", "token", "rich", "yaml", "numpy", "psutil", "torch")
+    plant(tmp_path, marker, *names)
+    plant(run, marker, *names)
+    for command in (("top", "runs/a", "--once"), ("report", "runs/a")):
+        done = samestep(*command, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert not marker.exists(), command
+    record_fault("`top` and `report` show a run directory with planted modules", "nothing is imported", "exit code 0")
