@@ -11,9 +11,13 @@ Names are imported when they are first used, so that `import samestep` does not 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# Not from `typing`: `python -m samestep` imports this file before it removes the current folder from `sys.path`, and a
+# file typing.py there would be imported.
+TYPE_CHECKING = False
 if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
+    from typing import Any
+
     from samestep.checkpoint_manager import CheckpointManager as CheckpointManager
     from samestep.config import MeshConfig as MeshConfig
     from samestep.config import StepConfig as StepConfig
