@@ -67,6 +67,7 @@ CODES = {
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
     "E_MEMORY_LIMIT": "`--memory` is less than a rank needs before the model is built.",
     "E_RANKS": "`--ranks` names a rank that does not exist.",
+    "E_LAUNCHER_GONE": "The launcher of the ranks, or the store of their job, has ended before the ranks.",
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",
     "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
     "E_UNTRUSTED": "The recipe of a run names code that is not known to be trusted.",

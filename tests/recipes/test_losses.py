@@ -110,3 +110,13 @@ def test_public_names_are_the_ones_of_the_engine() -> None:
     import samestep
 
     assert (samestep.LossTerm, samestep.MultiLoss) == (LossTerm, MultiLoss)
+
+
+def test_losses_of_torch_have_the_count_of_the_shipped_one(alone: World) -> None:
+    """Class weights and padding, written as in a PyTorch script."""
+    heavy = f"loss.options.weight={[1.0 + number for number in range(29)]}"
+    values = []
+    for name in ("cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"):
+        made = built(alone, f"loss.name={name}", heavy, "loss.options.ignore_index=-100")
+        values.append(made.engine.evaluate(made.evaluation)["loss"])
+    assert values[0] == values[1] == values[2]

@@ -43,7 +43,7 @@ class GlobalBatch:
 
     Attributes:
         indices: dataset indices of the samples of all ranks, in order.
-        microbatches: number of microbatches in the batch.
+        microbatches: number of microbatches in the batch; a last batch with fewer samples can have fewer.
         local_microbatches: non-empty microbatches of this rank, ascending.
         fillers: fillers that this rank computes afterwards, for strategies that communicate in every forward.
     """
@@ -96,6 +96,20 @@ def tensors_of(data: Any) -> Iterator[torch.Tensor]:
     elif isinstance(data, Mapping | list | tuple):
         for value in data.values() if isinstance(data, Mapping) else data:
             yield from tensors_of(value)
+
+
+def has_rows(data: Any, size: int) -> bool:
+    """Return whether every value in nested data is a tensor with rows for `size` samples, one or more per sample."""
+    if isinstance(data, torch.Tensor):
+        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
+    if isinstance(data, Mapping | list | tuple):
+        return all(has_rows(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
+    return False
+
+
+def rows(data: Any, size: int, start: int, stop: int) -> Any:
+    """Return the rows of the samples `[start, stop)` of `size` samples."""
+    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])
 
 
 def channels_last(data: Any) -> Any:

@@ -15,7 +15,8 @@ from samestep.checkpoint.state import Training
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World
-from samestep.engine.build import build_components, set_modes
+from samestep.engine.batch_statistics import one_value_error, warn_of_few_samples
+from samestep.engine.build import build_components, set_modes, uses_batch_statistics
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.consistency import enable_checks
 from samestep.engine.evaluation import Metric, evaluate
@@ -32,8 +33,8 @@ class Engine:
     Args:
         model: trained in place and moved to the world's device.
         optimizer: any optimizer of torch, with exactly the model's trained parameters.
-        loss: from outputs and targets to a `Loss(sum, count)`, or to a scalar, the mean over a microbatch; or a
-            `MultiLoss`.
+        loss: a loss of `torch.nn`; a function from outputs and targets to a `Loss(sum, count)`, or to a scalar, the mean
+            over a microbatch; or a `MultiLoss`.
         world: the ranks, from `samestep.start()`.
         scheduler: stepped once per optimizer step.
         config: seed, reduction, precision, clipping and other options of a step.
@@ -73,6 +74,8 @@ class Engine:
         for callback in self._callbacks:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
+        by_microbatch = self.config.batch_norm == "microbatch" and uses_batch_statistics(model)
+        self._checks_samples = by_microbatch and world.is_main  # in the first step
         parts = build_components(model, optimizer, loss, world, self.config, check_every, ema, self._callbacks)
         self._components, self.scaler = parts, parts.runner.scaler
         self.averaged, self.local_parameters, self.device_map = parts.averaged, parts.local_parameters, parts.device_map
@@ -117,7 +120,15 @@ class Engine:
         set_modes(self._components.modes)
         self.optimizer.zero_grad(set_to_none=True)
         runner.forward.begin_step(batch, world.data)
-        stats = runner.compute(batch, self.steps, save=save)
+        if self._checks_samples:
+            self._checks_samples = False
+            warn_of_few_samples(batch)
+        try:
+            stats = runner.compute(batch, self.steps, save=save)
+        except ValueError as error:
+            if (explained := one_value_error(batch, error)) is None:
+                raise
+            raise explained from error
         if world.data.size < world.size:
             stats = reduce_requests(stats, world)
         self._divide_by_count(batch, stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from samestep.data.batch import GlobalBatch
+from samestep.data.batch import GlobalBatch, has_rows, rows
+from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.errors import InputError
+
+_CHECKED_SAMPLES = 16  # a power of two
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,16 @@ class Loss:
 
 
 LossFunction = Callable[[Any, Any], Loss | torch.Tensor]
+_NOT_A_MEAN = (
+    "the loss is not a mean over samples, so results depend on the number of microbatches. Return "
+    "samestep.Loss(sum, count), or pass a loss of torch.nn itself; see docs/concepts/losses.md"
+)
 
 
 class StepLoss:
     """A loss function as a step and an evaluation use it; the subclass `MultiLoss` has several terms."""
+
+    _returns_scalar = False
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
@@ -48,10 +58,50 @@ class StepLoss:
 
     def term_losses(self, outputs: Any, targets: Any, samples: int) -> list[Loss]:
         """Return sum and count of each term for one microbatch of `samples` samples."""
-        return [as_loss(self._function(outputs, targets), samples)]
+        value = self._function(outputs, targets)
+        self._returns_scalar = not isinstance(value, Loss)
+        return [as_loss(value, samples)]
+
+    def require_mean(self, outputs: Any, targets: Any, samples: int) -> None:
+        """Compare a scalar loss of the first samples of a microbatch with the losses of both halves of them.
+
+        The mean of the halves is that of all if the scalar is a mean over samples. If the loss is no mean for another
+        reason than a sum, such as weights or a comparison of samples, there is a warning.
+
+        Raises:
+            InputError: the loss function returns a sum.
+        """
+        size = 2 ** (min(samples, _CHECKED_SAMPLES).bit_length() - 1)
+        if not self._returns_scalar or size < 2 or not (has_rows(outputs, samples) and has_rows(targets, samples)):
+            return
+        pieces = ((0, size), (0, size // 2), (size // 2, size))
+        try:
+            with torch.no_grad():
+                values: list[Any] = [
+                    self._function(rows(outputs, samples, *piece), rows(targets, samples, *piece)) for piece in pieces
+                ]
+                total, first, second = (float(value) for value in values)
+        except Exception as error:  # boundary: a loss that compares samples may need a number of them
+            logger.warning(f"the loss of {size} samples raised {type(error).__name__}: {_NOT_A_MEAN}")
+            return
+        tolerance = torch.finfo(values[0].dtype).eps ** 0.5 * max(abs(total), abs(first), abs(second))
+        if not math.isfinite(total) or abs(total - (first + second) / 2) <= tolerance:
+            return
+        observed = f"the loss of {size} samples is {total:.6g}, that of their halves {first:.6g} and {second:.6g}"
+        if abs(total - (first + second)) <= tolerance:
+            raise InputError(
+                f"the loss function returned a sum over samples: {observed}",
+                expected="a scalar that is the mean over samples, or samestep.Loss(sum, count)",
+                fix="return samestep.Loss(loss, len(targets)), or compute the loss with reduction='mean'",
+                code="E_LOSS",
+            )
+        logger.warning(f"{observed}: {_NOT_A_MEAN}")
 
     def combine(self, losses: Sequence[Loss], counts: Sequence[float], batch_size: int, samples: int) -> Loss:
-        """Return the one loss of a microbatch from its terms and the result of `global_counts`."""
+        """Return the one loss of a microbatch from its terms and the result of `global_counts`.
+
+        `samples` is the nominal size of the microbatch: the sizes of all microbatches add up to `batch_size`.
+        """
         return losses[0]
 
     def means(self, sums: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -64,11 +114,12 @@ def as_loss(value: Loss | torch.Tensor, samples: int) -> Loss:
     """Return the result of a loss function as a sum and a count; a scalar is the mean over the microbatch's samples.
 
     Raises:
-        TypeError: `value` is neither a `Loss` nor a scalar tensor.
+        InputError: `value` is neither a `Loss` of a scalar nor a scalar tensor.
     """
-    if isinstance(value, Loss):
-        return value
     advice = "return samestep.Loss(sum, count), or a scalar that is the mean over the microbatch's samples"
+    if isinstance(value, Loss):
+        require_scalar(value.sum, "the loss function", advice)
+        return value
     return Loss(require_scalar(value, "the loss function", advice) * samples, samples)
 
 
@@ -76,12 +127,17 @@ def require_scalar(value: object, source: str, advice: str) -> torch.Tensor:
     """Return the result of a loss function if it is a scalar tensor.
 
     Raises:
-        TypeError: it is not; `source` returned `value`, and `advice` is a fix.
+        InputError: it is not; `source` returned `value`, and `advice` is a fix.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    raise TypeError(f"{source} returned a {type(value).__name__}{shape}; {advice}")
+    raise InputError(
+        f"{source} returned a {type(value).__name__}{shape}",
+        expected="a scalar tensor, or a samestep.Loss whose sum is one",
+        fix=advice,
+        code="E_LOSS",
+    )
 
 
 def cross_entropy(
@@ -104,18 +160,27 @@ def cross_entropy(
     Raises:
         InputError: the shapes do not match.
     """
-    dtype = torch.promote_types(outputs.dtype, torch.float32)  # 16 bits lose accuracy over thousands of terms
-    weights = None if weight is None else torch.as_tensor(weight, dtype=dtype, device=outputs.device)
-    if weights is not None and weights.shape != outputs.shape[1:2]:
-        raise InputError(
-            f"the loss has weights of shape {tuple(weights.shape)} for {outputs.shape[1]} classes",
-            expected="one weight per class",
-            fix=f"pass a list of {outputs.shape[1]} numbers",
-            code="E_SHAPE",
-        )
-    smoothed = partial(functional.cross_entropy, weight=weights, label_smoothing=label_smoothing, reduction="sum")
+    function = partial(functional.cross_entropy, label_smoothing=label_smoothing)
     if targets.is_floating_point():
-        return Loss(smoothed(outputs.to(dtype), targets.to(dtype)), targets.numel() // targets.shape[1])
+        dtype = _sum_dtype(outputs)
+        total = function(outputs.to(dtype), targets.to(dtype), weight=_weights(weight, outputs), reduction="sum")
+        return Loss(total, targets.numel() // targets.shape[1])
+    return class_loss(function, outputs, targets, weight, ignore_index)
+
+
+def class_loss(
+    function: Callable[..., torch.Tensor],
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    weight: Sequence[float] | torch.Tensor | None,
+    ignore_index: int,
+) -> Loss:
+    """Return the sum and count of `cross_entropy` or `nll_loss` of `torch.nn.functional` for class numbers.
+
+    Raises:
+        InputError: the shapes do not match.
+    """
+    weights, dtype = _weights(weight, outputs), _sum_dtype(outputs)
     if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         raise InputError(
             f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
@@ -128,4 +193,23 @@ def cross_entropy(
     numbers = targets.reshape(-1)
     counted = numbers != ignore_index
     count = counted.sum() if weights is None else (weights.double()[numbers.where(counted, 0)] * counted).sum()
-    return Loss(smoothed(rows, numbers, ignore_index=ignore_index), count)
+    return Loss(function(rows, numbers, weight=weights, ignore_index=ignore_index, reduction="sum"), count)
+
+
+def _sum_dtype(outputs: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(outputs.dtype, torch.float32)  # 16 bits lose accuracy over thousands of terms
+
+
+def _weights(weight: Sequence[float] | torch.Tensor | None, outputs: torch.Tensor) -> torch.Tensor | None:
+    """Return class weights like the outputs; raise `InputError` unless there is one weight per class."""
+    if weight is None:
+        return None
+    weights = torch.as_tensor(weight, dtype=_sum_dtype(outputs), device=outputs.device)
+    if weights.shape != outputs.shape[1:2]:
+        raise InputError(
+            f"the loss has weights of shape {tuple(weights.shape)} for {outputs.shape[1]} classes",
+            expected="one weight per class",
+            fix=f"pass a list of {outputs.shape[1]} numbers",
+            code="E_SHAPE",
+        )
+    return weights

@@ -35,12 +35,13 @@ class MicrobatchForward:
     def __init__(self, loss: StepLoss, config: StepConfig, device: torch.device) -> None:
         self.loss, self.config, self.device = loss, config, device
         self._counts: list[float] = []
-        self._batch_size = 0
+        self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
+        self._is_loss_checked = False
 
     def begin_step(self, batch: GlobalBatch, world: World) -> None:
         """Sum the counts that the loss needs before the first forward; a collective."""
         self._counts = self.loss.global_counts(batch, world)
-        self._batch_size = batch.size
+        self._sizes = [stop - start for start, stop in batch.bounds]
 
     def __call__(
         self, module: torch.nn.Module, microbatch: Microbatch, position: int, *, concurrent: bool = False
@@ -63,7 +64,8 @@ class MicrobatchForward:
         If other microbatches are computed at the same time (`concurrent`), generators that they share are not seeded.
 
         Raises:
-            TypeError: the batch is not a pair, or the loss function did not return a loss.
+            TypeError: the batch is not a pair.
+            InputError: the loss function returned no loss, or a sum in place of a mean.
         """
         inputs, _ = microbatch.pair
         seed = seed_device if concurrent else seed_generators
@@ -76,11 +78,14 @@ class MicrobatchForward:
         """Return the loss of each term; zero for a filler, which takes part in the computation and adds nothing."""
         targets = move_next_to(microbatch.pair[1], outputs)
         losses = self.loss.term_losses(outputs, targets, microbatch.size)
+        if not self._is_loss_checked and microbatch.number == 0 and microbatch.size:  # on one rank
+            self._is_loss_checked = True
+            self.loss.require_mean(outputs, targets, microbatch.size)
         return losses if microbatch.size else [Loss(loss.sum * 0.0, 0.0) for loss in losses]
 
     def combine(self, microbatch: Microbatch, losses: Sequence[Loss]) -> Loss:
         """Return the one loss of a training step from the losses of its terms."""
-        return self.loss.combine(losses, self._counts, self._batch_size, microbatch.size)
+        return self.loss.combine(losses, self._counts, sum(self._sizes), self._sizes[microbatch.number])
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss, LossFunction, StepLoss, require_scalar
 from samestep.engine.step_stats import rounded_sum
+from samestep.engine.torch_losses import recognized_loss
 from samestep.errors import InputError
 
 Count = Literal["samples", "once"] | Callable[[Any], torch.Tensor | float]
@@ -58,7 +59,7 @@ class LossTerm:
         """Return sum and count of one microbatch.
 
         Raises:
-            TypeError: the function did not return a scalar tensor.
+            InputError: the function did not return a scalar tensor.
         """
         advice = "return a scalar tensor, the sum over the counted items (of a samestep.Loss, its .sum)"
         total = require_scalar(self.function(outputs, targets), f"loss term {self.name}", advice).reshape(())
@@ -140,4 +141,4 @@ class MultiLoss(StepLoss):
 
 def as_step_loss(loss: LossFunction | MultiLoss) -> StepLoss:
     """Return the loss of an engine as a `StepLoss`."""
-    return loss if isinstance(loss, MultiLoss) else StepLoss(loss)
+    return loss if isinstance(loss, MultiLoss) else recognized_loss(loss) or StepLoss(loss)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ from samestep.data.loader import Loader
 from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
+from samestep.engine.batch_statistics import FewSamplesWarning
+from samestep.engine.build import uses_batch_statistics
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import scale_rates, schedule_factor
 from samestep.engine.loss import LossFunction
 from samestep.errors import RecipeError
+from samestep.launcher.job import process_state
 from samestep.launcher.session import start
 from samestep.metrics.metrics import CountMetric, LossMetric, build_metrics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups
@@ -104,10 +109,12 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         fix = f"did you mean {close[0]}?" if close else "give the import path"
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
+    if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
+        sys.path.append(directory)  # last, and for the user's own modules only: installed packages take precedence
     try:
-        result = getattr(import_module(module), attribute)
+        imported = import_module(module)
+        process_state.source_files.note_imports()  # now: the file can be edited while the data are read
+        result = getattr(imported, attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # the module exists, one of its own imports does not
@@ -153,13 +160,16 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
     notes = splits.notes + notes
-    train, evaluation = _loaders(recipe, options, splits, world)
+    train, evaluation = _loaders(recipe, options, splits, world, has_batch_norm=uses_batch_statistics(model))
+    if train.samples < len(splits.train) and not recipe.data.drop_last:
+        notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
     notes += weight_notes
+    warnings.filterwarnings("ignore", category=FewSamplesWarning)  # training logs a note
     engine = Engine(
         model,
         optimizer,
@@ -171,6 +181,18 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     return Built(engine, train, evaluation, metrics, notes, DatasetInfo(splits.classes, splits.model_options))
+
+
+def has_batch_norm(recipe: Recipe) -> bool:
+    """Return whether the model of a recipe has layers that use statistics of the batch in training."""
+    splits = _splits(recipe.data)
+    recipe = replace(recipe, model=replace(recipe.model, pretrained=None))
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model, _ = build_model(recipe, splits.classes, splits.model_options)
+    except (NotImplementedError, RuntimeError):  # a model that reads values while it is built
+        model, _ = build_model(recipe, splits.classes, splits.model_options)
+    return uses_batch_statistics(model)
 
 
 def _splits(config: NamedConfig) -> Splits:
@@ -212,14 +234,16 @@ def build_model(
     return model, tuple(notes)
 
 
-def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> tuple[Loader, Loader]:
+def _loaders(
+    recipe: Recipe, options: RunOptions, splits: Splits, world: World, *, has_batch_norm: bool
+) -> tuple[Loader, Loader]:
     workers = options.workers
     if workers is None:
         workers = default_workers(read_processors().usable, world.size) if splits.reads_files else 0
     loader = partial(
         Loader,
         batch_size=recipe.batch_size,
-        microbatches=recipe.microbatches,
+        microbatches=recipe.with_microbatches(has_batch_norm).microbatch_count,
         world=world,
         seed=recipe.step.seed,
         workers=workers,
@@ -227,9 +251,20 @@ def _loaders(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
         bad_samples=recipe.data.bad_samples,
         count_tokens=splits.count_tokens,
     )
-    train_collate = splits.train_collate or splits.collate
-    train = loader(splits.train, shuffle=True, collate=train_collate, lengths=splits.train_lengths)
-    return train, loader(splits.evaluation, collate=splits.collate, lengths=splits.evaluation_lengths)
+    # Batch norm has no variance of one sample.
+    is_single = has_batch_norm and len(splits.train) % recipe.batch_size == 1 < len(splits.train)
+    train = loader(
+        splits.train,
+        shuffle=True,
+        collate=splits.train_collate or splits.collate,
+        lengths=splits.train_lengths,
+        drop_last=recipe.data.drop_last or is_single,
+        keeps_microbatch_size=has_batch_norm and recipe.step.batch_norm == "microbatch",
+    )
+    evaluation = loader(
+        splits.evaluation, collate=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
+    )
+    return train, evaluation
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -245,11 +280,13 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.O
 
 
 def _loss(config: NamedConfig) -> LossFunction:
-    function = find(config.name, LOSSES, "loss")
+    function, options = find(config.name, LOSSES, "loss"), config.options
+    if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
+        options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
-        return call(function, config.options, where="loss.options")  # type: ignore[no-any-return]
-    for key in config.options:
+        return call(function, options, where="loss.options")  # type: ignore[no-any-return]
+    for key in options:
         if not takes(function, key):
             names = list(inspect.signature(function).parameters)[2:]  # after outputs and targets
             raise unknown_option("loss.options", key, names)
-    return partial(function, **config.options) if config.options else function
+    return partial(function, **options) if options else function

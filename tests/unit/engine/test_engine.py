@@ -354,7 +354,7 @@ def test_batch_that_is_not_a_pair_is_refused(alone: World, data: Any) -> None:
 
 def test_loss_function_with_an_invalid_result_is_refused(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Perceptron), lambda outputs, targets: outputs)
-    with pytest.raises(TypeError, match="the loss function returned a Tensor of shape"):
+    with pytest.raises(InputError, match="the loss function returned a Tensor of shape"):
         engine.step(random_batch(alone, 4, 1))
 
 

@@ -32,16 +32,18 @@ def test_gradient_flows_through_a_mean() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (1.5, "returned a float;"),
-        (None, "returned a NoneType;"),
-        ((torch.tensor(1.0), 3), "returned a tuple;"),
-        (torch.ones(4), r"returned a Tensor of shape \(4,\);"),
-        (torch.ones(0), r"returned a Tensor of shape \(0,\);"),
+        (1.5, "returned a float"),
+        (None, "returned a NoneType"),
+        ((torch.tensor(1.0), 3), "returned a tuple"),
+        (torch.ones(4), r"returned a Tensor of shape \(4,\)"),
+        (Loss(torch.ones(4), 4), r"returned a Tensor of shape \(4,\)"),
+        (torch.ones(0), r"returned a Tensor of shape \(0,\)"),
     ],
 )
 def test_invalid_losses_are_refused(value: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(InputError, match=message) as error:
         as_loss(value, 4)
+    assert error.value.code == "E_LOSS"
 
 
 def outputs_and_targets(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from samestep.data.batch import Microbatch, map_tensors
+from samestep.data.batch import Microbatch, has_rows, rows
 from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.tools.verify.trials import Trial
@@ -153,14 +153,14 @@ def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: M
         `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up.
     """
     targets, size = microbatch.data[1], microbatch.size
-    if size < 2 or not (_is_divisible(outputs, size) and _is_divisible(targets, size)):
+    if size < 2 or not (has_rows(outputs, size) and has_rows(targets, size)):
         return {"checked": False, "microbatch": microbatch.number, "cuts": []}
     step_loss, cuts = as_step_loss(loss), []
     with torch.no_grad():
         whole = step_loss.term_losses(outputs, targets, size)
         for position in sorted({1, size // 3 or 1, size // 2}):
             pieces = [
-                step_loss.term_losses(_rows(outputs, size, *piece), _rows(targets, size, *piece), piece[1] - piece[0])
+                step_loss.term_losses(rows(outputs, size, *piece), rows(targets, size, *piece), piece[1] - piece[0])
                 for piece in ((0, position), (position, size))
             ]
             found = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
@@ -180,16 +180,3 @@ def _compare_pieces(whole: Loss, first: Loss, rest: Loss) -> dict[str, Any] | No
 
 def _is_close(value: float, other: float) -> bool:
     return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
-
-
-def _is_divisible(data: Any, size: int) -> bool:
-    if isinstance(data, torch.Tensor):
-        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
-    if isinstance(data, Mapping | list | tuple):
-        return all(_is_divisible(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
-    return False
-
-
-def _rows(data: Any, size: int, start: int, stop: int) -> Any:
-    """Return the rows of the samples `[start, stop)`; a tensor may have several rows per sample."""
-    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])

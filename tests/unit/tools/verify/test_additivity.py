@@ -33,6 +33,8 @@ RIGHT = {
     "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), LOGITS, CLASSES),
     "sum and count": (cross_entropy, LOGITS, CLASSES),
     "tokens counted": (cross_entropy, TOKEN_LOGITS, TOKENS),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), LOGITS, CLASSES),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), LOGITS, CLASSES),
     "regression": (nn.MSELoss(), LOGITS, torch.ones(6, 4)),
     "rows of tokens": (cross_entropy, TOKEN_LOGITS.transpose(1, 2).reshape(30, 4), TOKENS.reshape(30)),
     "weights counted": (
@@ -44,7 +46,7 @@ RIGHT = {
 }
 WRONG = {
     "mean over tokens": (by_token, TOKEN_LOGITS, TOKENS),
-    "weighted mean": (nn.CrossEntropyLoss(weight=WEIGHTS), LOGITS, CLASSES),
+    "weighted mean": (lambda o, t: functional.cross_entropy(o, t, weight=WEIGHTS), LOGITS, CLASSES),
     "a penalty per microbatch": (lambda o, t: Loss(cross_entropy(o, t).sum + 1.0, len(t)), LOGITS, CLASSES),
     "a count of microbatches": (lambda o, t: Loss(cross_entropy(o, t).sum, 1), LOGITS, CLASSES),
     "the largest": (lambda o, t: functional.cross_entropy(o, t, reduction="none").max(), LOGITS, CLASSES),
