@@ -3,9 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from samestep.errors import InputError
 from samestep.units import plural
+
+Microbatches = int | Literal["auto"]
+
+_MAX_AUTO = 8  # ranks that share the data, at most, without a number in the recipe
+# Samples per microbatch for the statistics of batch norm, best first (`docs/concepts/batch-norm.md`).
+_BATCH_NORM_SAMPLES = (32, 16)
+MIN_BATCH_NORM_SAMPLES = _BATCH_NORM_SAMPLES[-1]
+
+
+def auto_microbatches(batch_size: int, *, batch_norm: bool) -> int:
+    """Return the number of microbatches of `microbatches: auto`: a power of two up to 8.
+
+    With `batch_norm`, statistics are those of a microbatch. The number is then the largest with at least 32 samples in
+    each microbatch; if only 1 has so many, the largest with at least 16; if only 1 has so many, 1.
+    """
+    powers = [2**exponent for exponent in reversed(range(_MAX_AUTO.bit_length()))]
+    for samples in _BATCH_NORM_SAMPLES if batch_norm else (1,):
+        number = next((power for power in powers if batch_size // power >= samples), 1)
+        if number > 1:
+            return number
+    return 1
+
+
+def microbatches_of_short_batch(size: int, batch_size: int, microbatches: int) -> int:
+    """Return the number of microbatches of a batch of `size` samples for a model with batch norm.
+
+    As many as in other batches if each has at least 2 samples, of which a variance exists; otherwise as many as have
+    the size of microbatches in other batches, and at least one.
+    """
+    if size >= 2 * microbatches:
+        return microbatches
+    return max(1, size // max(2, batch_size // microbatches))
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
@@ -22,22 +57,35 @@ def owned_microbatches(microbatches: int, size: int, rank: int) -> range:
     return range(microbatches * rank // size, microbatches * (rank + 1) // size)
 
 
-def require_enough_microbatches(microbatches: int, data_ranks: int, ranks_per_model: int = 1) -> None:
+def require_enough_microbatches(
+    microbatches: int, data_ranks: int, batch_size: int | None = None, *, ranks_per_model: int = 1
+) -> None:
     """Require a microbatch for each of `data_ranks` ranks, or groups of `ranks_per_model` ranks, with different data.
+
+    The error names the samples of a microbatch if `batch_size` is known.
 
     Raises:
         InputError: a rank would have no microbatch.
     """
-    if data_ranks > microbatches:
-        idle = data_ranks - microbatches
-        raise InputError(
-            f"{data_ranks} ranks share the data but the recipe has {microbatches} microbatches, "
-            f"so {plural(idle, 'rank')} would have nothing to do",
-            expected="ranks that share the data <= microbatches",
-            fix=f"--processes {microbatches * ranks_per_model}, or set microbatches: {data_ranks} "
-            "(this changes batch-norm groups and dropout, so results change)",
-            code="E_TOO_MANY_RANKS",
-        )
+    if data_ranks <= microbatches:
+        return
+    wider = 2 ** (data_ranks - 1).bit_length()  # so that later runs can have as many ranks
+    smaller, larger = "fewer samples", "a larger batch with as many samples in each"
+    if batch_size is not None:
+        smaller = plural(batch_size // wider, "sample") + " in each"
+        larger = f"--per-device-batch-size {batch_size // microbatches} for "
+        larger += f"batch_size: {batch_size // microbatches * data_ranks} with as many samples in each"
+    raise InputError(
+        f"{data_ranks} ranks share the data but the recipe has {plural(microbatches, 'microbatch')}, "
+        f"so {plural(data_ranks - microbatches, 'rank')} would have nothing to do",
+        expected="ranks that share the data <= microbatches",
+        fix=f"--processes {microbatches * ranks_per_model}; or, with other results:\n"
+        f"    --set microbatches={wider} step.batch_norm=sync: batch norm uses the statistics of the whole batch\n"
+        f"    --set microbatches={wider}: dropout and batch norm use microbatches with {smaller}, which makes "
+        f"batch norm less accurate below {MIN_BATCH_NORM_SAMPLES}\n"
+        f"    {larger}",
+        code="E_TOO_MANY_RANKS",
+    )
 
 
 # Position of a run in the training data.
@@ -47,5 +95,5 @@ def require_enough_microbatches(microbatches: int, data_ranks: int, ranks_per_mo
 class Cursor:
     """The only position of a run, independent of ranks."""
 
-    epoch: int = 0  # number of complete passes over the data
-    samples: int = 0  # samples of the current pass consumed by all ranks together
+    epoch: Annotated[int, Ge(0), Le(2**62)] = 0  # number of complete passes over the data
+    samples: Annotated[int, Ge(0), Le(2**62)] = 0  # samples of the current pass consumed by all ranks together

@@ -40,7 +40,7 @@ def test_shipped_recipes_are_valid() -> None:
 def test_defaults_are_filled_in() -> None:
     recipe = made()
     assert recipe.loss == NamedConfig(name="cross_entropy")
-    assert (recipe.microbatches, recipe.metrics, recipe.schedule.name) == (8, ("accuracy",), "constant")
+    assert (recipe.microbatches, recipe.metrics, recipe.schedule.name) == ("auto", ("accuracy",), "constant")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches
+from samestep.microbatches import (
+    auto_microbatches,
+    microbatch_bounds,
+    microbatches_of_short_batch,
+    owned_microbatches,
+    require_enough_microbatches,
+)
 
 sizes = st.integers(0, 5000)
 counts = st.integers(1, 200)
@@ -58,9 +64,46 @@ def test_error_has_value_expectation_and_fix() -> None:
     assert raised.value.code == "E_TOO_MANY_RANKS"
     assert raised.value.value.startswith("6 ranks share the data but the recipe has 4 microbatches, so 2 ranks")
     assert raised.value.expected == "ranks that share the data <= microbatches"
-    assert (raised.value.fix or "").startswith("--processes 4, or set microbatches: 6 ")
+    assert (raised.value.fix or "").startswith("--processes 4;")
 
 
 def test_error_with_one_idle_rank_uses_the_singular() -> None:
     with pytest.raises(InputError, match="so 1 rank would have nothing to do"):
         require_enough_microbatches(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "plain", "batch_norm"),
+    [
+        (1, 1, 1),
+        (3, 2, 1),
+        (8, 8, 1),
+        (16, 8, 1),
+        (31, 8, 1),
+        (32, 8, 2),
+        (64, 8, 2),
+        (127, 8, 2),
+        (128, 8, 4),
+        (256, 8, 8),
+    ],
+)
+def test_auto_leaves_samples_for_batch_norm(batch_size: int, plain: int, batch_norm: int) -> None:
+    assert auto_microbatches(batch_size, batch_norm=False) == plain
+    assert auto_microbatches(batch_size, batch_norm=True) == batch_norm
+
+
+@given(st.integers(1, 100_000))
+def test_auto_has_at_least_16_samples_in_each_of_several_microbatches(batch_size: int) -> None:
+    number = auto_microbatches(batch_size, batch_norm=True)
+    assert number in (1, 2, 4, 8)
+    assert number == 1 or batch_size // number >= 16
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
+def test_short_batch_has_microbatches_of_two_samples_or_more(size: int, rest: int, microbatches: int) -> None:
+    batch_size = max(size + rest, microbatches)
+    number = microbatches_of_short_batch(size, batch_size, microbatches)
+    smallest = min(stop - start for start, stop in microbatch_bounds(size, number))
+    assert 1 <= number <= microbatches
+    assert smallest >= min(size, 2)
+    assert number == microbatches or size // microbatches < 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -128,7 +127,7 @@ class LaunchOptions:
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
-                resolve_mesh(recipe.strategy, number, recipe.microbatches)
+                resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
         return minimum, count
 
     def _auto_processes(self, recipe: Recipe | None) -> int:
@@ -143,8 +142,7 @@ class LaunchOptions:
             return 1
         if strategy.name == "device_map":
             available = max(1, available // (strategy.devices or available))
-        ranks_per_model = math.prod(strategy.mesh.sizes.get(axis, 1) for axis in ("pipeline", "tensor"))
-        return min(recipe.microbatches * ranks_per_model, available)
+        return min(recipe.microbatch_count * strategy.ranks_per_model, available)
 
 
 def parse_process_count(text: str) -> int:

@@ -20,7 +20,7 @@ from samestep.cli.options import (
     progress,
     require_file,
 )
-from samestep.cli.recipe_options import add_strategy_options, all_overrides
+from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.recipes.recipe_files import load_recipe
@@ -122,6 +122,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         expected = "samestep verify RECIPE, or samestep verify --script FILE -- ARGUMENTS"
         raise option_conflict("verify needs one recipe, or --script FILE", expected, "samestep verify digits")
     recipe = load_recipe(arguments.recipe, all_overrides(arguments))
+    recipe, text = with_microbatches(recipe, preload=PRELOAD_EVALUATION)
+    if text is not None:
+        progress(arguments)(text)
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)
 
 
@@ -142,7 +145,7 @@ def _check(arguments: argparse.Namespace, recipe: Recipe | None) -> None:
         )
     for number in (*arguments.processes, arguments.resume_on or 1):
         if number > 1:  # one process has no mesh
-            resolve_mesh(recipe.strategy, number, recipe.microbatches)
+            resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
 
 
 def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditions:

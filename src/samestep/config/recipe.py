@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from samestep.config.strategy import StrategyConfig
 from samestep.config.validation import Constrained, require
+from samestep.microbatches import auto_microbatches
 
 BadSamples = Literal["stop", "skip"]
 LearningRateRule = Literal["fixed", "linear", "sqrt"]
@@ -21,6 +22,8 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
+# Options of optimizers that are numbers, in torch and in libraries.
+_OPTIMIZER_NUMBERS = ("lr", "momentum", "weight_decay", "eps", "dampening", "alpha", "rho", "lr_decay", "lambd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,13 @@ class DataConfig(NamedConfig):
     Attributes:
         bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample out of its
             microbatch, and counts and logs the sample.
+        drop_last: leave out the last batch of a training epoch if it has fewer samples than `batch_size`.
     """
 
     key_prefix: ClassVar[str] = "data."
 
     bad_samples: BadSamples = "stop"
+    drop_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,14 @@ class OptimizerConfig(NamedConfig):
 
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
     decay_norms: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _OPTIMIZER_NUMBERS:
+            value = self.options.get(name, 0)
+            key = f"optimizer.options.{name}"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +187,7 @@ class StepConfig(Constrained):
     clip_norm: Annotated[float, Gt(0)] | None = None
     non_finite: Literal["stop", "skip"] = "stop"
     precision: Precision = "fp32"
-    threads: Annotated[int, Ge(1)] = 1
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
     tf32: bool = False
     channels_last: bool = False
     compile: bool = False
@@ -194,7 +207,8 @@ class Recipe(Constrained):
         schedule: learning rate over the steps.
         ema: moving average of the weights for evaluation, if any.
         batch_size: samples of one optimizer step over all ranks.
-        microbatches: fixed slices of a global batch; the largest useful number of ranks.
+        microbatches: fixed slices of a global batch; the largest useful number of ranks. `auto` is 8, or fewer for a
+            small batch and for batch norm by microbatch; the recipe of a run contains the number.
         epochs: passes over the training split.
         step: options of a step.
         metrics: metrics that evaluation computes in addition to the loss; the first one selects the best checkpoint.
@@ -209,21 +223,38 @@ class Recipe(Constrained):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig | None = None
     metrics: tuple[str, ...] = ("accuracy",)
-    batch_size: int
-    microbatches: Annotated[int, Ge(1)] = 8
-    epochs: Annotated[int, Ge(1)]
+    batch_size: Annotated[int, Le(1 << 30)]
+    microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
+    epochs: Annotated[int, Ge(1), Le(1_000_000)]
     step: StepConfig = field(default_factory=StepConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.batch_size >= self.microbatches,
+            self.microbatches == "auto" or self.batch_size >= self.microbatches,
             f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so some would be empty",
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
             f"set batch_size: {self.microbatches} or more, or microbatches: {max(1, self.batch_size)} or fewer",
             code="E_BATCH_SIZE",
         )
+
+    @property
+    def microbatch_count(self) -> int:
+        """Number of microbatches of a recipe with a number in place of `auto`."""
+        assert self.microbatches != "auto", "with_microbatches() comes first"
+        return self.microbatches
+
+    def with_microbatches(self, has_batch_norm: bool) -> Recipe:
+        """Return the recipe with a number of microbatches in place of `auto`.
+
+        Args:
+            has_batch_norm: whether the model has layers that use statistics of the batch.
+        """
+        if self.microbatches != "auto":
+            return self
+        by_microbatch = has_batch_norm and self.step.batch_norm == "microbatch"
+        return replace(self, microbatches=auto_microbatches(self.batch_size, batch_norm=by_microbatch))
 
 
 def default_workers(cores: int, processes: int) -> int:
@@ -249,8 +280,8 @@ class RunOptions(Constrained):
     """
 
     device: DeviceKind = "auto"
-    workers: Annotated[int, Ge(0)] | None = None
-    prefetch: Annotated[int, Ge(1)] = DEFAULT_PREFETCH
+    workers: Annotated[int, Ge(0), Le(256)] | None = None
+    prefetch: Annotated[int, Ge(1), Le(1024)] = DEFAULT_PREFETCH
     tuned: str | None = None
     checkpoint_every: Annotated[int, Ge(1)] | None = None
     max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None

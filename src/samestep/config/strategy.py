@@ -121,6 +121,11 @@ class StrategyConfig(Constrained):
         return self.name in ("auto", "ddp", "dp", "device_map") and self.hook == "none" and not divides
 
     @property
+    def ranks_per_model(self) -> int:
+        """Number of ranks that share the data of one rank, as far as the mesh is given."""
+        return math.prod(self.mesh.sizes.get(axis, 1) for axis in ("pipeline", "tensor"))
+
+    @property
     def gradient_note(self) -> str | None:
         """Note about compressed gradients; None without compression."""
         if self.hook == "none":
@@ -191,8 +196,12 @@ class MeshShape:
         return "\n".join(lines)
 
 
-def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | None = None) -> MeshShape:
+def resolve_mesh(
+    strategy: StrategyConfig, processes: int, microbatches: int | None = None, batch_size: int | None = None
+) -> MeshShape:
     """Return the mesh shape of a strategy on a number of ranks; `microbatches` is None if not known yet.
+
+    With `batch_size`, the error for too few microbatches names their samples.
 
     Raises:
         InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there are too few
@@ -217,7 +226,8 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
     resolved = dict.fromkeys(AXES, 1) | sizes | ({free: processes // fixed} if free else {})
     shape = MeshShape(_combined_name(name, resolved), **resolved)
     if microbatches is not None:
-        require_enough_microbatches(microbatches, shape.data_size, shape.size // shape.data_size)
+        ranks_per_model = shape.size // shape.data_size
+        require_enough_microbatches(microbatches, shape.data_size, batch_size, ranks_per_model=ranks_per_model)
         if name == "dp" and (strategy.devices or 1) > microbatches:
             raise InputError(
                 f"strategy dp has {strategy.devices} devices but the recipe has {microbatches} microbatches",

@@ -37,11 +37,13 @@ class Constrained:
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         for name, (choices, bounds) in _constraints(type(self)).items():  # type: ignore[arg-type]
             key, value, expected = self.key(name), getattr(self, name), None
-            if choices and value not in choices:
+            if choices and not bounds and value not in choices:
                 expected = f"one of {', '.join(choices)}"
             # NaN violates every bound.
-            elif value is not None and not all(holds(value, limit) for _, holds, limit in bounds):
-                expected = f"{key} {' and '.join(f'{sign} {limit}' for sign, _, limit in bounds)}"
+            elif value not in (None, *choices) and not all(holds(value, limit) for _, holds, limit in bounds):
+                expected = " or ".join(
+                    [f"{key} {' and '.join(f'{sign} {limit}' for sign, _, limit in bounds)}", *choices]
+                )
             if expected is not None:
                 has_default = defaults[name] is not MISSING
                 fix = f"leave {key} out for its default" if has_default else f"set {key} to such a value"
@@ -58,13 +60,14 @@ def _constraints(cls: type) -> dict[str, tuple[tuple[str, ...], list[_Bound]]]:
     """Return the allowed values and the bounds of each constrained field."""
     constraints: dict[str, tuple[tuple[str, ...], list[_Bound]]] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # a constraint can be one alternative of a union with None
+        for part in (hint, *get_args(hint)):  # a constraint can be one alternative of a union
+            choices, bounds = constraints.get(name, ((), []))
             if get_origin(part) is Literal:
-                constraints[name] = (get_args(part), [])
+                constraints[name] = (get_args(part), bounds)
             elif get_origin(part) is Annotated:
                 # The limit is the attribute of the class's name: `Ge.ge`.
                 limits = [(type(bound), getattr(bound, type(bound).__name__.lower())) for bound in part.__metadata__]
-                constraints[name] = ((), [(*_COMPARISONS[kind], limit) for kind, limit in limits])
+                constraints[name] = (choices, [(*_COMPARISONS[kind], limit) for kind, limit in limits])
     return constraints
 
 

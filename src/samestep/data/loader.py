@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,21 +10,37 @@ from contextlib import suppress
 from copy import copy
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
 import torch.utils.data
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples
 from samestep.data.batch import GlobalBatch, Microbatch, prefetch_to_device
 from samestep.data.order import Indices, global_order, grouped_order
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.signals import die_with_parent
 from samestep.distributed.world import World
-from samestep.errors import DataError, InputError, SamestepError
+<<<<<<< src/samestep/data/loader.py
+from samestep.errors import DataError, InputError, SamestepError, message_of
 from samestep.launcher.worker import die_with_parent
+from samestep.microbatches import (
+    Cursor,
+    Microbatches,
+    auto_microbatches,
+    microbatch_bounds,
+    microbatches_of_short_batch,
+    owned_microbatches,
+    require_enough_microbatches,
+)
+=======
+from samestep.errors import DataError, InputError, SamestepError
 from samestep.microbatches import Cursor, microbatch_bounds, owned_microbatches, require_enough_microbatches
+>>>>>>> /tmp/streams/wt/src/samestep/data/loader.py
 
 Collate = Callable[[list[Any]], Any]
 
@@ -48,7 +65,7 @@ class MicrobatchRequest(NamedTuple):
 class FailedMicrobatch(NamedTuple):
     """Error in place of a microbatch; torch would convert a raised error to text between processes."""
 
-    error: SamestepError
+    error: Exception
 
 
 class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch]):
@@ -107,6 +124,10 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
             raise  # the message names the sample
         except Exception as error:
             error.add_note(f"while loading sample {index} of the dataset")
+            try:
+                str(error)  # torch sends an exception of a worker as text
+            except Exception:
+                raise RuntimeError(message_of(error)) from error
             raise
 
 
@@ -120,10 +141,10 @@ class Loader:
     """Iterator over the global batches of one epoch, from the cursor to the end of the data.
 
     The next iteration is the next epoch with a new order, without a call like `set_epoch`. Each rank loads its own
-    microbatches of every global batch. The last batch of an epoch holds the remaining samples.
+    microbatches of every global batch. The last batch of an epoch holds the remaining samples, if any.
 
     Attributes:
-        samples: number of samples in a complete epoch.
+        samples: number of samples in a complete epoch, without those that `drop_last` leaves out.
         cursor: end of the last yielded batch. Assign a cursor to resume there; the cost is the same for any cursor.
         skips: whether unusable samples are left out.
         skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
@@ -132,7 +153,8 @@ class Loader:
     Args:
         dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
         batch_size: samples per global batch, over all ranks.
-        microbatches: fixed slices per batch.
+        microbatches: fixed slices per batch. `auto` depends on `batch_size` alone, and suits models with batch norm
+            too: the largest power of two up to 8 that leaves at least 32 samples in each, or else 16, or else 1.
         shuffle: use a new order in each epoch, a function of seed and epoch.
         workers: number of worker processes; 0 loads in this process.
         prefetch: microbatches loaded ahead per worker; results depend on neither.
@@ -141,6 +163,9 @@ class Loader:
         lengths: one length per sample; samples of similar length share a global batch, to reduce padding. The order is
             then a function of seed, epoch, lengths and batch size.
         count_tokens: function from a collated microbatch to its numbers of tokens and of positions with padding.
+        drop_last: leave out the last batch of an epoch if it has fewer samples than `batch_size`.
+        keeps_microbatch_size: divide a last batch with fewer samples into fewer microbatches of the usual size, for the
+            statistics of batch norm, instead of smaller ones. Default: true with `microbatches="auto"`.
 
     Raises:
         InputError: sizes do not fit together, or ranks outnumber microbatches.
@@ -152,7 +177,7 @@ class Loader:
         dataset: SizedDataset,
         *,
         batch_size: int,
-        microbatches: int,
+        microbatches: Microbatches = "auto",
         world: World,
         seed: int = 0,
         shuffle: bool = False,
@@ -162,19 +187,14 @@ class Loader:
         bad_samples: BadSamples = "stop",
         lengths: Sequence[int] | None = None,
         count_tokens: Callable[[Any], tuple[int, int]] | None = None,
+        drop_last: bool = False,
+        keeps_microbatch_size: bool | None = None,
     ) -> None:
-        require_enough_microbatches(microbatches, world.data.size)
-        if batch_size < microbatches:
-            raise InputError(
-                f"batch_size is {batch_size} but there are {microbatches} microbatches, so some would be empty",
-                "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
-                f"batch_size={microbatches} or more, or microbatches={max(1, batch_size)} or fewer",
-                code="E_BATCH_SIZE",
-            )
-        if len(dataset) == 0:
-            raise DataError(
-                "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
-            )
+        self._keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
+        if microbatches == "auto":
+            microbatches = auto_microbatches(batch_size, batch_norm=True)
+        require_enough_microbatches(microbatches, world.data.size, batch_size)
+        _require_sizes(len(dataset), batch_size, microbatches, drop_last=drop_last)
         if lengths is not None and len(lengths) != len(dataset):
             raise InputError(
                 f"there are {len(lengths)} lengths for {len(dataset)} samples",
@@ -189,7 +209,8 @@ class Loader:
         self.counts_tokens = count_tokens is not None
         self._count_tokens = count_tokens
         self._counts = (0, 0, 0)
-        self.samples, self._microbatches = len(dataset), microbatches
+        self._size, self._microbatches = len(dataset), microbatches
+        self.samples = self._size - self._size % batch_size if drop_last else self._size
         self._seed, self._shuffle, self._world = seed, shuffle, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._dataset = MicrobatchDataset(dataset, collate, seed, bad_samples)
@@ -233,7 +254,7 @@ class Loader:
     def __iter__(self) -> Iterator[GlobalBatch]:
         epoch = self.cursor.epoch
         if self._lengths is None:
-            order_of = partial(global_order, self.samples)
+            order_of = partial(global_order, self._size)
         else:
             order_of = partial(grouped_order, self._lengths, self.batch_size)
         order = order_of(seed=self._seed, epoch=epoch, shuffle=self._shuffle)
@@ -248,7 +269,7 @@ class Loader:
             fillers = tuple(microbatch for microbatch in loaded if microbatch.is_filler)
             stop = start + len(batch)
             self.cursor = Cursor(epoch, stop) if stop < self.samples else Cursor(epoch + 1, 0)
-            yield GlobalBatch(Cursor(epoch, start), self.cursor, batch, self._microbatches, local, fillers)
+            yield GlobalBatch(Cursor(epoch, start), self.cursor, batch, self._number_of(batch), local, fillers)
 
     def endless(self) -> Iterator[GlobalBatch]:
         """Yield the batches of one epoch after another."""
@@ -265,12 +286,19 @@ class Loader:
         for request in self._requests(batch.begin.epoch, batch.indices):
             self._dataset[request]
 
+    def _number_of(self, batch: Indices) -> int:
+        """Return the number of microbatches of a batch."""
+        if not self._keeps_size or len(batch) == self.batch_size:
+            return self._microbatches
+        return microbatches_of_short_batch(len(batch), self.batch_size, self._microbatches)
+
     def _requests(self, epoch: int, batch: Indices) -> list[MicrobatchRequest]:
         """Return the requests of this rank: for its non-empty microbatches, and for fillers."""
-        bounds, ranks = microbatch_bounds(len(batch), self._microbatches), self._world.data.size
+        number, ranks = self._number_of(batch), self._world.data.size
+        bounds = microbatch_bounds(len(batch), number)
 
         def filled(rank: int) -> list[int]:
-            owned = owned_microbatches(self._microbatches, ranks, rank)
+            owned = owned_microbatches(number, ranks, rank)
             return [number for number in owned if bounds[number][0] < bounds[number][1]]
 
         own = filled(self._world.data.rank)
@@ -307,6 +335,28 @@ class Loader:
             raise
 
 
+def _require_sizes(samples: int, batch_size: int, microbatches: int, *, drop_last: bool) -> None:
+    """Require samples for each batch and microbatch."""
+    if batch_size < microbatches:
+        raise InputError(
+            f"batch_size is {batch_size} but there are {microbatches} microbatches, so some would be empty",
+            "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
+            f"batch_size={microbatches} or more, or microbatches={max(1, batch_size)} or fewer",
+            code="E_BATCH_SIZE",
+        )
+    if samples == 0:
+        raise DataError(
+            "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
+        )
+    if drop_last and samples < batch_size:
+        raise DataError(
+            f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
+            expected="at least one complete batch",
+            fix=f"batch_size={samples} or less, or leave drop_last out",
+            code="E_EMPTY_DATASET",
+        )
+
+
 loader = Loader  # public name: `for batch in samestep.loader(...)`
 
 
@@ -321,9 +371,25 @@ class _RequestQueue(Sampler[MicrobatchRequest]):
 
 
 def _init_worker(number: int) -> None:
-    die_with_parent()
+    die_with_parent(os.getppid())
     # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still needs data.
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
         signal.signal(signal.SIGTERM, handler)
     torch.set_num_threads(1)
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # the hook of multiprocessing
+
+
+def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
+    """In a loader worker: send an error in place of data that cannot be pickled; the rank would wait for the data."""
+    number, data = item
+    if isinstance(data, ExceptionWrapper):  # of an exception whose class only the worker has
+        failure: Exception = RuntimeError(f"Caught {data.exc_type.__name__} {data.where}.\nOriginal {data.exc_msg}")
+    else:
+        failure = DataError(
+            f"a loader worker cannot send a microbatch: {message_of(error)}",
+            expected="samples of tensors, numbers, strings, and lists, tuples and dicts of these",
+            fix="return plain values from the dataset and the collate function, or load without workers: --workers 0",
+            code="E_NOT_PICKLABLE",
+        )
+    queue.put((number, FailedMicrobatch(failure)))

@@ -53,9 +53,12 @@ def set_modes(modes: Modes) -> None:
             module.train(trains)
 
 
-def uses_batch_statistics(modes: Modes) -> bool:
-    """Return whether a norm layer uses statistics of the batch in training."""
-    return any(isinstance(module, _BatchNorm) and (trains or module.running_mean is None) for module, trains in modes)
+def uses_batch_statistics(model: torch.nn.Module) -> bool:
+    """Return whether a norm layer of the model uses statistics of the batch in training."""
+    return any(
+        isinstance(module, _BatchNorm) and (trains or module.running_mean is None)
+        for module, trains in training_modes(model)
+    )
 
 
 class Components(NamedTuple):
@@ -89,7 +92,7 @@ def build_components(
         InputError: model, optimizer, configuration and strategy do not fit together.
     """
     modes = training_modes(model)
-    sync_batch_norm = config.batch_norm == "sync" and uses_batch_statistics(modes)
+    sync_batch_norm = config.batch_norm == "sync" and uses_batch_statistics(model)
     require_compatible(config, world, modes, sync_batch_norm=sync_batch_norm)
     model_parameters = list(model.parameters())
     _require_optimizer_of([p for p in model_parameters if p.requires_grad], optimizer)

@@ -139,7 +139,7 @@ class DataParallelRunner(SequentialRunner):
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
         devices, microbatches = len(self._devices), batch.microbatches
-        if devices > microbatches:
+        if devices > microbatches and not batch.begin.samples:  # a last batch may have fewer microbatches
             raise InputError(
                 f"strategy dp has {devices} devices but the recipe has {microbatches} microbatches, so "
                 f"{devices - microbatches} devices would be idle",

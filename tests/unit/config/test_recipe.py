@@ -50,7 +50,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str]] = [
     (optimizer, "layer_decay", 1.5, "optimizer.layer_decay > 0 and <= 1"),
     (EmaConfig, "decay", 1.0, "ema.decay > 0 and < 1"),
     (recipe, "epochs", 0, "epochs >= 1"),
-    (recipe, "microbatches", 0, "microbatches >= 1"),
+    (recipe, "microbatches", 0, "microbatches >= 1 or auto"),
     (RunOptions, "keep", 0, "--keep >= 1"),
     (RunOptions, "workers", -1, "--workers >= 0"),
     (RunOptions, "prefetch", 0, "--prefetch >= 1"),
@@ -107,9 +107,26 @@ def test_unknown_choice_is_an_error_with_the_choices(make: Callable[..., Any], f
 
 def test_more_microbatches_than_samples_is_an_error() -> None:
     with pytest.raises(RecipeError, match="batch_size is 4 but there are 8 microbatches") as caught:
-        recipe(batch_size=4)
+        recipe(batch_size=4, microbatches=8)
     assert caught.value.code == "E_BATCH_SIZE"
     assert caught.value.fix == "set batch_size: 8 or more, or microbatches: 4 or fewer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_batch_norm", "number"),
+    [
+        ({"batch_size": 16}, True, 1),
+        ({"batch_size": 16}, False, 8),
+        ({"batch_size": 16, "step": StepConfig(batch_norm="sync")}, True, 8),
+        ({"batch_size": 16, "microbatches": 4}, True, 4),
+    ],
+)
+def test_auto_is_resolved_by_batch_norm(changes: dict[str, Any], has_batch_norm: bool, number: int) -> None:
+    resolved = recipe(**changes).with_microbatches(has_batch_norm)
+    assert resolved.microbatch_count == number
+    assert dataclasses.replace(resolved, microbatches="auto") == dataclasses.replace(
+        recipe(**changes), microbatches="auto"
+    )
 
 
 @pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.collective_check import call_site, intercept_collectives
 from samestep.distributed.world import World
-from samestep.engine.build import training_modes, uses_batch_statistics
+from samestep.engine.build import uses_batch_statistics
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss
@@ -123,7 +123,7 @@ class SpanRecorder(Callback):
 
     def engine_created(self, engine: Engine) -> None:
         world = engine.world
-        self.joins_norms = engine.config.batch_norm == "sync" and uses_batch_statistics(training_modes(engine.model))
+        self.joins_norms = engine.config.batch_norm == "sync" and uses_batch_statistics(engine.model)
         # In these cases microbatches are computed concurrently, or alternate on this rank.
         self.is_sequential = not (self.joins_norms or world.mesh_shape.pipeline > 1 or world.strategy.name == "dp")
         self._is_ddp = engine.strategy == "ddp" and world.size > 1

@@ -1,0 +1,50 @@
+"""Checks of the number of samples from which batch norm computes its statistics."""
+
+from __future__ import annotations
+
+import warnings
+
+from samestep.data.batch import GlobalBatch
+from samestep.errors import InputError
+from samestep.microbatches import MIN_BATCH_NORM_SAMPLES
+from samestep.units import plural
+
+_TORCH_MESSAGE = "Expected more than 1 value per channel when training"
+
+
+class FewSamplesWarning(UserWarning):
+    """Batch norm computes statistics of few samples, because a number of microbatches was set."""
+
+
+def few_samples_message(batch_size: int, microbatches: int) -> str | None:
+    """Return a warning if microbatches of a batch are small for the statistics of batch norm; None otherwise."""
+    samples = batch_size // microbatches
+    if microbatches == 1 or samples >= MIN_BATCH_NORM_SAMPLES:
+        return None
+    return (
+        f"batch norm computes its statistics from {plural(samples, 'sample')}: {microbatches} microbatches of "
+        f"a batch of {batch_size}. Models can train worse than with the {MIN_BATCH_NORM_SAMPLES} or more of "
+        "`microbatches: auto`; `step.batch_norm: sync` uses the statistics of the whole batch"
+    )
+
+
+def warn_of_few_samples(batch: GlobalBatch) -> None:
+    """Warn if the microbatches of a batch are small for the statistics of batch norm."""
+    message = few_samples_message(batch.size, batch.microbatches)
+    if message is not None:
+        warnings.warn(message, FewSamplesWarning, stacklevel=4)  # the line of the user's engine.step()
+
+
+def one_value_error(batch: GlobalBatch, error: ValueError) -> InputError | None:
+    """Return the error of a microbatch whose statistics cannot be computed; None for another error."""
+    if _TORCH_MESSAGE not in str(error):
+        return None
+    smallest = min(stop - start for start, stop in batch.bounds if stop > start)
+    return InputError(
+        f"batch norm cannot compute statistics: a batch of {plural(batch.size, 'sample')} has "
+        f"{plural(batch.microbatches, 'microbatch')}, the smallest with {plural(smallest, 'sample')}, and a layer has "
+        "one value per channel for each sample",
+        expected="at least 2 samples in each microbatch",
+        fix="drop_last=True in samestep.loader (data.drop_last in a recipe), fewer microbatches, or another batch size",
+        code="E_BATCH_NORM",
+    )
