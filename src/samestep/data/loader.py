@@ -25,9 +25,7 @@ from samestep.data.order import Indices, global_order, grouped_order
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.signals import die_with_parent
 from samestep.distributed.world import World
-<<<<<<< src/samestep/data/loader.py
 from samestep.errors import DataError, InputError, SamestepError, message_of
-from samestep.launcher.worker import die_with_parent
 from samestep.microbatches import (
     Cursor,
     Microbatches,
@@ -37,10 +35,6 @@ from samestep.microbatches import (
     owned_microbatches,
     require_enough_microbatches,
 )
-=======
-from samestep.errors import DataError, InputError, SamestepError
-from samestep.microbatches import Cursor, microbatch_bounds, owned_microbatches, require_enough_microbatches
->>>>>>> /tmp/streams/wt/src/samestep/data/loader.py
 
 Collate = Callable[[list[Any]], Any]
 
