@@ -6,12 +6,15 @@ from pathlib import Path
 from types import TracebackType
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
+from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.state import Progress, load, pack
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.state import load, pack
+from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.data.loader import Loader
+from samestep.distributed.logging import logger
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
+from samestep.launcher.job import process_state
 
 
 class CheckpointManager:
@@ -44,6 +47,9 @@ class CheckpointManager:
         self._folder, self._engine, self._batches = CheckpointFolder(Path(folder), keep), engine, batches
         self._background, self._is_entered = background, False
         self._lock = FolderLock(self._folder.path) if engine.world.is_main else None
+        if engine.world.is_main:
+            self._folder.hold(self._folder.path)
+        process_state.source_files.note_imports()
         status = engine.world.context.status
         self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
 
@@ -70,11 +76,15 @@ class CheckpointManager:
         elif engine.local_parameters.is_divided:
             pack(engine.training, progress, keep=False)
 
-    def resume(self) -> bool:
+    def resume(self, *, accept_changes: bool = False) -> bool:
         """Resume from the newest checkpoint of any number of ranks; return False if none exists.
+
+        Args:
+            accept_changes: continue although the script, or a module that it imports, has changed since the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or is of another model or optimizer.
+            InputError: the code has changed, or differs between ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
         if self._engine.world.is_main:
@@ -82,7 +92,12 @@ class CheckpointManager:
         self._engine.world.barrier()
         if not self._folder.steps():
             return False
-        progress = load(self._folder.find("last"), self._engine.training)
+        checkpoint, sources = self._folder.find("last"), process_state.source_files
+        if self._engine.world.is_main:
+            for name in sources.require(read_state(checkpoint).sources, accept_changes=accept_changes):
+                logger.warning("continuing with changed code: %s", name)
+        sources.check_ranks(self._engine.world)
+        progress = load(checkpoint, self._engine.training)
         self._engine.steps, self._batches.cursor = progress.step, progress.cursor
         return True
 

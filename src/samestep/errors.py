@@ -32,6 +32,7 @@ CODES = {
     "E_RANK_KILLED": "A signal ended a rank.",
     "E_RANK_EXITED": "A rank ended its process before the function returned.",
     "E_HANG": "No rank made progress within `--hang-after`.",
+    "E_DISK_HANG": "An operation of the disk did not return within `--hang-after`, or keeps a killed rank from ending.",
     "E_FORK_SERVER": "The process from which ranks are forked was killed.",
     "E_STOPPED": "The run was stopped on request before the end of a step.",
     "E_LAUNCH_VARIABLES": "Environment variables of a launcher are incomplete or invalid.",

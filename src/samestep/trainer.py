@@ -23,13 +23,12 @@ from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
-from samestep.engine.evaluation import Metric
 from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress, StepTimer
-from samestep.metrics.metrics import LossMetric
+from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import Cursor
 from samestep.units import plural
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.system import here
-from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load, load_model, pack
-from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_json, read_origin
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load, load_model, pack
+from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_state
 from samestep.errors import EXIT_INPUT, CheckpointError
 
 FILES = (MODEL, OPTIMIZER, STATE, MANIFEST)
@@ -128,7 +129,7 @@ def write_manifest(checkpoint: Path, files: object) -> None:
 LOADERS: dict[str, Callable[[Path], object]] = {
     "training": lambda checkpoint: load(checkpoint, training()),
     "model": lambda checkpoint: load_model(checkpoint, training().model),
-    "json": lambda checkpoint: read_json(checkpoint, STATE),
+    "json": read_state,
 }
 
 
@@ -230,12 +231,12 @@ def test_any_malformed_part_of_the_state_is_refused(two: Path, value: object) ->
 
 
 @pytest.mark.parametrize("state", ["{}", "[]", '{"progress": {"step": "two", "recipe": {}}}'])
-def test_read_origin(checkpoint: Path, state: str) -> None:
-    assert read_origin(checkpoint) == (2, {})
+def test_read_state(checkpoint: Path, state: str) -> None:
+    assert read_state(checkpoint).progress == Progress(step=2)
     (checkpoint / STATE).write_text(state, encoding="utf-8")
     write_matching_manifest(checkpoint)
     with pytest.raises(CheckpointError, match=STATE):
-        read_origin(checkpoint)
+        read_state(checkpoint)
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from helpers.system import here, weights
-from samestep.checkpoint.state import Progress, Training, load, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import Training, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import OptimizerConfig
 from samestep.errors import CheckpointError, RecipeError

@@ -62,7 +62,7 @@ def trained(bad: frozenset[int], workers: int = 0, plain: bool = False) -> tuple
             for batch in batches:
                 engine.step(batch)
         evaluation = samestep.loader(Faulty(bad), **arguments)  # type: ignore[arg-type]
-        values = engine.evaluate(evaluation, build_metrics(("accuracy",), 4, world.device))
+        values = engine.evaluate(evaluation, build_metrics(("accuracy",), 4))
         skipped = [text for texts in all_gather(batches.skipped, world) for text in texts]
         weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
         return hashlib.sha256(weights).hexdigest(), values, sorted(skipped)

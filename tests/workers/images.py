@@ -73,7 +73,7 @@ def _trained(train: Loader, evaluation: Loader, splits: Splits, world: World) ->
     for _ in range(2):
         for batch in train:
             engine.step(batch)
-    values = engine.evaluate(evaluation, build_metrics(("accuracy",), len(splits.classes), world.device))
+    values = engine.evaluate(evaluation, build_metrics(("accuracy",), len(splits.classes)))
     left_out = [
         sorted(text for texts in all_gather(loader.skipped, world) for text in texts) for loader in (train, evaluation)
     ]

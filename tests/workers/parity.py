@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import samestep
 from helpers.models import Tokens, seeded
-from samestep.checkpoint.state import MODEL, OPTIMIZER, Progress, Training, load, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import BatchNorm, Precision, Reduction, StepConfig
 from samestep.data.loader import Loader

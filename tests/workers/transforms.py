@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from helpers.models import seeded
-from samestep.checkpoint.state import Progress, Training, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import Training, pack
 from samestep.config import StepConfig
 from samestep.engine.engine import Engine
 

@@ -6,14 +6,18 @@ import errno
 import os
 import secrets
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from samestep.errors import CheckpointWriteError
+from samestep.distributed.disk import disk_operations
+from samestep.errors import CheckpointWriteError, RunError
 
 # A system call writes less than 2 GiB; smaller chunks let other threads of this process run in between.
 _CHUNK_BYTES = 1 << 24
+_MAX_NAME_BYTES = 256
+_TRIAL = ".trial-"
 
 _FREE_SPACE = "free space there, or keep fewer checkpoints"
 _MAKE_WRITABLE = "make the folder writable for this user"
@@ -25,7 +29,10 @@ _FIXES = {
     errno.EACCES: _MAKE_WRITABLE,
     errno.EPERM: _MAKE_WRITABLE,
     errno.EIO: "check the system log for disk faults",
+    errno.EXDEV: "choose a folder on another file system (--runs DIR): this one cannot rename folders",
 }
+# Errors of file systems without an operation, such as FAT, 9p and some FUSE file systems.
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @contextmanager
@@ -48,14 +55,42 @@ def disk_errors(problem: str, expected: str) -> Iterator[None]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file and force its contents to the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with disk_operations.run("open", path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
-        os.fsync(descriptor)
+            with disk_operations.run("write", path):
+                rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
+        with disk_operations.run("fsync", path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file and force it to the disk; a kill leaves the old contents or the new ones.
+
+    Raises:
+        RunError: the file cannot be written; the old contents are unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            write_file(temporary, text.encode())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror or error}",
+            expected="a folder that can be written",
+            fix=_FIXES.get(error.errno or 0, "check the folder and its disk"),
+            code="E_OUTPUT",
+        ) from error
 
 
 @contextmanager
@@ -70,6 +105,45 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+class HeldFolder:
+    """A folder that is recognized after it was moved, and when another one has its path.
+
+    Args:
+        path: an existing folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def locate(self) -> Path:
+        """Return the present path of the folder. A folder that was removed is created again.
+
+        Raises:
+            OSError: another folder has the path, and the present path is unknown.
+        """
+        held = os.fstat(self._descriptor)
+        moved = Path(f"/proc/self/fd/{self._descriptor}")  # exists on Linux
+        present = [self.path, *([moved.readlink()] if moved.is_symlink() else [])]
+        for path in present:
+            if path.is_dir() and os.path.samestat(path.stat(), held):
+                return path
+        if held.st_nlink == 0 and not os.path.lexists(self.path):
+            make_folder(self.path)
+            self._close()
+            self._open()
+            return self.path
+        raise OSError(errno.ESTALE, f"another folder has replaced {self.path} since the start")
+
+    def is_in_place(self) -> bool:
+        """Return whether the folder still has its path."""
+        return self.path.is_dir() and os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, and force their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
@@ -78,13 +152,67 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk."""
+def sync_folder(path: Path) -> bool:
+    """Force the names in a folder to the disk; return False if the file system does not support that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with disk_operations.run("fsync", path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        return False
     finally:
         os.close(descriptor)
+    return True
+
+
+def link_name(path: Path, target: str) -> bool:
+    """Make `path` a link to the name `target` in the same folder; on a file system without links, a file with the name.
+
+    Returns:
+        Whether the file system has links.
+    """
+    with replacing(path) as temporary:
+        try:
+            temporary.symlink_to(target)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            write_file(temporary, target.encode())
+            return False
+    return True
+
+
+def linked_name(path: Path) -> str | None:
+    """Return the name that `link_name` has written, or None."""
+    if path.is_symlink():
+        return str(path.readlink())
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return file.read(_MAX_NAME_BYTES).decode(errors="replace")
+
+
+def unsupported_features(folder: Path) -> list[str]:
+    """Try the operations of a save in a folder; return those that its file system replaces or omits.
+
+    Raises:
+        CheckpointWriteError: the file system lacks an operation that a save needs.
+    """
+    for leftover in folder.glob(f"{_TRIAL}*"):  # of a process that was killed
+        remove(leftover)
+    trial = folder / f"{_TRIAL}{secrets.token_hex(4)}"
+    with disk_errors(f"a trial of the operations of a checkpoint failed in {folder}", "a folder for checkpoints"):
+        try:
+            (trial / "written").mkdir(parents=True)
+            write_file(trial / "written" / "file", b"1")
+            has_sync = sync_folder(trial / "written")
+            (trial / "written").rename(trial / "renamed")
+            has_links = link_name(trial / "link", "renamed")
+        finally:
+            remove(trial)
+    return [name for name, is_present in (("folder fsync", has_sync), ("symbolic links", has_links)) if not is_present]
 
 
 def remove(path: Path) -> None:

@@ -30,6 +30,7 @@ from samestep.checkpoint.files import (
     sync_folder,
     write_file,
 )
+from samestep.distributed.disk import disk_operations
 from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 
@@ -84,20 +85,23 @@ class CheckpointFolder:
         ):
             self._follow()
             final = self.path / f"{_PREFIX}{step:09d}"
-            make_folder(self.path)
-            self._recover()
+            with disk_operations.run("update", self.path):
+                make_folder(self.path)
+                self._recover()
             if not _has_contents(final, manifest):
                 self._write(final, files, manifest)
             epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
             for name in ["last", *(["best"] if is_best else []), *epoch_name]:
-                link_name(self.path / name, final.name)
+                with disk_operations.run("link", self.path / name):
+                    link_name(self.path / name, final.name)
             sync_folder(self.path)
         with disk_errors(
             f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
             expected=f"the newest {self.keep} and the best are kept; others are removed",
         ):
             self._follow()
-            self._prune(final)
+            with disk_operations.run("removal in", self.path):
+                self._prune(final)
         return final
 
     def steps(self) -> list[Path]:
@@ -180,11 +184,13 @@ class CheckpointFolder:
     def _write(self, final: Path, files: Mapping[str, bytes], manifest: bytes) -> None:
         temporary = self._temporary(final.name)
         try:
-            temporary.mkdir()
+            with disk_operations.run("mkdir", temporary):
+                temporary.mkdir()
             for name, data in {**files, MANIFEST: manifest}.items():
                 write_file(temporary / name, data)
             sync_folder(temporary)
-            self._rename(temporary, final, manifest)
+            with disk_operations.run("rename", temporary):
+                self._rename(temporary, final, manifest)
         except OSError:
             with suppress(OSError):  # the first error is raised; an incomplete checkpoint would occupy space
                 remove(temporary)

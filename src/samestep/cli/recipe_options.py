@@ -13,7 +13,8 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.launch_options import PRELOAD, parse_process_count
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
-from samestep.errors import CheckpointError, InputError
+from samestep.distributed.logging import logger
+from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.launcher.pickling import ByName
 from samestep.recipes.recipe_files import differences, make_recipe, read_recipe, recipe_data
@@ -180,6 +181,7 @@ def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) 
     """
     newest = CheckpointFolder(folder / "checkpoints").newest_valid()
     if newest is None:
+        _require_run(folder)
         return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
     return plan_from_checkpoint(folder, str(read_state(newest).progress.step), overrides, trust=trust)
 
@@ -191,10 +193,12 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
         InputError: there is no such run, or its recipe names code that is not trusted.
         CheckpointError: the checkpoint is damaged or belongs to another recipe.
     """
-    recipe = _read_recipe(folder, overrides, trust=trust)
+    _require_run(folder)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
     progress = read_state(checkpoint).progress
-    before, now = recipe_data(make_recipe(progress.recipe, (), origin=str(checkpoint))), recipe_data(recipe)
+    origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
+    recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
+    before, now = recipe_data(origin), recipe_data(recipe)
     # A run can be resumed with another strategy, and with more epochs.
     free = {"strategy": None, "epochs": None}
     changes = differences({**before, **free}, {**now, **free})
@@ -209,10 +213,20 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     return RunPlan(recipe, folder, checkpoint, progress.step)
 
 
-def _read_recipe(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> Recipe:
-    path = folder / "recipe.yaml"
-    if not path.is_file():
+def _require_run(folder: Path) -> None:
+    if not (folder / "recipe.yaml").is_file() and not CheckpointFolder(folder / "checkpoints").steps():
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
-    require_trusted(folder, read_recipe(path), trust=trust)  # overrides are the user's own
-    return read_recipe(path, overrides)
+
+
+def _read_recipe(folder: Path, overrides: list[str], *, trust: bool | Recipe, origin: Recipe | None = None) -> Recipe:
+    """Return the recipe of a run with overrides; `origin`, of a checkpoint, is used in place of a damaged file."""
+    try:
+        recipe = read_recipe(folder / "recipe.yaml")
+    except RecipeError as error:
+        if origin is None:
+            raise
+        logger.warning("%s; the recipe of the checkpoint is used", error.value)
+        recipe = origin
+    require_trusted(folder, recipe, trust=trust)  # overrides are the user's own
+    return make_recipe(recipe_data(recipe), overrides, origin=str(folder / "recipe.yaml"))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
+from samestep.cli.external_launcher import require_single_process, run_as_rank
 from samestep.cli.launch_options import (
     LaunchOptions,
     add_fault_options,
@@ -22,37 +21,28 @@ from samestep.cli.launch_options import (
     requeue_after,
     slurm_restarts,
 )
+from samestep.cli.new_run import NewRun, TrainingOptions
 from samestep.cli.options import (
     add_machine_options,
     add_options,
     add_recipe_argument,
     add_run_argument,
-    output_errors,
     print_json,
     require_file,
-    run_options,
     unused_name,
 )
 from samestep.cli.recipe_options import (
     RunPlan,
     add_strategy_options,
-    all_overrides,
     plan_from_checkpoint,
     plan_to_resume,
-    with_batch_size,
-    with_microbatches,
 )
-from samestep.config import LOGGERS, Recipe, RunOptions
-from samestep.distributed.logging import logger
-from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, SamestepError
+from samestep.config import LOGGERS, RunOptions
+from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, RunError, SamestepError
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
-from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.recipe_files import load_recipe, write_recipe
-from samestep.recipes.trust import sign
-from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
 from samestep.units import parse_duration, plural
 
 
@@ -136,155 +126,34 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add_fault_options(parser, requeue=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Options that `train` and `resume` share."""
-
-    launch: LaunchOptions
-    run: RunOptions  # options of the run; `quiet` selects JSON output
-    overrides: list[str]  # overrides of the recipe
-    recipe_name: str | None  # name of the recipe for tuned settings, if known
-    use_tuned: bool  # use settings that `samestep tune` found
-
-    @classmethod
-    def parse(cls, arguments: argparse.Namespace, recipe_name: str | None = None) -> _Options:
-        with reported_by_rank_0():
-            return cls(
-                launch=LaunchOptions.parse(arguments),
-                run=run_options(arguments),
-                overrides=all_overrides(arguments),
-                recipe_name=recipe_name,
-                use_tuned=not arguments.no_tuned and arguments.workers is None and arguments.prefetch is None,
-            )
-
-    def with_microbatches(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with a number of microbatches, and print the choice of `auto`."""
-        resolved, text = with_microbatches(recipe, is_rank=self.launch.rendezvous is not None)
-        if text is not None and not self.run.quiet:
-            logger.info(text)
-        return resolved
-
-    def with_tuned(self, plan: RunPlan, processes: int) -> RunPlan:
-        """Return the plan with the settings that `samestep tune` found for this recipe, machine and number of ranks."""
-        runs = plan.folder.parent
-        if not self.use_tuned or not has_tunings(runs):
-            return plan
-        target = TuneTarget.of(self.recipe_name, plan.recipe, processes, machine_key(self.run.device))
-        tuned, messages = find_setting(runs, target)
-        for message in messages:
-            if not self.run.quiet:
-                logger.info(message)
-        return replace(plan, tuned=tuned)
-
-    def run_of(self, plan: RunPlan) -> RunOptions:
-        """Return the run options with the tuned settings of the plan, if any."""
-        tuned = plan.tuned
-        if tuned is None:
-            return self.run
-        return replace(self.run, workers=tuned.workers, prefetch=tuned.prefetch, tuned=tuned.path)
-
-
-@dataclass
-class _NewRun:
-    """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
-
-    recipe: str
-    name: str | None
-    runs: Path
-    device_batch_size: int | None
-    accumulate: int | None
-    folder: Path | None = None
-    creates_parent: bool = False
-
-    def plan(self, options: _Options, restarts: int) -> RunPlan:
-        """Create the run; after a restart by a launcher, resume the run of this name."""
-        if restarts and self.name and (self.runs / self.name).exists():
-            trusted = load_recipe(self.recipe, options.overrides)
-            return plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
-        processes, size = options.launch.processes, self.device_batch_size
-        recipe = options.with_microbatches(
-            load_recipe(self.recipe, with_batch_size(options.overrides, size, processes, self.accumulate))
-        )
-        if size is not None or self.accumulate is not None:
-            require_enough_microbatches(recipe.microbatch_count, int(processes), recipe.batch_size)
-        folder = self.runs / (self.name or unused_name(self.runs, Path(self.recipe).stem))
-        self.creates_parent = not folder.parent.exists()
-        _create_folder(folder)
-        self.folder = folder
-        write_recipe(recipe, folder / "recipe.yaml")
-        sign(folder, recipe)
-        if restarts:
-            logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
-        if (size is not None or self.accumulate is not None) and not options.run.quiet:
-            logger.info(_describe_batch(recipe, size, self.accumulate, int(processes)))
-        return RunPlan(recipe, folder)
-
-    def remove_without_checkpoint(self) -> None:
-        """Remove the directory, so that the name is free, unless the run has a checkpoint."""
-        if self.folder is not None and not (self.folder / "checkpoints").exists():
-            shutil.rmtree(self.folder)
-            if self.creates_parent and not any(self.folder.parent.iterdir()):
-                self.folder.parent.rmdir()
-
-
-def _describe_batch(recipe: Recipe, size: int | None, accumulate: int | None, processes: int) -> str:
-    """Return the effect of `--per-device-batch-size` and `--accumulate`, in one line."""
-    count, microbatches = plural(processes, "process"), plural(recipe.microbatch_count, "microbatch")
-    if accumulate is None:
-        return f"global batch {recipe.batch_size} = {size} per device x {count}, in {microbatches}, saved in the recipe"
-    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
-    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
-    return (
-        f"global batch {recipe.batch_size} = {microbatches} of {text}: {accumulate} per step on each of {count}, "
-        "saved in the recipe"
-    )
-
-
-def _create_folder(folder: Path) -> None:
-    with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError as error:
-            raise InputError(
-                f"the run {folder} exists",
-                expected="a new name for a new run: no run is overwritten",
-                fix=f"--name {_unused_number(folder)}, or samestep resume {folder}",
-                code="E_OUTPUT",
-            ) from error
-
-
-def _unused_number(folder: Path) -> str:
-    """Return the name of the folder with the first number from 2 that no folder next to it has."""
-    names = (f"{folder.name}-{number}" for number in itertools.count(2))
-    return next(name for name in names if not (folder.parent / name).exists())
-
-
 def _train_recipe(arguments: argparse.Namespace) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
-    options = _Options.parse(arguments, Path(arguments.recipe).stem)
-    new_run = _NewRun(
+    options = TrainingOptions.parse(arguments, Path(arguments.recipe).stem)
+    new_run = NewRun(
         arguments.recipe, arguments.name, arguments.runs, arguments.per_device_batch_size, arguments.accumulate
     )
     try:
         return _train(options, partial(new_run.plan, options))
     except SamestepError as error:
-        if error.exit_code in (InputError.exit_code, EXIT_STOPPED):
+        if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
             new_run.remove_without_checkpoint()
         raise
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Resume; return the exit codes of `train`."""
-    options = _Options.parse(arguments)
+    options = TrainingOptions.parse(arguments)
 
     def make_plan(restarts: int) -> RunPlan:
-        if restarts and arguments.checkpoint == "last":
+        is_new = not CheckpointFolder(arguments.folder / "checkpoints").steps()
+        if (restarts or is_new) and arguments.checkpoint == "last":
             plan = plan_to_resume(arguments.folder, options.overrides, trust=arguments.trust)
         else:
             plan = plan_from_checkpoint(
                 arguments.folder, arguments.checkpoint, options.overrides, trust=arguments.trust
             )
-        return replace(plan, recipe=options.with_microbatches(plan.recipe))
+        accepts = arguments.accept_changes and not restarts
+        return replace(plan, recipe=options.with_microbatches(plan.recipe), accept_changes=accepts)
 
     return _train(options, make_plan)
 
@@ -310,7 +179,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
     return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
 
 
-def _train(options: _Options, make_plan: Callable[[int], RunPlan]) -> int:
+def _train(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
     """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
     rendezvous = options.launch.rendezvous
     if rendezvous is None:
@@ -331,7 +200,7 @@ def _train(options: _Options, make_plan: Callable[[int], RunPlan]) -> int:
     return EXIT_FAILED if _skipped_most_steps(summary) else EXIT_DONE
 
 
-def _launch(options: _Options, plan: RunPlan) -> int:
+def _launch(options: TrainingOptions, plan: RunPlan) -> int:
     folder, start = plan.folder, (plan.checkpoint, plan.step, plan.accept_changes)
     held = HeldFolder(folder)
     processes = options.launch.process_range(plan.recipe)
@@ -343,7 +212,13 @@ def _launch(options: _Options, plan: RunPlan) -> int:
 
     def newest_step() -> int:
         nonlocal start
-        held.require_in_place()  # a restart would write to another run
+        if not held.is_in_place():
+            raise RunError(
+                f"{folder} was moved, removed or replaced, so the run cannot be restarted",
+                expected="the directory of a run keeps its path until a restart",
+                fix="samestep resume with the new path of the run",
+                code="E_NOT_A_RUN",
+            )
         checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
         start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
         return start[1]
@@ -363,7 +238,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("step-")[2])  # also `.replaced-step-N`
 
 
-def _finish(options: _Options, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
+def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
     """Print the summary, requeue the Slurm job if requested, and return the exit code."""
     own_signal = summary.pop("stop_signal")
     if options.run.quiet:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from samestep.distributed.env import prepare_torch_environment, read_environment
-from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, is_loopback
+from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, is_loopback, loopback_address
 from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import Failure
+from samestep.launcher.launcher_watch import watch_launcher
+from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from samestep.launcher.worker import WorkerSpec
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
-LOOPBACK = "127.0.0.1"
 _CONNECT_POLL_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
 _REPORT_POLL_SECONDS = 0.02
 # Time that a rank which lost another waits for the report of the lost rank.
@@ -62,6 +63,7 @@ class ProcessState:
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.
     finished_groups: list[dist.ProcessGroup | None] = field(default_factory=list)
+    source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
     # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
     callbacks: list[Callback] = field(default_factory=list)
 
@@ -83,6 +85,7 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
     """
     if process_state.job is None:
         rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
+        watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
         with _job_store(rendezvous, timeout) as (tcp, address):
             store = dist.PrefixStore(job_prefix(read_environment().token), tcp)
@@ -102,15 +105,15 @@ def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> Iterator[tuple[dis
     """Open the store of the job and yield the store and its address; a published port is valid inside the block."""
     size = rendezvous.world_size
     if rendezvous.port is None:
-        job = rendezvous.job or _mpi_job()
+        job, host = rendezvous.job or _mpi_job(), loopback_address()
         if rendezvous.rank == 0:
             listener = free_loopback_socket()
             port = listener.getsockname()[1]
             with publish_port(job, port):
-                yield _tcp_store(listener, LOOPBACK, port, size, timeout), (LOOPBACK, port)
+                yield _tcp_store(listener, host, port, size, timeout), (host, port)
         else:
             port = wait_for_port(job, timeout.total_seconds())
-            yield _connect(replace(rendezvous, address=LOOPBACK, port=port), timeout), (LOOPBACK, port)
+            yield _connect(replace(rendezvous, address=host, port=port), timeout), (host, port)
         return
     assert rendezvous.address is not None
     address = (rendezvous.address, rendezvous.port)
@@ -131,7 +134,7 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     _resolve(address, port)
     # Own attempts first: torch's attempts end with pages of C++ frames.
     deadline = time.monotonic() + timeout.total_seconds()
-    while not _accepts_connections(address, port):
+    while not accepts_connections(address, port):
         if time.monotonic() > deadline:
             raise RunError(
                 f"rank {rendezvous.rank} of {rendezvous.world_size} cannot connect to {address}:{port} within "
@@ -144,7 +147,8 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(address, port, rendezvous.world_size, False, timeout, wait_for_workers=False)
 
 
-def _accepts_connections(address: str, port: int) -> bool:
+def accepts_connections(address: str, port: int) -> bool:
+    """Whether a process listens at an address."""
     with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECT_SECONDS):
         return True
     return False
@@ -205,7 +209,7 @@ def host_store(worker: WorkerSpec, timeout: timedelta) -> None:
     """In rank 0 of a launch: open the store of the launch. The store stays open until the process ends."""
     if worker.rank == 0 and process_state.hosted_store is None:
         assert worker.listener is not None
-        process_state.hosted_store = _tcp_store(worker.listener, LOOPBACK, worker.port, worker.size, timeout)
+        process_state.hosted_store = _tcp_store(worker.listener, loopback_address(), worker.port, worker.size, timeout)
 
 
 def failure_reported(store: dist.Store) -> bool:
@@ -223,7 +227,7 @@ def report_failure(job: Job, failure: Failure) -> tuple[bool, int]:
     gone too: either has reported, or was killed and its parent reports.
     """
     store, is_first, code = job.store, False, failure.exit_code
-    if job.rank != 0 and not _accepts_connections(*job.address):  # torch prints pages if its own connection fails
+    if job.rank != 0 and not accepts_connections(*job.address):  # torch prints pages if its own connection fails
         return is_first, code
     with suppress(dist.DistError):
         if failure.is_consequence:

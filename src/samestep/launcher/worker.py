@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -19,13 +19,17 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import set_environment
-from samestep.distributed.signals import GROUP_SIGNALS, StopRequest
+from samestep.distributed.launcher_detection import loopback_address
+from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_parent
 from samestep.distributed.status import RankStatus, StatusBoard
+from samestep.distributed.streams import STALL_SECONDS, protect_output
+from samestep.errors import message_of
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
-from samestep.launcher.watchdog import StackFile
+from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
 
-_PR_SET_PDEATHSIG = 1
+# Time that a rank waits for the reader of its standard output, such as the next program of a pipeline.
+_STDOUT_SECONDS = 60.0
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -43,6 +47,7 @@ class WorkerSpec:
     stacks: StackFile
     environment: Mapping[str, str]  # variables, set before other code reads the environment
     timeout: float  # default time limit of a collective, in seconds
+    server: int  # process id of the fork server, the parent
     stop: StopRequest = field(default_factory=StopRequest)
 
     @cached_property
@@ -51,16 +56,10 @@ class WorkerSpec:
         return self.status_board.rank_status(self.rank)
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _die_with_launcher() -> None:
-    """Kill this process when the launcher ends, for any reason.
+    """Kill this process when the launcher ends, where the fork server does not end with the launcher.
 
-    The death of the parent does not suffice: the parent is the fork server, which lives as long as any of its children.
+    This is so on systems without prctl, and if a thread other than the main thread of the launcher started the server.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -72,22 +71,33 @@ def _die_with_launcher() -> None:
     threading.Thread(target=watch, name="samestep-launcher-watch", daemon=True).start()
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """Result of the function in one rank."""
+
+    value: bytes  # pickled; empty for ranks other than 0
+    threads: tuple[str, ...]  # names of running threads that keep the process from ending
+
+
 def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
-    """Run the function as one rank; send a `Failure`, or the pickled result, which is empty for ranks other than 0."""
-    die_with_parent()  # the parent is the fork server
+    """Run the function as one rank; send a `Failure` or a `RankResult`."""
+    die_with_parent(worker_spec.server)
     _die_with_launcher()
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_spec.stacks.install()
     if worker_spec.log is not None:
         _redirect_output(worker_spec.log)
+    # A rank that waits for the reader of its output must continue before it counts as hung.
+    limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
+    protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
     set_environment(worker_spec.environment)
     rank, status = worker_spec.rank, worker_spec.rank_status
     try:
         value = _call(worker_spec)
         packed = pack(value) if rank == 0 else b""
     except SystemExit as error:
-        channel.send(Failure.of_exit(rank, _exit_code(error), status.activity))
+        channel.send(Failure.of_exit(rank, _exit_code(error), status.activity, message=_exit_message(error)))
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))
@@ -97,7 +107,8 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     # Loader workers ignore SIGTERM as this process does, so Python could not end them.
     for worker in multiprocessing.active_children():
         worker.kill()
-    channel.send(packed)
+    threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    channel.send(RankResult(packed, tuple(thread.name for thread in threads if not thread.daemon)))
 
 
 def _call(worker_spec: WorkerSpec) -> Any:
@@ -109,10 +120,13 @@ def _call(worker_spec: WorkerSpec) -> Any:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Return the exit code of `sys.exit` by Python's rules: None is 0, and a string is printed for a 1."""
-    if isinstance(error.code, str):
-        print(error.code, file=sys.stderr)
+    """Return the exit code of `sys.exit` by Python's rules: None is 0, and text is 1."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _exit_message(error: SystemExit) -> str:
+    """Return the text of `sys.exit("text")`, which is part of the report."""
+    return "" if error.code is None or isinstance(error.code, int) else message_of(error.code)
 
 
 def _redirect_output(log: Path) -> None:
@@ -130,8 +144,9 @@ def exit_process(code: int) -> NoReturn:
     `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group whose peers are stuck
     could block or abort. Loader workers end with this process through their own death signal.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # the output of a user's script may be closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -142,7 +157,7 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int, max_rest
     variables are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists
     already, as with torchrun's agent, so no rank opens a port on other interfaces.
     """
-    from samestep.launcher.job import LOOPBACK, host_store, process_state
+    from samestep.launcher.job import host_store, process_state
 
     worker_spec = process_state.worker
     assert worker_spec is not None
@@ -154,7 +169,7 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int, max_rest
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
             "ROLE_NAME": "default",
-            "MASTER_ADDR": LOOPBACK,
+            "MASTER_ADDR": loopback_address(),
             "MASTER_PORT": str(worker_spec.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -168,6 +183,7 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int, max_rest
     # gloo threads that may wait for the GIL in turn.
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = str(script)
+    process_state.source_files.note_imports()
     try:
         exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
     except SystemExit as end:

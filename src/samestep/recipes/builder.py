@@ -34,7 +34,8 @@ from samestep.engine.loss import LossFunction
 from samestep.errors import RecipeError
 from samestep.launcher.job import process_state
 from samestep.launcher.session import start
-from samestep.metrics.metrics import CountMetric, LossMetric, build_metrics
+from samestep.metrics.counts import CountMetric
+from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.weights import check_same_weights, load_matching
@@ -153,7 +154,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe. A collective operation."""
     splits = _splits(recipe.data)
     ignore_index = recipe.loss.options.get("ignore_index", -100)
-    metrics = build_metrics(recipe.metrics, len(splits.classes), world.device, ignore_index=ignore_index)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=ignore_index)
     receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
     with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
         model, notes = build_model(recipe, splits.classes, splits.model_options)

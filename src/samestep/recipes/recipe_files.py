@@ -78,16 +78,29 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     write_atomically(path, yaml.dump(recipe_data(recipe), Dumper=_Dumper, sort_keys=False))
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a file, with `key=value` overrides."""
-    return make_recipe(read_yaml(path), overrides, origin=str(path))
+def read_recipe(path: Path) -> Recipe:
+    """Return the recipe of a file that `write_recipe` has written.
+
+    Raises:
+        RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved recipe.
+    """
+    raw = read_yaml(path)
+    recipe = make_recipe(raw, (), origin=str(path))
+    missing = sorted(recipe_data(recipe).keys() - raw.keys())
+    if missing:
+        problem, fix = f"{path} has no {missing[0]}", "restore the file"
+        raise RecipeError(problem, expected="a resolved recipe with all keys", fix=fix, code="E_UNREADABLE")
+    return recipe
 
 
-def update_epochs(path: Path, epochs: int) -> None:
-    """Set the epochs of a recipe in a file, so that a later resumption has the same number."""
-    recipe = read_recipe(path)
-    if recipe.epochs != epochs:
-        write_recipe(replace(recipe, epochs=epochs), path)
+def update_recipe(path: Path, recipe: Recipe) -> None:
+    """Write the epochs of `recipe` to the file of a run, for a later resumption; write a damaged file anew."""
+    try:
+        saved = read_recipe(path)
+    except RecipeError:
+        saved = None
+    if saved is None or saved.epochs != recipe.epochs:
+        write_recipe(replace(saved or recipe, epochs=recipe.epochs), path)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

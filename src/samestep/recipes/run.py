@@ -34,8 +34,8 @@ from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.metrics import CountMetric
 from samestep.metrics.overlays import is_segmentation, write_overlays
+from samestep.metrics.segmentation import MAX_CLASSES, ConfusionMatrix
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.machine_notes import machine_notes
@@ -44,7 +44,7 @@ from samestep.recipes.recipe_files import (
     load_recipe,
     recipe_data,
     shipped_recipes,
-    update_epochs,
+    update_recipe,
     write_dataset_info,
 )
 from samestep.recipes.starts import append_start, require_same_code
@@ -53,7 +53,6 @@ from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task
 
-_MAX_CLASSES = 5_000  # limit of a confusion matrix
 _MAX_OVERLAYS = 16
 
 
@@ -187,7 +186,7 @@ def train(
             append_start(run, _environment(built, world, recipe, options, first_step))
             write_dataset_info(built.dataset_info, run)
             if checkpoint is not None:
-                update_epochs(run / "recipe.yaml", recipe.epochs)
+                update_recipe(run / "recipe.yaml", recipe)
         for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
         rank_monitor.follow(lambda: trainer.rank_progress)
@@ -275,37 +274,28 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
     }
 
 
-class _ConfusionMatrix(CountMetric):
-    """Confusion matrix `counts[class][prediction]`; as a single number, the mean recall of the classes."""
+class _ClassCounts(ConfusionMatrix):
+    """Confusion matrix `matrix[class][prediction]`; as a single number, the mean recall of the classes."""
 
-    def __init__(self, classes: int, device: torch.device, *, ignore_index: int) -> None:
-        if not 1 <= classes <= _MAX_CLASSES:
-            raise InputError(
-                f"the data of this recipe has {classes} classes",
-                expected=f"1 to {_MAX_CLASSES:,} classes for a report by class",
-                fix="omit --report",
-            )
-        from samestep.metrics.segmentation import OverlapMetric  # imports torchmetrics
+    matrix: list[list[int]]
 
-        super().__init__("balanced_accuracy", lambda: OverlapMetric("accuracy", classes, ignore_index).to(device))
-        self.counts: list[list[int]] = []
-
-    def compute(self, world: World) -> float:
-        """Sum the counts over ranks, store them in `counts`, reset, and return the mean recall."""
-        matrix: torch.Tensor = self._metric.confmat
-        world.all_reduce(matrix)
-        self.counts = matrix.tolist()
-        self.reset()
-        return averages(class_rows(self.counts, [""] * len(self.counts)))[self.name]
+    def value(self, counts: torch.Tensor) -> float:
+        self.matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).tolist()
+        return averages(class_rows(self.matrix, [""] * len(self.matrix)))[self.name]
 
 
 def _evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
     classes = built.dataset_info.classes
-    ignore_index = recipe.loss.options.get("ignore_index", -100)
-    matrix = _ConfusionMatrix(len(classes), built.engine.world.device, ignore_index=ignore_index)
-    values = built.engine.evaluate(built.evaluation, [*built.metrics, matrix])
+    if not 1 <= len(classes) <= MAX_CLASSES:
+        raise InputError(
+            f"the data of this recipe has {len(classes)} classes",
+            expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
+            fix="omit --report",
+        )
+    counts = _ClassCounts("balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100))
+    values = built.engine.evaluate(built.evaluation, [*built.metrics, counts])
     names = list(classes) if len(classes) > 1 else ["background", *classes]  # one class: binary segmentation
-    by_class = {"classes": names, "counts": matrix.counts, "pictures": _draw_overlays(built, recipe, folder)}
+    by_class = {"classes": names, "counts": counts.matrix, "pictures": _draw_overlays(built, recipe, folder)}
     return values | {"by_class": by_class}
 
 

@@ -7,7 +7,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.checkpoint.state import AVERAGE, Progress, Training, load, load_model, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import AVERAGE, Training, load, load_model, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.engine import Engine

@@ -35,7 +35,7 @@ from samestep.loggers.rank_monitor import StepTimer
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.recipes.run import append_environment
+from samestep.recipes.starts import append_start
 from samestep.trainer import Trainer
 
 STEP = {
@@ -367,7 +367,7 @@ def test_progress_bar_shows_evaluations() -> None:
 
 def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
     for processes in (1, 3):
-        append_environment(tmp_path / "environment.json", {"processes": processes})
+        append_start(tmp_path, {"processes": processes})
     entries = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert [entry["processes"] for entry in entries] == [1, 3]
     assert all(entry["started"] and entry["samestep"] for entry in entries)

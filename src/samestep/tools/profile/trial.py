@@ -14,7 +14,8 @@ import torch
 from torch.profiler import record_function
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
-from samestep.checkpoint.state import Progress, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction
 from samestep.data.batch import GlobalBatch
@@ -157,7 +158,7 @@ def _conditions(
         cores=read_processors().usable,
         checkpoint_every=plan.options.checkpoint_every,
         save_seconds=mean(save_seconds) if save_seconds else None,
-        microbatches=recipe.microbatches,
+        microbatches=recipe.microbatch_count,
         batch_size=recipe.batch_size,
         strategy=built.engine.strategy,
         device=world.device.type,

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TextIO
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.checkpoint.state import Progress, load, pack
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch

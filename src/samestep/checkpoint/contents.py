@@ -1,0 +1,115 @@
+"""Contents of a checkpoint's JSON files: types and ranges of every value, checked when a file is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+from annotated_types import Ge, Gt, Le, Len, Lt
+
+from samestep.errors import CheckpointError
+from samestep.microbatches import Cursor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Contents = TypeVar("Contents")
+_Count = Annotated[int, Ge(0), Le(2**62)]
+_Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
+
+
+class _Strict:
+    """Base class of contents without unknown keys."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class SavedFile(_Strict):
+    """Entry of a file in the manifest."""
+
+    bytes: _Count
+    sha256: Annotated[str, Len(64, 64)]
+
+
+@dataclass(frozen=True)
+class Manifest(_Strict):
+    """Files of a checkpoint by name."""
+
+    format: int
+    files: dict[str, SavedFile]
+
+
+@dataclass(frozen=True)
+class Progress(_Strict):
+    """Progress of a run, without tensors."""
+
+    step: _Count = 0  # completed optimizer steps
+    cursor: Cursor = field(default_factory=Cursor)  # position in the data
+    best: float | None = None  # best value of the monitored metric so far, or None
+    loss_sum: _Finite = 0.0  # sum of the losses of the current epoch so far
+    loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor of `loss_sum` for the mean of the epoch
+    skipped_steps: _Count = 0  # steps without an update, because loss or gradient was not finite
+    recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
+
+
+@dataclass(frozen=True)
+class SavedOptimizer(_Strict):
+    """State of an optimizer without tensors."""
+
+    numbers: dict[str, dict[str, Any]]  # by name of the parameter, then by slot
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SavedState(_Strict):
+    """Contents of `state.json`."""
+
+    progress: Progress
+    aliases: dict[str, str]  # name of the saved tensor by the name of an alias (tied weights)
+    optimizer: SavedOptimizer
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, Any]
+    sources: dict[str, Annotated[str, Len(64, 64)]] = field(default_factory=dict)  # SHA-256 of the user's modules
+
+
+def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
+    """Return the contents of a JSON file.
+
+    Raises:
+        CheckpointError: the data are no JSON, or a value has another type or is out of range.
+    """
+    from pydantic import TypeAdapter, ValidationError  # lazy: a program that reads no checkpoint does not need these
+
+    try:
+        return TypeAdapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise invalid_contents(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+def invalid_contents(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a file that matches its manifest but has contents that Samestep does not write."""
+    return CheckpointError(
+        f"{path} has invalid contents: {problem}",
+        expected="tensors as safetensors, other state as JSON, in the format of this version",
+        fix="resume from a checkpoint of this version; do not load files of unknown origin",
+        code="E_CHECKPOINT_FORMAT",
+    )
+
+
+@contextmanager
+def contents_errors(path: Path) -> Iterator[None]:
+    """Convert errors of contents that do not fit; files that match the manifest can still hold any data.
+
+    Raises:
+        CheckpointError: in place of such an error.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise invalid_contents(path, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,149 @@
+"""Options that `samestep train` and `resume` share, and the directory of a new run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from samestep.checkpoint.files import HeldFolder
+from samestep.cli.external_launcher import reported_by_rank_0
+from samestep.cli.launch_options import LaunchOptions
+from samestep.cli.options import output_errors, run_options, unused_name
+from samestep.cli.recipe_options import RunPlan, all_overrides, plan_to_resume, with_batch_size, with_microbatches
+from samestep.config import Recipe, RunOptions
+from samestep.distributed.logging import logger
+from samestep.errors import InputError
+from samestep.microbatches import require_enough_microbatches
+from samestep.recipes.recipe_files import load_recipe, write_recipe
+from samestep.recipes.trust import sign
+from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
+from samestep.units import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options that `train` and `resume` share."""
+
+    launch: LaunchOptions
+    run: RunOptions  # options of the run; `quiet` selects JSON output
+    overrides: list[str]  # overrides of the recipe
+    recipe_name: str | None  # name of the recipe for tuned settings, if known
+    use_tuned: bool  # use settings that `samestep tune` found
+
+    @classmethod
+    def parse(cls, arguments: argparse.Namespace, recipe_name: str | None = None) -> TrainingOptions:
+        with reported_by_rank_0():
+            return cls(
+                launch=LaunchOptions.parse(arguments),
+                run=run_options(arguments),
+                overrides=all_overrides(arguments),
+                recipe_name=recipe_name,
+                use_tuned=not arguments.no_tuned and arguments.workers is None and arguments.prefetch is None,
+            )
+
+    def with_microbatches(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with a number of microbatches, and print the choice of `auto`."""
+        resolved, text = with_microbatches(recipe, is_rank=self.launch.rendezvous is not None)
+        if text is not None and not self.run.quiet:
+            logger.info(text)
+        return resolved
+
+    def with_tuned(self, plan: RunPlan, processes: int) -> RunPlan:
+        """Return the plan with the settings that `samestep tune` found for this recipe, machine and number of ranks."""
+        runs = plan.folder.parent
+        if not self.use_tuned or not has_tunings(runs):
+            return plan
+        target = TuneTarget.of(self.recipe_name, plan.recipe, processes, machine_key(self.run.device))
+        tuned, messages = find_setting(runs, target)
+        for message in messages:
+            if not self.run.quiet:
+                logger.info(message)
+        return replace(plan, tuned=tuned)
+
+    def run_of(self, plan: RunPlan) -> RunOptions:
+        """Return the run options with the tuned settings of the plan, if any."""
+        tuned = plan.tuned
+        if tuned is None:
+            return self.run
+        return replace(self.run, workers=tuned.workers, prefetch=tuned.prefetch, tuned=tuned.path)
+
+
+@dataclass
+class NewRun:
+    """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
+
+    recipe: str
+    name: str | None
+    runs: Path
+    device_batch_size: int | None
+    accumulate: int | None
+    folder: HeldFolder | None = None
+    creates_parent: bool = False
+
+    def plan(self, options: TrainingOptions, restarts: int) -> RunPlan:
+        """Create the run; after a restart by a launcher, resume the run of this name."""
+        if restarts and self.name and (self.runs / self.name).exists():
+            trusted = load_recipe(self.recipe, options.overrides)
+            return plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
+        processes, size = options.launch.processes, self.device_batch_size
+        recipe = options.with_microbatches(
+            load_recipe(self.recipe, with_batch_size(options.overrides, size, processes, self.accumulate))
+        )
+        if size is not None or self.accumulate is not None:
+            require_enough_microbatches(recipe.microbatch_count, int(processes), recipe.batch_size)
+        folder = self.runs / (self.name or unused_name(self.runs, Path(self.recipe).stem))
+        self.creates_parent = not folder.parent.exists()
+        _create_folder(folder)
+        self.folder = HeldFolder(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+        sign(folder, recipe)
+        if restarts:
+            logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
+        if (size is not None or self.accumulate is not None) and not options.run.quiet:
+            logger.info(_describe_batch(recipe, size, self.accumulate, int(processes)))
+        return RunPlan(recipe, folder)
+
+    def remove_without_checkpoint(self) -> None:
+        """Remove the directory, so that the name is free, unless the run has a checkpoint."""
+        if self.folder is None or not self.folder.is_in_place():  # another run can have the path by now
+            return
+        path = self.folder.path
+        if not (path / "checkpoints").exists():
+            shutil.rmtree(path)
+            if self.creates_parent and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+
+
+def _describe_batch(recipe: Recipe, size: int | None, accumulate: int | None, processes: int) -> str:
+    """Return the effect of `--per-device-batch-size` and `--accumulate`, in one line."""
+    count, microbatches = plural(processes, "process"), plural(recipe.microbatch_count, "microbatch")
+    if accumulate is None:
+        return f"global batch {recipe.batch_size} = {size} per device x {count}, in {microbatches}, saved in the recipe"
+    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
+    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
+    return (
+        f"global batch {recipe.batch_size} = {microbatches} of {text}: {accumulate} per step on each of {count}, "
+        "saved in the recipe"
+    )
+
+
+def _create_folder(folder: Path) -> None:
+    with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise InputError(
+                f"the run {folder} exists",
+                expected="a new name for a new run: no run is overwritten",
+                fix=f"--name {_unused_number(folder)}, or samestep resume {folder}",
+                code="E_OUTPUT",
+            ) from error
+
+
+def _unused_number(folder: Path) -> str:
+    """Return the name of the folder with the first number from 2 that no folder next to it has."""
+    names = (f"{folder.name}-{number}" for number in itertools.count(2))
+    return next(name for name in names if not (folder.parent / name).exists())

@@ -1,0 +1,150 @@
+"""SHA-256 of the user's modules: a run is not continued with other code unnoticed.
+
+The user's modules are those outside of the standard library, of installed packages and of Samestep. They are known by
+name, so that a project can move between a stop and a resumption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.machinery import PathFinder, all_suffixes
+from pathlib import Path
+from types import ModuleType
+
+from samestep.distributed.world import World, all_gather
+from samestep.errors import InputError, printable
+from samestep.units import plural
+
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+_MAX_NAMED = 10  # modules in one error
+
+
+class SourceFiles:
+    """Hashes of the modules of one process, taken when a module is first seen."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._hashes: dict[str, str] = {}
+        self._required: dict[str, str] = {}
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 by module name: of imported modules, and of modules that the run has imported before."""
+        return dict(sorted({**self._required, **self._hashes}.items()))
+
+    def note_imports(self) -> None:
+        """Hash the modules that were imported since the last call.
+
+        Raises:
+            InputError: a module differs from the one with which the run began.
+        """
+        changed = []
+        for name, module in list(sys.modules.items()):
+            if name in self._seen:
+                continue
+            self._seen.add(name)
+            file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+            digest = _digest(Path(file)) if isinstance(file, str) and _is_users(file) else None
+            if digest is None or name == "__mp_main__":  # the same module as `__main__`
+                continue
+            self._hashes[name] = digest
+            if self._required.get(name, digest) != digest:
+                changed.append(name)
+        if changed:
+            raise _code_changed(changed)
+
+    def require(self, recorded: Mapping[str, str], *, accept_changes: bool = False) -> list[str]:
+        """Compare the modules with recorded hashes, now or when they are imported; return the changed modules.
+
+        A module that an earlier call has compared is not compared again.
+
+        Raises:
+            InputError: a module has changed, and changes are not accepted.
+        """
+        self.note_imports()
+        current = {name: self._hashes.get(name) or _digest_by_name(name) for name in recorded}
+        new = {name: digest for name, digest in recorded.items() if name not in self._required}
+        changed = [name for name, digest in new.items() if current[name] not in (None, digest)]
+        if changed and not accept_changes:
+            raise _code_changed(changed)
+        self._required |= {name: current[name] or digest for name, digest in new.items()}
+        return changed
+
+    def check_ranks(self, world: World) -> None:
+        """Require that all ranks have imported the same code. A collective operation.
+
+        Raises:
+            InputError: a module of two ranks differs.
+        """
+        self.note_imports()
+        first, *others = all_gather(self._hashes, world)
+        for rank, hashes in enumerate(others, 1):
+            changed = [name for name, digest in hashes.items() if first.get(name, digest) != digest]
+            if changed:
+                raise InputError(
+                    "\n    ".join([f"rank {rank} imported other code than rank 0", *describe_modules(changed)]),
+                    expected="the same files on all ranks",
+                    fix="do not edit files while the ranks start, and copy the same files to all machines",
+                    code="E_CODE_CHANGED",
+                )
+
+
+def describe_modules(names: Sequence[str]) -> list[str]:
+    """Return one line per module: name and file; the last line counts further modules."""
+    files = [(name, getattr(sys.modules.get(name), "__file__", None) or _find(name)) for name in names]
+    lines = [printable(f"{name} ({file})") for name, file in files[:_MAX_NAMED]]
+    return lines + ([f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else [])
+
+
+def _code_changed(names: Sequence[str]) -> InputError:
+    return InputError(
+        "\n    ".join([f"{plural(len(names), 'module')} changed since the run began", *describe_modules(names)]),
+        expected="the code with which the run began, so that the result is that of an undisturbed run",
+        fix="undo the change; or continue with the new code: samestep resume RUN --accept-changes, in a script "
+        "checkpoints.resume(accept_changes=True)",
+        code="E_CODE_CHANGED",
+    )
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file).absolute()
+    if not path.name.endswith(tuple(all_suffixes())) or any(part in _PACKAGE_FOLDERS for part in path.parts):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _library_folders())
+
+
+@cache
+def _library_folders() -> tuple[Path, ...]:
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    return (*installed, *(path.resolve() for path in installed), Path(__file__).parents[1])
+
+
+def _find(name: str) -> str | None:
+    """Return the file of a module that is not imported, without importing its packages."""
+    search: Sequence[str] | None = [*sys.path, str(Path.cwd())]
+    parts, spec = name.split("."), None
+    if not all(part.isidentifier() for part in parts):  # a recorded name is input
+        return None
+    for number in range(1, len(parts) + 1):
+        if search is None:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[:number]), search)
+        search = spec.submodule_search_locations if spec is not None else None
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _digest_by_name(name: str) -> str | None:
+    file = _find(name)
+    return _digest(Path(file)) if file is not None else None
+
+
+def _digest(path: Path) -> str | None:
+    """Return the SHA-256 of a file; None if there is no such file, as for modules that a library generates."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,66 @@
+"""`environment.json` of a run: one entry per start or resumption, and the user's code at the last one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.store import read_state
+from samestep.distributed.logging import logger
+from samestep.launcher.job import process_state
+from samestep.launcher.source_files import describe_modules
+
+_FILE = "environment.json"
+
+
+def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: bool) -> list[str]:
+    """Compare the user's modules with those of the last start of the run; return one line per accepted change.
+
+    Modules that a run imports later than at its start are compared with those of the checkpoint.
+
+    Raises:
+        InputError: a module has changed, and changes are not accepted.
+        CheckpointError: the checkpoint is damaged.
+    """
+    changed: list[str] = []
+    starts = _read_starts(run)
+    recorded = [starts[-1].get("sources")] if starts else []
+    if checkpoint is not None:
+        recorded.append(read_state(checkpoint).sources)
+    for sources in recorded:
+        if isinstance(sources, dict):
+            changed += process_state.source_files.require(sources, accept_changes=accept_changes)
+    return describe_modules(changed)
+
+
+def append_start(run: Path, environment: Mapping[str, Any]) -> None:
+    """Append an entry with the time, the version of Samestep and the user's code. A damaged file is replaced.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    entry = {"started": started, "samestep": version("samestep"), **environment}
+    entries = [*_read_starts(run), {**entry, "sources": process_state.source_files.hashes}]
+    write_atomically(run / _FILE, json.dumps(entries, indent=1) + "\n")
+
+
+def _read_starts(run: Path) -> list[dict[str, Any]]:
+    """Return the entries; a damaged file is reported, and has none."""
+    path = run / _FILE
+    try:
+        entries = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("%s cannot be read and is written anew without its earlier entries: %s", path, error)
+        return []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        logger.warning("%s is no list of entries and is written anew without its earlier entries", path)
+        return []
+    return entries
