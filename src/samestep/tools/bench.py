@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,12 +14,15 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
 from samestep.errors import InputError
-from samestep.launcher.launch import RankError
+from samestep.launcher.launch import RankError, StoppedError
 from samestep.tools.timing import Spread, Timing, run_trial
-from samestep.units import plural
+from samestep.units import format_duration, plural
 
 SINGLE = "one device"
-_MICROBATCHES_PER_RANK = 4
+# Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
+WAYS = ("ddp", "recipe", "accumulate", "bf16", "sync_bn", "fast", "compression", "dp")
+ACCUMULATE = (4,)  # microbatches of a rank, by default
+PROBED_STEPS = 3  # for the estimate of the time, after as many steps that allocate memory and select kernels
 _TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
 _LEAST_DATA_SHARE = 0.05  # smaller waits for data get no column
@@ -46,7 +50,13 @@ class Absent:
 
 
 def contenders(
-    recipe: Recipe, devices: Sequence[int], strategies: Sequence[StrategyConfig], available: int | None
+    recipe: Recipe,
+    devices: Sequence[int],
+    strategies: Sequence[StrategyConfig],
+    available: int | None,
+    *,
+    ways: Sequence[str] = WAYS,
+    accumulate: Sequence[int] = ACCUMULATE,
 ) -> tuple[list[Contender], list[Absent]]:
     """Return the variants to compare, one device first as the baseline, and the variants that cannot run.
 
@@ -55,11 +65,17 @@ def contenders(
         devices: numbers of devices.
         strategies: additional strategies.
         available: number of devices; None if ranks can share a device, as on a CPU.
+        ways: names of the variants, some of `WAYS`.
+        accumulate: numbers of microbatches of a rank in a step, each a variant.
     """
+    # One microbatch per rank is the plain variant.
+    selected = {*ways, "ddp"} if "accumulate" in ways and 1 in accumulate else {*ways}
     result: list[Contender] = []
     absent: list[Absent] = []
     for number in sorted({1, *devices}):
-        for name, changes in _variants(number, strategies, recipe.microbatches):
+        for way, name, changes in _variants(number, strategies, recipe.microbatch_count, accumulate):
+            if way is not None and way not in selected:
+                continue
             if available is not None and number > available:
                 absent.append(Absent(name, number, f"this machine has {plural(available, 'device')}"))
                 continue
@@ -67,7 +83,7 @@ def contenders(
                 step = replace(recipe.step, **changes.pop("step", {}))
                 changed = replace(recipe, step=step, **changes)
                 processes = 1 if changed.strategy.name == "dp" else number
-                resolve_mesh(changed.strategy, processes, changed.microbatches)
+                resolve_mesh(changed.strategy, processes, changed.microbatch_count)
             except InputError as error:
                 absent.append(Absent(name, number, error.value))
             else:
@@ -76,25 +92,30 @@ def contenders(
 
 
 def _variants(
-    number: int, strategies: Sequence[StrategyConfig], microbatches: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield names and changed keys of the variants for a number of devices, the plain one first."""
+    number: int, strategies: Sequence[StrategyConfig], microbatches: int, accumulate: Sequence[int]
+) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
+    """Yield way, name and changed keys of the variants for a number of devices, the plain one first.
+
+    The baseline and the layouts have no way: they belong to every comparison.
+    """
     # One microbatch per rank is the cheapest step.
     plain = {"microbatches": number, "strategy": StrategyConfig()}
-    several = _MICROBATCHES_PER_RANK
     prefix = "" if number == 1 else "ddp, "
-    yield SINGLE if number == 1 else "ddp", {**plain}
-    yield f"{prefix}{microbatches} microbatches as in the recipe", {"strategy": StrategyConfig()}
-    yield f"{prefix}{several} microbatches a rank", {**plain, "microbatches": several * number}
-    yield f"{prefix}bf16", {**plain, "step": {"precision": "bf16"}}
-    yield f"{prefix}sync BN", {**plain, "step": {"batch_norm": "sync"}}
+    yield (None, SINGLE, {**plain}) if number == 1 else ("ddp", "ddp", {**plain})
+    yield "recipe", f"{prefix}{microbatches} microbatches as in the recipe", {"strategy": StrategyConfig()}
+    for several in dict.fromkeys(accumulate):
+        if several > 1:
+            name = f"{prefix}{several} microbatches a rank"
+            yield "accumulate", name, {**plain, "microbatches": several * number}
+    yield "bf16", f"{prefix}bf16", {**plain, "step": {"precision": "bf16"}}
+    yield "sync_bn", f"{prefix}sync BN", {**plain, "step": {"batch_norm": "sync"}}
     if number > 1:
-        yield "ddp, fast sum", {**plain, "step": {"reduction": "fast"}}
-        yield "ddp, fp16 compression", {**plain, "strategy": StrategyConfig(name="ddp", hook="fp16")}
-        yield "dp", {**plain, "strategy": StrategyConfig(name="dp", devices=number)}
+        yield "fast", "ddp, fast sum", {**plain, "step": {"reduction": "fast"}}
+        yield "compression", "ddp, fp16 compression", {**plain, "strategy": StrategyConfig(name="ddp", hook="fp16")}
+        yield "dp", "dp", {**plain, "strategy": StrategyConfig(name="dp", devices=number)}
         for strategy in strategies:
             sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
-            yield f"{strategy.name} ({sizes})" if sizes else strategy.name, {**plain, "strategy": strategy}
+            yield None, f"{strategy.name} ({sizes})" if sizes else strategy.name, {**plain, "strategy": strategy}
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,16 @@ class Trained:
     held: int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
     peak: int | None  # peak GPU memory in bytes, the largest of all ranks; None on a CPU
     steps_in_epoch: int
+    timing: Timing | None  # of the training steps after the first ones; None without evaluation
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Times of the baseline, for the estimate of the time of a comparison."""
+
+    step_seconds: float
+    steps_in_epoch: int
+    evaluation_batches: int
 
 
 @dataclass
@@ -132,40 +163,81 @@ class Plan:
 
 
 def compare(
-    contenders: Sequence[Contender], absent: Sequence[Absent], plan: Plan, report: Callable[[str], None]
+    contenders: Sequence[Contender],
+    absent: Sequence[Absent],
+    plan: Plan,
+    report: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
     """Train each variant once, then time all of them in turn; return the results as plain data.
 
     Every round contains all variants, those with equally many ranks in the same processes: a machine that becomes
-    slower affects all variants alike.
+    slower affects all variants alike. A request to stop ends the comparison with the results so far.
 
     Args:
         contenders: variants; the first is the baseline.
         absent: variants that cannot run.
         plan: rounds, steps and epochs.
         report: receives progress messages.
+        save: receives the results so far after each variant and each round.
 
     Raises:
         RankError: the first variant failed.
-        StoppedError: a stop was requested.
+        StoppedError: a stop was requested before the first result.
     """
+    estimate = _estimate(contenders, plan, report)
     rows: list[Row] = []
     failed: list[Absent] = []
-    for number, contender in enumerate(contenders, start=1):
-        devices = plural(contender.devices, "device")
-        report(f"training {contender.name} on {devices} ({number} of {len(contenders)})")
-        try:
-            trained = plan.run("train_contender", contender, plan.epochs, processes=contender.processes)
-        except RankError as error:
-            if not rows:
-                raise
-            failed.append(Absent(contender.name, contender.devices, str(error).splitlines()[0]))
-        else:
-            rows.append(Row(contender, trained))
-    for number in range(plan.rounds):
-        report(f"timing, round {number + 1} of {plan.rounds}")
-        _time_round(rows, plan, is_reversed=number % 2 == 1)
-    return comparison_data(plan, rows, [*absent, *failed])
+
+    def results(*, is_complete: bool) -> dict[str, Any]:
+        data = comparison_data(plan, rows, [*absent, *failed])
+        data |= {"estimated_seconds": estimate, "complete": is_complete}
+        save(data)
+        return data
+
+    try:
+        for number, contender in enumerate(contenders, start=1):
+            devices = plural(contender.devices, "device")
+            report(f"training {contender.name} on {devices} ({number} of {len(contenders)})")
+            try:
+                trained = plan.run("train_contender", contender, plan.epochs, processes=contender.processes)
+            except RankError as error:
+                if not rows:
+                    raise
+                failed.append(Absent(contender.name, contender.devices, str(error).splitlines()[0]))
+            else:
+                rows.append(Row(contender, trained))
+            results(is_complete=False)
+        for number in range(plan.rounds):
+            report(f"timing, round {number + 1} of {plan.rounds}")
+            _time_round(rows, plan, is_reversed=number % 2 == 1)
+            results(is_complete=number + 1 == plan.rounds)
+    except (StoppedError, KeyboardInterrupt):
+        if not rows:
+            raise
+        return results(is_complete=False)
+    return results(is_complete=True)
+
+
+def _estimate(contenders: Sequence[Contender], plan: Plan, report: Callable[[str], None]) -> float:
+    """Measure a few steps of the baseline, and report and return the approximate time of the comparison in seconds."""
+    began = time.monotonic()
+    probe: Probe = plan.run("probe_contender", contenders[0], processes=1)
+    start = max(0.0, time.monotonic() - began - 2 * PROBED_STEPS * probe.step_seconds)
+    # A step of any variant takes about as long as the baseline's: the work is the same.
+    training = (plan.epochs * probe.steps_in_epoch or 1) * probe.step_seconds
+    # A forward takes about a third of a step.
+    evaluation = probe.evaluation_batches * probe.step_seconds / 3 if plan.epochs else 0.0
+    trial = (plan.steps + PROBED_STEPS) * probe.step_seconds
+    launches = plan.rounds * len({contender.processes for contender in contenders})
+    seconds = launches * start + len(contenders) * (start + training + evaluation + plan.rounds * trial)
+    variants, trials = plural(len(contenders), "variant"), plural(plan.rounds, "trial")
+    epochs = f"{plural(plan.epochs, 'epoch')} of {plural(probe.steps_in_epoch, 'step')} and " if plan.epochs else ""
+    report(
+        f"about {format_duration(seconds)}: {variants}, each with {epochs}{trials} of {plural(plan.steps, 'step')}; "
+        "less with --epochs, --rounds, --devices or --ways; Ctrl-C keeps the results so far"
+    )
+    return seconds
 
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
@@ -178,34 +250,48 @@ def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
 
 def comparison_data(plan: Plan, rows: Sequence[Row], absent: Sequence[Absent]) -> dict[str, Any]:
     """Return the results of all variants, with speeds relative to the first."""
+    rounds = min(len(row.rounds) for row in rows)  # an interrupted round is left out
     return {
         "epochs": plan.epochs,
         "steps": plan.steps,
-        "ways": [_row_data(row, rows[0]) for row in rows],
+        "ways": [_row_data(row, rows[0], rounds) for row in rows],
         "not_run": [asdict(variant) for variant in absent],
     }
 
 
-def _row_data(row: Row, baseline: Row) -> dict[str, Any]:
+def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
     contender, trained = row.contender, row.trained
-    speeds = [timing.samples_per_second for timing in row.rounds]
-    pairs = zip(speeds, baseline.rounds, strict=True)
-    speed_up = Spread.of([speed / base.samples_per_second for speed, base in pairs])
-    return {
+    data: dict[str, Any] = {
         "name": contender.name,
         "devices": contender.devices,
         "processes": contender.processes,
         "microbatches": contender.recipe.microbatches,
-        "samples_per_second": asdict(Spread.of(speeds)),
-        "speed_up": asdict(speed_up),
-        "efficiency": speed_up.median / contender.devices,
-        "epoch_seconds": trained.steps_in_epoch * statistics.median(timing.step_seconds for timing in row.rounds),
-        "data_share": statistics.median(timing.data_share for timing in row.rounds),
+        **dict.fromkeys(("samples_per_second", "speed_up", "efficiency", "epoch_seconds", "data_share")),
         "memory_held_bytes": trained.held,
         "memory_peak_bytes": trained.peak,
         "evaluation": trained.evaluation,
-        "rounds": [asdict(timing) for timing in row.rounds],
+        "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
     }
+    timings, base = _timings(row, rounds), _timings(baseline, rounds)
+    if not timings or not base:
+        return data
+    speeds = [timing.samples_per_second for timing in timings]
+    pairs = zip(speeds, base, strict=True)
+    speed_up = Spread.of([speed / timing.samples_per_second for speed, timing in pairs])
+    return data | {
+        "samples_per_second": asdict(Spread.of(speeds)),
+        "speed_up": asdict(speed_up),
+        "efficiency": speed_up.median / contender.devices,
+        "epoch_seconds": trained.steps_in_epoch * statistics.median(timing.step_seconds for timing in timings),
+        "data_share": statistics.median(timing.data_share for timing in timings),
+    }
+
+
+def _timings(row: Row, rounds: int) -> list[Timing]:
+    """Return the trials of the complete rounds; before the first of them, the speed of the training."""
+    if rounds:
+        return row.rounds[:rounds]
+    return [row.trained.timing] if row.trained.timing is not None else []
 
 
 def show(data: dict[str, Any]) -> None:
@@ -215,7 +301,10 @@ def show(data: dict[str, Any]) -> None:
     width = console.measure(shown, options=console.options.update(width=_MAX_WIDTH)).maximum
     Console(width=max(console.width, width)).print(shown)
     rounds, metric = len(data["ways"][0]["rounds"]), first_metric(data["ways"])
-    print(f"\nspeed-up    relative to one device in the same round: median of {rounds} ± half the interquartile range")
+    of = f"in the same round: median of {rounds} ± half the interquartile range" if rounds else "while training"
+    print(f"\nspeed-up    relative to one device {of}")
+    if not data["complete"]:
+        print("stopped     before the end: these are the results so far")
     if metric is not None:
         print(f"{metric:<12}after {plural(data['epochs'], 'epoch')}")
     for absent in data["not_run"]:
@@ -232,7 +321,7 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row per variant."""
     metric = first_metric(ways)
     is_peak = any(way["memory_peak_bytes"] is not None for way in ways)
-    shows_waits = any(way["data_share"] > _LEAST_DATA_SHARE for way in ways)
+    shows_waits = any((way["data_share"] or 0) > _LEAST_DATA_SHARE for way in ways)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     last = None
     for way in ways:
@@ -240,14 +329,11 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": way["name"],
-            "samples/s": f"{way['samples_per_second']['median']:,.0f}",
-            "epoch": f"{way['epoch_seconds']:.3g} s",
-            "speed-up": Spread(**way["speed_up"]).format(".2f"),
-            "efficiency": f"{way['efficiency']:.0%}",
+            **_speed_cells(way),
             "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
         }
         if shows_waits:
-            cells["waits for data"] = f"{way['data_share']:.0%}"
+            cells["waits for data"] = f"{way['data_share'] or 0:.0%}"
         if metric is not None:
             cells[metric] = f"{way['evaluation'][metric]:{'.4f' if metric == 'loss' else '.2%'}}"
         if not shown.columns:
@@ -258,9 +344,22 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def _speed_cells(way: dict[str, Any]) -> dict[str, str]:
+    if way["speed_up"] is None:  # interrupted before a measurement
+        return dict.fromkeys(("samples/s", "epoch", "speed-up", "efficiency"), "-")
+    return {
+        "samples/s": f"{way['samples_per_second']['median']:,.0f}",
+        "epoch": f"{way['epoch_seconds']:.3g} s",
+        "speed-up": Spread(**way["speed_up"]).format(".2f"),
+        "efficiency": f"{way['efficiency']:.0%}",
+    }
+
+
 def draw(ways: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Write a PNG with a bar per variant: the speed-up, with the spread over rounds."""
     from matplotlib.figure import Figure
+
+    ways = [way for way in ways if way["speed_up"] is not None]
 
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(ways)), dpi=150, layout="constrained")
     axes = figure.subplots()

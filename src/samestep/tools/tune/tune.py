@@ -63,7 +63,7 @@ def check_memory(
                 raise
             return str(error).splitlines()[0]
 
-    microbatches, samples = recipe.microbatches, _largest_microbatch(recipe)
+    microbatches, samples = recipe.microbatch_count, _largest_microbatch(recipe)
     report(f"memory: a microbatch of {samples} samples")
     first = attempt(recipe)
     inspection = first if isinstance(first, Inspection) else None
@@ -108,7 +108,7 @@ def _is_out_of_memory(error: RankError, limit: int | None) -> bool:
 
 
 def _largest_microbatch(recipe: Recipe) -> int:
-    return -(-recipe.batch_size // recipe.microbatches)
+    return -(-recipe.batch_size // recipe.microbatch_count)
 
 
 @dataclass(frozen=True)
