@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ _TOKEN = "SAMESTEP_TOKEN"
 _LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
+FORK_SERVER = "SAMESTEP_FORK_SERVER"
+_SAFE_PATH, _OWN_SAFE_PATH = "PYTHONSAFEPATH", "samestep"
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
@@ -143,3 +147,34 @@ def silence_torch_warnings() -> None:
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set variables in this process."""
     os.environ.update(variables)
+
+
+@contextmanager
+def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for Python processes of the launcher that start inside the block.
+
+    The current folder is kept off their import path: a file random.py there would replace Python's module.
+    """
+    safe_path = {} if os.environ.get(_SAFE_PATH) else {_SAFE_PATH: _OWN_SAFE_PATH}
+    before = {name: os.environ.get(name) for name in (*variables, *safe_path)}
+    os.environ.update(variables)
+    os.environ.update(safe_path)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def enter_fork_server() -> int | None:
+    """In a new fork server, restore the import path of later subprocesses; return the number in FORK_SERVER.
+
+    In any other process the result is None.
+    """
+    if os.environ.get(_SAFE_PATH) == _OWN_SAFE_PATH:
+        del os.environ[_SAFE_PATH]
+    launcher, _, _ = os.environ.get(FORK_SERVER, "").partition("-")
+    return int(launcher) if launcher else None

@@ -1,15 +1,32 @@
-"""Signals that request the end of a run at the next step boundary."""
+"""Signals that request the end of a run at the next step boundary, and the signal at the end of the parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 
 # Terminals and batch systems send these to a whole process group to end it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 GROUP_SIGNALS = frozenset({signal.SIGINT, *STOP_SIGNALS})
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl(2)).
+
+    The signal also ends a process that is stopped, or in C code that holds the interpreter.
+
+    Args:
+        parent: process id of the parent. If it has ended already, this process is killed at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopRequest:

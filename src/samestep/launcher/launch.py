@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -25,10 +24,11 @@ from typing import Any
 
 from samestep.distributed.env import prepare_torch_environment
 from samestep.distributed.launcher_detection import free_loopback_socket
-from samestep.distributed.signals import GROUP_SIGNALS, STOP_SIGNALS, open_terminals, redirect_to_null
+from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure, RankError, StoppedError, first_cause
+from samestep.launcher.fork_server import SETUP, ForkServer, end_orphans, start_server
 from samestep.launcher.pickling import portable, unpack
 from samestep.launcher.watchdog import (
     COLLECTIVE_MARGIN_SECONDS,
@@ -39,12 +39,13 @@ from samestep.launcher.watchdog import (
     Watchdog,
     hang_failure,
 )
-from samestep.launcher.worker import WorkerSpec, run_rank
+from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
 __all__ = ["RankError", "StoppedError", "launch"]
 
 # torch._dynamo: every optimizer imports it on construction, which takes as long as torch itself.
 PRELOAD = (
+    SETUP,
     "torch",
     "torch._dynamo",
     "torch.nn.parallel",
@@ -56,6 +57,8 @@ _RANK_NAME = "samestep-rank-"
 # Time for the other ranks to report their failures after the first one, before they are killed.
 _SETTLE_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
+# Time after which running threads of a rank whose function has returned are reported.
+_THREADS_SECONDS = 3.0
 # Exit code that multiprocessing reports for a fork whose server is gone.
 _SERVER_GONE = 255
 
@@ -136,7 +139,8 @@ def run_workers(
         worker_group = WorkerGroup(status_board, launch_config)
         stack.enter_context(worker_group.signals())
         try:
-            start_server()
+            server = start_server()
+            stack.callback(_report_orphans, server)
             for rank in range(processes):
                 worker_spec = WorkerSpec(
                     rank=rank,
@@ -149,6 +153,7 @@ def run_workers(
                     stacks=stack.enter_context(closing(StackFile())),
                     environment=environment or {},
                     timeout=launch_config.hang_after + COLLECTIVE_MARGIN_SECONDS,
+                    server=server.pid,
                 )
                 worker_group.start(context, worker_spec)
             value = unpack(worker_group.wait_for_all())
@@ -177,21 +182,6 @@ def _require_valid(processes: int, config: LaunchConfig) -> None:
         )
 
 
-def start_server() -> None:
-    """Start the fork server if necessary, with group signals blocked.
-
-    Terminals send SIGINT to a whole process group, batch systems SIGTERM. The server must survive them, because the
-    ranks end with the server; and a new fork handles a pending SIGTERM once its handlers are installed.
-    """
-    # The server's start would start Python's resource tracker, which unblocks both signals again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @dataclass
 class _Worker:
     """One worker process, and its result once known."""
@@ -200,19 +190,23 @@ class _Worker:
     process: BaseProcess
     channel: Connection
     stacks: StackFile
-    result: bytes | Failure | None = None  # pickled result of the function, or the failure
+    result: RankResult | Failure | None = None
+    result_time: float = float("inf")
+    has_reported_threads: bool = False
 
     @property
     def is_running(self) -> bool:
         return self.process.exitcode is None
 
-    def receive(self) -> bytes | Failure | None:
+    def receive(self) -> RankResult | Failure | None:
         """Return the result that the worker has sent, if any."""
         try:
             result = self.channel.recv() if self.channel.poll() else None
         except EOFError:
             return None
-        assert result is None or isinstance(result, bytes | Failure)
+        assert result is None or isinstance(result, RankResult | Failure)
+        if result is not None:
+            self.result_time = time.monotonic()
         return result
 
 
@@ -235,7 +229,7 @@ class WorkerGroup:
         process = context.Process(target=run_rank, args=(worker_spec, send), name=f"{_RANK_NAME}{worker_spec.rank}")
         try:
             process.start()
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
             raise RankError(Failure.of_fork_server("while they were started")) from error
         finally:
             send.close()
@@ -303,8 +297,8 @@ class WorkerGroup:
         if failures:
             self._raise(first_cause(failures), failures)
         main = self._workers[0].result
-        assert isinstance(main, bytes)
-        return main
+        assert isinstance(main, RankResult)
+        return main.value
 
     def end(self) -> None:
         """Kill all running workers and collect the last results."""
@@ -361,14 +355,35 @@ class WorkerGroup:
             self._deadline = time.monotonic()
         elif message := self._watchdog.slow_rank(states):
             _report(message)
+        for worker in self._workers:
+            self._check_threads(worker)
+
+    def _check_threads(self, worker: _Worker) -> None:
+        """Report the threads of a rank whose function has returned; kill the rank after the time limit of hangs."""
+        if not isinstance(worker.result, RankResult) or not worker.result.threads or not worker.is_running:
+            return
+        seconds = time.monotonic() - worker.result_time
+        names = ", ".join(map(ascii, worker.result.threads))
+        if seconds >= self._config.hang_after:
+            worker.process.kill()
+            _report(f"ended rank {worker.rank}, which waited {seconds:.0f} s for its threads: {names}")
+        elif seconds >= _THREADS_SECONDS and not worker.has_reported_threads:
+            _report(f"the function of rank {worker.rank} has returned; the rank waits for its threads: {names}")
+            worker.has_reported_threads = True
 
     def _state(self, worker: _Worker) -> RankState:
         process_state = ""
         if worker.is_running:
             with suppress(OSError):  # a system without /proc, or a process that has just ended
                 process_state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return RankState(self._board.read(worker.rank), isinstance(worker.result, bytes), process_state)
+        return RankState(self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state)
 
 
 def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # in a user's process, whose standard error can be a closed pipe
+        print(line, file=sys.stderr, flush=True)
+
+
+def _report_orphans(server: ForkServer) -> None:
+    if message := end_orphans(server):
+        _report(message)
