@@ -5,6 +5,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a new run.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
+RESULTS ?= benchmarks/results
+STARTUP ?= --repeats 5
+STEP_TIME ?= --rounds 20
 # Two test files at a time: the ranks of a test spend much of the time in waits.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
@@ -49,8 +52,8 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 bench: .venv/.installed
-	$(PY) benchmarks/startup.py
-	$(PY) benchmarks/step_time.py
+	$(PY) benchmarks/startup.py --output $(RESULTS)/startup.json $(STARTUP)
+	$(PY) benchmarks/step_time.py --output $(RESULTS)/step_time.json $(STEP_TIME)
 
 # Keeps runs/ and .venv.
 clean:
@@ -65,11 +68,14 @@ clean:
 	$(PYTHON) -m venv .venv || { rm -f $@; exit 1; }
 
 # On Linux constraints.txt asks for torch's CPU build. Where no index that pip knows has it, the default
-# build of the same version is taken, and this says so.
+# build of the same version is taken, and this says so. The torchvision of the public index is built for CUDA and cannot
+# be imported next to the CPU build; the .pth file declares the missing operators in every program of .venv.
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
 	cp constraints.txt .venv/constraints.txt
 	$(PIP) install -q --no-deps -c .venv/constraints.txt torch || { \
 	  echo "note: pip found no CPU build of torch; taking the default build, which is larger" >&2; \
 	  sed 's/+cpu//' constraints.txt > .venv/constraints.txt; }
 	$(PIP) install -q -c .venv/constraints.txt -e '.[dev]'
+	echo 'import samestep.torchvision_import as fix; fix.install_import_hook()' \
+	  > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/samestep-torchvision.pth"
 	@touch $@

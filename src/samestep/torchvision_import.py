@@ -3,11 +3,22 @@
 The torchvision of the public package index is built for CUDA. With a CPU build of torch its compiled operators do not
 load, and its import fails while it registers shapes for two of them. Declaring these two is enough for models,
 transforms and datasets; the operators themselves (nms, image codecs) stay absent.
+
+In the development environment a `.pth` file calls `install_import_hook` at the start of Python, so that every program
+can import torchvision. Therefore functions import what the start of Python does not need.
 """
 
 from __future__ import annotations
 
-import torch
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+
+TYPE_CHECKING = False  # not from `typing`, which is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    import torch
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -21,9 +32,51 @@ def make_torchvision_importable() -> None:
 
     Does nothing if torchvision's own operators load.
     """
-    if _libraries or torch.version.cuda is not None:
+    import torch
+
+    if _libraries or torch.version.cuda is not None or _load_operators():
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema)
     _libraries.append(library)  # the declarations end with the object
+
+
+def _load_operators() -> bool:
+    """Load torchvision's compiled operators, as torchvision does; return whether they are present."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    import torch
+
+    spec = find_spec("torchvision")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for library in Path(folder).glob("_C*.so"):
+            try:
+                torch.ops.load_library(library)
+            except OSError:
+                continue  # built for CUDA
+            return True
+    return False
+
+
+def install_import_hook() -> None:
+    """Declare the missing operators at the first import of torchvision in this process."""
+    sys.meta_path.insert(0, _TorchvisionFinder)
+
+
+class _TorchvisionFinder:
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _TorchvisionLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _TorchvisionLoader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        make_torchvision_importable()
+        super().exec_module(module)
