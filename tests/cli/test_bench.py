@@ -1,13 +1,14 @@
 """Tests of `samestep bench`: all variants on all numbers of devices, relative to one device."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.system import answer, here, samestep
-from samestep.errors import EXIT_DONE, EXIT_INPUT
+from helpers.system import Running, answer, here, samestep
+from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
 SMALL = ("--rounds", 2, "--steps", 2, "--set", "batch_size=240")
 
@@ -19,7 +20,8 @@ def run_bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: obje
 
 @pytest.mark.slow
 def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("digits", "--devices", "2", "--layout", "fsdp", "--epochs", 1, "--out", "output", *SMALL)
+    options = ("--devices", "2", "--ways", "ddp,recipe,dp", "--layout", "fsdp", "--epochs", 1)
+    arguments = ("digits", *options, "--out", "output", *SMALL)
     result = run_bench(capsys, tmp_path, *arguments)
     variants = {(way["name"], way["devices"]): way for way in result["ways"]}
     assert variants["one device", 1]["speed_up"]["median"] == 1
@@ -52,6 +54,31 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     assert not list((tmp_path / result["folder"]).glob("*.png"))
 
 
+@pytest.mark.slow
+def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
+    options = ("--devices", 1, "--ways", "accumulate", "--accumulate", "2,5", "--epochs", 1, "--rounds", 200)
+    arguments = ("bench", "digits", *options, "--steps", 5, "--out", "output", "--set", "batch_size=240")
+    path = tmp_path / "output" / "bench.json"
+
+    def rounds() -> int:
+        return len(json.loads(path.read_text())["ways"][0]["rounds"]) if path.exists() else 0
+
+    with Running(*arguments, cwd=tmp_path) as running:
+        running.until(rounds, "a round")
+        running.kill_group(signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == EXIT_STOPPED, done.err
+    data = json.loads(path.read_text())
+    assert [way["name"] for way in data["ways"]] == ["one device", "2 microbatches a rank", "5 microbatches a rank"]
+    assert not data["complete"]
+    assert all(way["speed_up"]["median"] > 0 and way["evaluation"]["accuracy"] > 0 for way in data["ways"])
+    assert data["estimated_seconds"] > 0
+    assert "5 microbatches a rank" in done.out
+    assert (tmp_path / "output/bench.png").exists()
+    progress = done.err.splitlines()
+    assert next(line for line in progress if line.startswith("about ")) == progress[0], "the estimate comes first"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,6 +89,8 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
         (("--layout", "fdsp"), "'fdsp'"),
         (("--layout", "hsdp:sharp=2"), "sharp=2"),
         (("--set", "batch=3"), "batch"),
+        (("--ways", "ddp,sync-bn"), "did you mean sync_bn?"),
+        (("--accumulate", "0,2"), "--accumulate 0,2"),
     ],
 )
 def test_invalid_input_creates_no_files(

@@ -133,7 +133,7 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["train", "digits", "two"], []]
+    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["train", "digits", "b"], []]
 )
 def test_invalid_arguments_print_the_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -40,11 +40,10 @@ def input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 INPUT_ERRORS = {
-    "nothing": ((), "verify needs one recipe, or --script FILE"),
     "no recipe": (("digitz",), "did you mean digits?"),
-    "a recipe and arguments": (("digits", "more"), "verify needs one recipe, or --script FILE"),
-    "no script": (("--script", "gone.py"), "gone.py is not a file"),
-    "set of a script": (("--script", "idle.py", "--set", "a=1"), "--set with --script"),
+    "a recipe and arguments": (("digits", "--", "more"), "digits with arguments after --"),
+    "no script": (("gone.py",), "gone.py is not a file"),
+    "set of a script": (("idle.py", "--set", "a=1"), "--set with a script"),
     "processes": (("digits", "--processes", "1,two"), "--processes 1,two"),
     "no processes": (("digits", "--processes", "0"), "--processes 0"),
     "too many processes": (
@@ -65,9 +64,9 @@ INPUT_ERRORS = {
     "no patience": (("digits", "--patience", "-1"), "--patience -1"),
     "a file in the way": (("digits", "--out", "idle.py"), "idle.py cannot be created"),
     "a bad override": (("digits", "--set", "step.sed=1"), "did you mean step.seed?"),
-    "an idle script": (("--script", "idle.py", "--processes", "1,2"), "idle.py made no step with samestep.Engine"),
+    "an idle script": (("idle.py", "--processes", "1,2"), "idle.py made no step with samestep.Engine"),
     "a script that starts ranks": (
-        ("--script", EXAMPLES / "own_loop.py", "--processes", "1", "--", "3"),
+        (EXAMPLES / "own_loop.py", "--processes", "1", "--", "3"),
         "E_LAUNCH",
     ),
     "a missing folder": (
@@ -85,7 +84,7 @@ def test_invalid_input_is_an_error(input_error: InputErrorText, name: str) -> No
 
 def test_failed_script_is_reported_once_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISING)
-    done = samestep("verify", "--script", "raising.py", "--processes", "2,1", cwd=tmp_path)
+    done = samestep("verify", "raising.py", "--processes", "2,1", cwd=tmp_path)
     assert done.code == 1
     assert (
         len(re.findall(r"^error: rank \d failed.*: ArithmeticError: no such number \[E_\w+\]$", done.err, re.MULTILINE))
@@ -97,7 +96,7 @@ def test_failed_script_is_reported_once_and_leaves_no_files(tmp_path: Path) -> N
 
 def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
     script = PLANTED / "right_resume.py"
-    done = samestep("verify", "--script", script, "--processes", "2,1", "--steps", "2", "--", "{folder}", cwd=tmp_path)
+    done = samestep("verify", script, "--processes", "2,1", "--steps", "2", "--", "{folder}", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
     assert "holds: 2 runs computed the same, bit for bit" in done.out
     assert done.err.splitlines() == ["running right_resume.py on 2 processes", "running right_resume.py on 1 process"]
@@ -128,7 +127,7 @@ def test_files_in_the_folder_are_kept(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text("text")
     script = PLANTED / "right_loss_between_samples.py"
-    done = samestep("verify", "--script", script, "--processes", "1,2", "--out", "out", cwd=tmp_path)
+    done = samestep("verify", script, "--processes", "1,2", "--out", "out", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
     assert "note: the loss of a microbatch is neither the sum of its pieces" in done.out
     assert sorted(tree(tmp_path / "out")) == ["certificate.html", "certificate.json", "trials", "trials/notes.txt"]

@@ -68,7 +68,7 @@ def marked(names: Sequence[str]) -> list[Any]:
 def verify(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the certificate."""
     # Some scripts hang. They are small; the imports of a recipe take seconds on a busy machine.
-    patience = 10 if "--script" in arguments else 60
+    patience = 10 if str(arguments[0]).endswith(".py") else 60
     code = here("verify", "--json", "--out", folder, "--patience", patience, *arguments, cwd=FOLDER)
     certificate: dict[str, Any] = answer(capsys)
     return code, certificate
@@ -83,7 +83,7 @@ def test_every_script_is_listed() -> None:
 @pytest.mark.parametrize("name", marked(list(MISTAKES)))
 def test_cause_of_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
-    code, certificate = verify(capsys, tmp_path, "--script", f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
+    code, certificate = verify(capsys, tmp_path, f"wrong_{name}.py", "--processes", "1,2,4", *resumed)
     cause, text = MISTAKES[name]
     [finding] = certificate["findings"]
     assert finding["cause"] == cause
@@ -94,7 +94,7 @@ def test_cause_of_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize("name", marked(RIGHT))
 def test_correct_script_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
-    code, certificate = verify(capsys, tmp_path, "--script", f"right_{name}.py", "--processes", "1,3", *resumed)
+    code, certificate = verify(capsys, tmp_path, f"right_{name}.py", "--processes", "1,3", *resumed)
     assert (code, certificate["holds"], certificate["findings"]) == (EXIT_DONE, True, [])
     assert certificate["steps"]
     for run in certificate["comparisons"]:
@@ -120,7 +120,7 @@ def test_recipe_with_counted_weights_is_accepted(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_fast_reduction_allows_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, certificate = verify(
-        capsys, tmp_path, "--script", "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"
+        capsys, tmp_path, "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"
     )
     assert (code, certificate["holds"]) == (EXIT_DONE, True)
     assert 0 < float(certificate["comparisons"][0]["quantities"]["gradients"]) <= 1e-4
@@ -132,7 +132,6 @@ def test_mistake_is_not_accepted_as_rounding(capsys: pytest.CaptureFixture[str],
         code, certificate = verify(
             capsys,
             tmp_path,
-            "--script",
             f"wrong_{name}.py",
             "--processes",
             "1,2",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.checkpoint.files import replacing
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import PRELOAD, PRELOAD_EVALUATION, LaunchOptions, gpu_names
+from samestep.cli.launch_options import PRELOAD, LaunchOptions, gpu_names
 from samestep.cli.options import (
     add_machine_options,
     add_number,
@@ -20,6 +22,7 @@ from samestep.cli.options import (
     parse_integers,
     print_json,
     progress,
+    refuse_script,
     run_options,
 )
 from samestep.cli.recipe_options import (
@@ -30,9 +33,10 @@ from samestep.cli.recipe_options import (
     with_microbatches,
 )
 from samestep.config import Recipe, RunOptions
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.tools.bench import ACCUMULATE, WAYS
 from samestep.tools.tune.settings import PREFETCH, STEP_OPTIONS, WORKERS, TuneTarget, grid, machine_key, write_tuning
 from samestep.units import parse_bytes, plural
 
@@ -63,6 +67,20 @@ def add_bench(commands: Any) -> None:
     )
     text = "additional strategy, such as fsdp or hsdp:shard=2 (docs/guides/strategies/index.md); can be repeated"
     group.add_argument("--layout", action="append", default=[], metavar="NAME[:AXIS=N,...]", help=text)
+    group.add_argument(
+        "--ways",
+        type=_parse_ways,
+        default=",".join(WAYS),
+        metavar="NAME,...",
+        help="variants next to one device and the layouts (default %(default)s)",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=partial(parse_integers, "--accumulate"),
+        metavar="K,K,...",
+        help="microbatches of a rank in a step, each a variant with the same batch size (default "
+        f"{','.join(map(str, ACCUMULATE))})",
+    )
     text = "training epochs before the evaluation of each variant (default: the recipe's; 0: no evaluation)"
     add_number(group, "--epochs", zero=True, metavar="E", help=text)
     group = parser.add_argument_group("timing")
@@ -146,6 +164,16 @@ def add_tune(commands: Any) -> None:
     parser.set_defaults(run=_tune)
 
 
+def _parse_ways(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in WAYS:
+            close = get_close_matches(name.replace("-", "_").replace(" ", "_"), WAYS, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"--ways {WAYS[0]}"
+            raise InputError(f"--ways {text}: unknown {name!r}", f"some of {', '.join(WAYS)}", fix, code="E_VALUE")
+    return names
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     """Compare and print."""
     # Imported here: the other commands do not need these modules.
@@ -154,20 +182,34 @@ def _bench(arguments: argparse.Namespace) -> int:
     from samestep.tools.timing import describe_machine
 
     require_single_process("bench")
-    recipe = _load_recipe(arguments, arguments.overrides, PRELOAD_EVALUATION)
+    refuse_script(
+        arguments,
+        "bench",
+        f"samestep run --processes N {arguments.recipe}, for each number N; the script can measure its own steps",
+    )
+    recipe = _load_recipe(arguments, arguments.overrides, PRELOAD)
     strategies = [parse_strategy(text) for text in arguments.layout]
     if not arguments.no_picture:
         require_matplotlib("comparison")
-    gpus = [] if arguments.device == "cpu" else gpu_names(PRELOAD_EVALUATION)
-    variants, absent = contenders(recipe, arguments.devices, strategies, len(gpus) or None)
+    gpus = [] if arguments.device == "cpu" else gpu_names()
+    # `--accumulate` selects its variants also without their name.
+    ways = arguments.ways if arguments.accumulate is None else (*arguments.ways, "accumulate")
+    accumulate = arguments.accumulate or ACCUMULATE
+    variants, absent = contenders(
+        recipe, arguments.devices, strategies, len(gpus) or None, ways=ways, accumulate=accumulate
+    )
     epochs = recipe.epochs if arguments.epochs is None else arguments.epochs
-    plan = options_of(Plan, arguments, epochs=epochs, options=run_options(arguments), preload=PRELOAD_EVALUATION)
+    plan = options_of(Plan, arguments, epochs=epochs, options=run_options(arguments), preload=PRELOAD)
     stem = Path(arguments.recipe).stem
     with output_folder(arguments.out, f"bench-{stem}") as folder:
         machine = describe_machine(gpus)  # before the load of the comparison
-        compared = compare(variants, absent, plan, progress(arguments))
-        data = {"recipe": recipe_data(recipe), "machine": machine, **compared}
-        (folder / "bench.json").write_text(to_json(data), encoding="utf-8")
+        facts = {"recipe": recipe_data(recipe), "machine": machine}
+
+        def save(results: dict[str, Any]) -> None:
+            with replacing(folder / "bench.json") as temporary:
+                temporary.write_text(to_json({**facts, **results}), encoding="utf-8")
+
+        data = {**facts, **compare(variants, absent, plan, progress(arguments), save)}
         if not arguments.no_picture:
             draw(data["ways"], f"{stem} on {machine['device']}", folder / "bench.png")
     if arguments.json:
@@ -175,7 +217,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     else:
         show(data)
         print(f"written     {folder / 'bench.json'}{'' if arguments.no_picture else ', bench.png'}")
-    return EXIT_DONE
+    return EXIT_DONE if data["complete"] else EXIT_STOPPED
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -219,7 +261,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     from samestep.tools.tune.tune import draw, show, tune
 
     require_single_process("tune")
-    recipe = _load_recipe(arguments, all_overrides(arguments), PRELOAD_EVALUATION)
+    advice = "try samestep.loader(workers=N, prefetch=K) in the script, or tune a recipe with the same data"
+    refuse_script(arguments, "tune", advice)
+    recipe = _load_recipe(arguments, all_overrides(arguments), PRELOAD)
     launch = LaunchOptions.parse(arguments)
     config = _tune_config(arguments, launch)
     if ":" in launch.processes:
@@ -289,6 +333,6 @@ def _tune_config(arguments: argparse.Namespace, launch: LaunchOptions) -> TuneCo
         seconds=arguments.seconds,
         rounds=_ROUNDS,
         options=RunOptions(device=arguments.device, quiet=arguments.json),
-        preload=PRELOAD_EVALUATION,
+        preload=PRELOAD,
         environment=launch.environment,
     )

@@ -99,11 +99,49 @@ def add_number(
     group.add_argument(option, type=number(option, type=type, zero=zero), **texts)
 
 
-def add_recipe_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_recipe_argument(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and `--set`."""
-    recipes = f"{', '.join(shipped_recipes())}, or a YAML file"
-    parser.add_argument("recipe", nargs=None if required else "?", help=recipes)
+    parser.add_argument("recipe", help=f"{', '.join(shipped_recipes())}, or a YAML file")
     add_options(parser, "--set")
+
+
+def add_subject_argument(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe, `--set`, or a script, whose arguments after `--` become `script_arguments`."""
+    text = f"{', '.join(shipped_recipes())}, a YAML file; or a Python script, with its arguments after --"
+    parser.add_argument("recipe", metavar="SUBJECT", help=text)
+    add_options(parser, "--set")
+    parser.set_defaults(script_arguments=[])
+
+
+def script_of(arguments: argparse.Namespace) -> Path | None:
+    """Return the script of a command with `add_subject_argument`; None for a recipe.
+
+    Raises:
+        InputError: the script is missing, or an option of recipes is set.
+    """
+    path = Path(arguments.recipe)
+    if path.suffix != ".py":
+        if arguments.script_arguments:
+            value = f"{arguments.recipe} with arguments after --"
+            raise option_conflict(value, "arguments of a script", "leave the arguments out, or --set KEY=VALUE")
+        return None
+    for option in ("--set", "--strategy", "--mesh", "--per-device-batch-size", "--accumulate", "--checkpoint-every"):
+        name = "overrides" if option == "--set" else option.removeprefix("--").replace("-", "_")
+        if getattr(arguments, name, None):
+            raise option_conflict(f"{option} with a script", f"{option} with a recipe", "set the value in the script")
+    require_file(path)
+    return path
+
+
+def refuse_script(arguments: argparse.Namespace, command: str, fix: str) -> None:
+    """Raise an `InputError` if a command that needs a recipe received a script."""
+    if Path(arguments.recipe).suffix == ".py":
+        raise InputError(
+            f"samestep {command} {arguments.recipe} is a script",
+            expected=f"a recipe: samestep {command} changes settings that a script sets itself",
+            fix=fix,
+            code="E_SCRIPT",
+        )
 
 
 def add_run_argument(parser: argparse.ArgumentParser, *, checkpoint: str | None = None) -> None:

@@ -38,8 +38,17 @@ def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse
     Raises:
         InputError: an option is unknown. Other invalid arguments print the usage and end the process.
     """
+    # argparse would assign arguments after `--` to the recipe, or report them as unknown.
+    before, script_arguments = list(arguments), None
+    if "--" in before:
+        position = before.index("--")
+        before, script_arguments = before[:position], before[position + 1 :]
     try:
-        parsed, unknown = parser.parse_known_args(arguments)
+        parsed, unknown = parser.parse_known_args(before)
+        if script_arguments is not None and not hasattr(parsed, "script_arguments"):
+            parsed, unknown = parser.parse_known_args(arguments)
+        elif script_arguments is not None:
+            parsed.script_arguments = script_arguments
         names = [argument for argument in unknown if _NAME.match(argument)]
         if names:
             raise _unknown(names, arguments, parsed.command_parser)

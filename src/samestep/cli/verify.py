@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import PRELOAD_EVALUATION
+from samestep.cli.launch_options import PRELOAD
 from samestep.cli.options import (
     add_number,
     add_options,
-    add_recipe_argument,
+    add_subject_argument,
     option_conflict,
     output_folder,
     parse_integers,
     print_json,
     progress,
-    require_file,
+    script_of,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
 from samestep.config import Recipe, resolve_mesh
@@ -43,12 +43,10 @@ def add_verify(commands: Any) -> None:
         "script) on several numbers of processes, compare all results with those of the first number, and write a "
         "certificate. If results differ, find the cause by experiments.",
         epilog="examples: samestep verify digits --processes 1,2,3,4 --kill-at 2 --resume-on 3; "
-        "samestep verify --script train.py --processes 1,2 -- --epochs 1. "
+        "samestep verify train.py --processes 1,2 -- --epochs 1. "
         "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
     )
-    add_recipe_argument(parser, required=False)
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the script, after --")
-    parser.add_argument("--script", type=Path, help="a script instead of a recipe")
+    add_subject_argument(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument(
         "--processes",
@@ -95,7 +93,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             kill_at=arguments.kill_at,
             resume_on=arguments.resume_on,
             checks_additivity=not arguments.loss_of_microbatches,
-            preload=PRELOAD_EVALUATION,
+            preload=PRELOAD,
             progress=lambda text: report(f"running {subject.name} on {text}"),
         )
         write_certificate(data, folder)
@@ -109,20 +107,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    script: Path | None = arguments.script
+    script = script_of(arguments)
     if script is not None:
-        if arguments.overrides:
-            fix = "pass arguments to the script after --"
-            raise option_conflict("--set with --script", "--set with a recipe", fix)
-        require_file(script, "--script")
-        # argparse takes the first argument of the script for the recipe.
-        first = [arguments.recipe] if arguments.recipe is not None else []
-        return Subject(name=script.name, script=script, arguments=(*first, *arguments.arguments))
-    if arguments.recipe is None or arguments.arguments:
-        expected = "samestep verify RECIPE, or samestep verify --script FILE -- ARGUMENTS"
-        raise option_conflict("verify needs one recipe, or --script FILE", expected, "samestep verify digits")
+        return Subject(name=script.name, script=script, arguments=tuple(arguments.script_arguments))
     recipe = load_recipe(arguments.recipe, all_overrides(arguments))
-    recipe, text = with_microbatches(recipe, preload=PRELOAD_EVALUATION)
+    recipe, text = with_microbatches(recipe, preload=PRELOAD)
     if text is not None:
         progress(arguments)(text)
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)

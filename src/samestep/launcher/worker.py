@@ -150,7 +150,7 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_script(script: Path, arguments: tuple[str, ...], restarts: int, max_restarts: int) -> None:
+def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_restarts: int = 0) -> None:
     """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
 
     The script may call `samestep.start()`, or `torch.distributed.init_process_group()` as under torchrun, whose

@@ -21,14 +21,13 @@ from samestep.engine.batch_norm import norm_layers
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
 from samestep.recipes.builder import Built, build, start_world
-from samestep.tools.bench import Contender, Trained
+from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
 from samestep.tools.timing import Timing
 from samestep.tools.tune.search import SearchResult, search
 from samestep.tools.tune.settings import Setting
 from samestep.tools.tune.tune import Inspection
 from samestep.units import format_bytes
 
-_VARIANT_WARMUP = 3  # steps that allocate memory and select kernels
 _WARMUP = 2  # steps until workers and ranks run at the same speed
 _MAX_STEPS = 20
 _BATCHES = 2  # preloaded batches of trials that do not measure data loading
@@ -67,12 +66,26 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             torch.cuda.reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
         steps = epochs * len(built.train) or 1
-        if any(built.engine.step(batch).stop for batch in islice(built.train.endless(), steps)):
+        warmup = min(PROBED_STEPS, steps - 1)
+        try:
+            timed = _time_steps(built.engine, built.train.endless(), warmup=warmup, steps=steps - warmup)
+        except _StopRequested:
             return None
         memory = _held_bytes(built.engine), torch.cuda.max_memory_allocated(world.device) if is_gpu else 0
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
         held, peak = (max(column) for column in zip(*all_gather(memory, world), strict=True))
-        return Trained(values, held, peak if is_gpu else None, len(built.train))
+        return Trained(values, held, peak if is_gpu else None, len(built.train), timed.timing if epochs else None)
+
+
+def probe_contender(contender: Contender, options: RunOptions) -> Probe | None:
+    """Time a few steps of a variant; return None if a stop was requested."""
+    with start_world(contender.recipe, options) as world:
+        built = _build(contender, options, world)
+        try:
+            timed = _time_steps(built.engine, built.train.endless(), warmup=PROBED_STEPS, steps=PROBED_STEPS)
+        except _StopRequested:
+            return None
+        return Probe(timed.timing.step_seconds, len(built.train), len(built.evaluation))
 
 
 def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOptions) -> list[Timing] | None:
@@ -82,7 +95,7 @@ def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOpt
         with start_world(contender.recipe, options) as world:
             built = _build(contender, options, world)
             try:
-                timed = _time_steps(built.engine, built.train.endless(), warmup=_VARIANT_WARMUP, steps=steps)
+                timed = _time_steps(built.engine, built.train.endless(), warmup=PROBED_STEPS, steps=steps)
             except _StopRequested:
                 return None
             timings.append(timed.timing)

@@ -72,9 +72,20 @@ def test_recipe_with_fewer_microbatches_than_ranks_cannot_run_unchanged(recipe: 
     assert [variant.name for variant in absent] == ["ddp, 2 microbatches as in the recipe"]
 
 
+def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
+    layout = StrategyConfig(name="fsdp")
+    variants, _ = contenders(recipe, [2], [layout], None, ways=["bf16"])
+    assert (names(variants, 1), names(variants, 2)) == ([SINGLE, "bf16"], ["ddp, bf16", "fsdp"])
+    variants, absent = contenders(recipe, [2], [], None, ways=["accumulate"], accumulate=[1, 2, 5, 50])
+    assert names(variants, 2) == ["ddp", "ddp, 2 microbatches a rank", "ddp, 5 microbatches a rank"]
+    assert [variant.recipe.microbatches for variant in variants if variant.devices == 2] == [2, 4, 10]
+    assert {variant.recipe.batch_size for variant in variants} == {recipe.batch_size}
+    assert {(variant.name, variant.devices) for variant in absent} == {("ddp, 50 microbatches a rank", 2)}
+
+
 def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:
     contender = Contender(name, devices, devices, load_recipe("digits", []))
-    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 23)
+    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 23, Timing(0.1, 0.0, 10.0))
     return Row(contender, trained, [Timing(64 / speed, 0.01, speed) for speed in speeds])
 
 
@@ -90,6 +101,17 @@ def test_speed_up_is_computed_within_each_round() -> None:
     assert two["speed_up"]["median"] == pytest.approx(1.8)  # of 1.8, 2.0 and 1.7
     assert two["efficiency"] == pytest.approx(0.9)
     assert two["epoch_seconds"] == pytest.approx(23 * 64 / 180)
+
+
+def test_interrupted_round_is_left_out() -> None:
+    rows = [row(SINGLE, 1, [100.0, 50.0], 0.99), row("ddp", 2, [180.0], 0.98)]
+    plan = Plan(rounds=3, steps=5, epochs=2, options=RunOptions(), preload=())
+    ways = comparison_data(plan, rows, [])["ways"]
+    assert [len(way["rounds"]) for way in ways] == [1, 1]
+    assert ways[1]["speed_up"]["median"] == pytest.approx(1.8)
+    rows = [row(SINGLE, 1, [], 0.99), row("ddp", 2, [], 0.98)]
+    ways = comparison_data(plan, rows, [])["ways"]
+    assert [way["samples_per_second"]["median"] for way in ways] == [10.0, 10.0], "the speed of the training"
 
 
 def test_single_round_has_no_spread() -> None:

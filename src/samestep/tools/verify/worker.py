@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from samestep.engine.step_stats import StepResult
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.session import start
+from samestep.launcher.worker import run_script
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built, build
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
@@ -287,18 +287,12 @@ def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
 
 
 def _run_script(subject: Subject, trial: Trial, log: Path) -> None:
-    """Run the script as `python script.py arguments` does, with standard output in a file."""
+    """Run the script as `samestep run` does, with standard output in a file."""
     assert subject.script is not None
     scratch = str((trial.scratch or trial.folder / "scratch").resolve())
-    arguments = [argument.replace("{folder}", scratch) for argument in subject.arguments]
-    sys.argv = [str(subject.script), *arguments]
-    sys.path.insert(0, str(subject.script.parent.resolve()))
+    arguments = tuple(argument.replace("{folder}", scratch) for argument in subject.arguments)
     with log.open("a") as output, contextlib.redirect_stdout(output):
-        try:
-            runpy.run_path(str(subject.script), run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
+        run_script(subject.script, arguments)
 
 
 def _watch_progress(probe: Probe, patience: float) -> None:

@@ -1,0 +1,62 @@
+"""Scripts as subjects of `verify` and `profile`, with torchrun's variables as in `run`; other commands refuse them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.system import answer, here
+from samestep.errors import EXIT_DONE
+
+Refused = Callable[..., str]
+SCRIPT = """
+import os, sys
+import torch
+import samestep
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 6)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with samestep.start() as world:
+    expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+    assert sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
+    engine = samestep.Engine(model, optimizer, torch.nn.functional.cross_entropy, world=world)
+    batches = samestep.loader(data, batch_size=16, microbatches=4, world=world)
+    for _ in range(int(sys.argv[2])):
+        for batch in batches:
+            engine.step(batch)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_verify_runs_a_script_with_the_variables_of_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--processes", "1,2", "--steps", 3, "--json", "--out", "out")
+    assert here("verify", "train.py", *options, "--", "--epochs", 100, cwd=folder) == EXIT_DONE
+    certificate = answer(capsys)
+    assert (certificate["holds"], certificate["steps"]) == (True, [1, 2, 3])
+    assert certificate["arguments"] == ["--epochs", "100"]
+    assert json.loads((folder / "out" / "certificate.json").read_text(encoding="utf-8"))["holds"]
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_commands_that_change_a_recipe_refuse_a_script(refused: Refused, command: str) -> None:
+    assert "[E_SCRIPT]" in refused(command, "train.py")
+
+
+@pytest.mark.parametrize("command", ["verify"])
+def test_invalid_scripts_and_options_are_errors(refused: Refused, folder: Path, command: str) -> None:
+    assert "gone.py is not a file" in refused(command, "gone.py")
+    assert "--set with a script" in refused(command, "train.py", "--set", "epochs=1")
+    assert "--strategy with a script" in refused(command, "train.py", "--strategy", "dp")
+    assert "digits with arguments after --" in refused(command, "digits", "--", "--epochs", 1)
