@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from samestep.data.order import global_order
 from samestep.errors import DataError
+from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.splits import Splits, Task, top_classes
 
 _VALIDATION = 360  # one fifth
@@ -60,16 +61,8 @@ def digits_task(classes: Sequence[str]) -> Task:
     """Return the task that classifies an image of one digit, bright on a dark background."""
 
     def read(path: Path) -> torch.Tensor:
-        try:
-            with Image.open(path) as image:
-                pixels = torch.from_numpy(numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX)))
-        except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(
-                f"{path} cannot be read as an image: {error}",
-                expected="an image file",
-                fix="convert the file, or choose another one",
-                code="E_UNREADABLE",
-            ) from error
+        with file_errors(path, "an image"), open_image(path) as image:
+            pixels = torch.from_numpy(numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX)))
         return pixels[None].float() / 255
 
     return Task(

@@ -2,16 +2,17 @@
 
 A `.pdparams` file is a pickle: a program that names functions and calls them. The unpickler here resolves only the few
 names that arrays consist of, and maps each of them to a recorder of this module. The recorded values are validated
-before they become arrays, so neither Paddle nor NumPy receives unchecked bytes.
+before they become arrays, so neither Paddle nor NumPy receives unchecked bytes. Time and memory are limited by the size
+of the file: a pickle of a few bytes can ask for terabytes, or for a key whose hash takes years.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,10 @@ from samestep.errors import DataError
 # Paddle's additions to a state dict: its own names of the arrays, and parts of arrays above a gigabyte.
 _OWN_NAMES, _PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "f2", "f4", "f8")
+# Operations of one pickle; an array takes some 30, whatever its size.
+_MAX_OPERATIONS = 300_000
+_MAX_TUPLE = 8
+_SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
 _SAVE_AGAIN = "save the weights again: paddle.save(model.state_dict(), FILE)"
 
 # Paddle's names to timm's names, for both versions of PaddleViT: in `transformer.py` the class token and the position
@@ -107,7 +112,8 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """
     try:
         with file.open("rb") as stream:
-            content = _Unpickler(stream).load()
+            size = _require_stored(stream)
+            content = _Unpickler(stream, size).load()
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise exceptions of every type
@@ -125,7 +131,22 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
             "one array per name",
             "paddle.save(model.state_dict(), FILE, protocol=4)",
         )
-    return {name: _array(file, name, value) for name, value in content.items() if name != _OWN_NAMES}, left_out
+    arrays = {}
+    for name, value in content.items():
+        if name != _OWN_NAMES:
+            arrays[name] = _array(file, name, value)
+            size -= arrays[name].nbytes
+            if size < 0:
+                raise _error(f"{file} contains the same data several times", "arrays that the file contains once")
+    return arrays, left_out
+
+
+def _require_stored(stream: BinaryIO) -> int:
+    """Return the size of a file; raise `ValueError` if most of a large file is not stored."""
+    status = os.fstat(stream.fileno())
+    if status.st_size > _SPARSE_BYTES and status.st_blocks * 512 < status.st_size // 2:
+        raise ValueError("most of the file is not stored")
+    return status.st_size
 
 
 class _DType:
@@ -151,13 +172,45 @@ class _Array:
         _, self.shape, self.dtype, self.is_fortran, self.content = state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that raises an error for every name outside of `_allowed_names`."""
+class _Stream:
+    """File for the unpickler, which would allocate memory for any number of bytes that a pickle claims to have."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(stream, encoding="latin1")  # bytes that Python 2 wrote as text
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self._size = stream, size
+        self.readline = stream.readline
+
+    def read(self, count: int) -> bytes:
+        """Return `count` bytes."""
+        if count > self._size - self._stream.tell():
+            raise EOFError("the file ends early")
+        return self._stream.read(count)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Unpickler that raises an error for every name outside of `_allowed_names`, and for endless pickles.
+
+    The implementation in Python: the one in C allocates a table for the largest number of an object, without a limit.
+    """
+
+    stack: list[Any]  # operands of the base class since the last mark
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        super().__init__(_Stream(stream, size), encoding="latin1")  # bytes that Python 2 wrote as text
         self._file = stream.name
-        self._allowed = _allowed_names()
+        self._allowed = _allowed_names(size)
+        self._operations = 0
+
+    def _check(self, code: int) -> None:
+        """Before each operation: count it, and check new keys. The hash of a nested tuple takes exponential time."""
+        self._operations += 1
+        if self._operations > _MAX_OPERATIONS:
+            raise ValueError(f"more than {_MAX_OPERATIONS:,} operations")
+        if code in _SET_CODES:
+            raise ValueError("the file contains a set")
+        if code in _ITEMS_CODES:
+            keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
+            if not all(type(key) in (str, bytes, int) for key in keys):
+                raise ValueError("a key is neither text nor a number")
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of `module.name`."""
@@ -171,11 +224,26 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Refuse a reference to another file."""
-        raise _error(f"{self._file} refers to an external object, {pid!r}", "a file that contains all of its weights")
+        raise _error(f"{self._file} refers to an external object", "a file that contains all of its weights")
 
 
-def _allowed_names() -> dict[tuple[str, str], Any]:
-    """Return new replacements for one file; a pickle can set attributes of the classes that it resolves."""
+_SET_CODES = {code[0] for code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)}
+_ITEMS_CODES = {code[0] for code in (pickle.SETITEM, pickle.SETITEMS, pickle.DICT)}
+
+
+def _checked(code: int, load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        unpickler._check(code)
+        load(unpickler)
+
+    return checked
+
+
+_Unpickler.dispatch = {code: _checked(code, load) for code, load in pickle._Unpickler.dispatch.items()}
+
+
+def _allowed_names(size: int) -> dict[tuple[str, str], Any]:
+    """Return new replacements for one file of `size` bytes; a pickle can set attributes of the classes that it uses."""
     array = type("_Array", (_Array,), {})
     dtype = type("_DType", (_DType,), {})
 
@@ -190,23 +258,35 @@ def _allowed_names() -> dict[tuple[str, str], Any]:
     def scalar(kind: Any, content: Any = b"") -> Any:
         return from_buffer(content, kind, (), "C")
 
-    def encode(text: Any, encoding: Any = "latin1") -> bytes:
-        if encoding != "latin1":
-            raise ValueError(f"bytes in {encoding!r}")
+    remaining = size
+
+    def encode(text: str, encoding: Any = "latin1") -> bytes:
+        nonlocal remaining
+        remaining -= len(text)
+        if encoding != "latin1" or remaining < 0:
+            raise ValueError("bytes in another encoding, or the same bytes several times")
         return bytes(text, "latin1")
+
+    def short_tuple(values: Any) -> tuple[Any, ...]:
+        if len(values) > _MAX_TUPLE:
+            raise ValueError("a long tuple in place of a tensor")
+        return tuple(values)
 
     def empty_bytes() -> bytes:
         return b""
+
+    def empty_dict() -> dict[Any, Any]:
+        return {}
 
     allowed: dict[tuple[str, str], Any] = {
         ("numpy", "ndarray"): array,
         ("numpy", "dtype"): dtype,
         ("_codecs", "encode"): encode,  # bytes in protocol 2; empty bytes are a call of `bytes`
-        ("collections", "OrderedDict"): OrderedDict,
+        ("collections", "OrderedDict"): empty_dict,
     }
     for builtins in ("builtins", "__builtin__"):
         allowed[builtins, "bytes"] = empty_bytes
-        allowed[builtins, "tuple"] = tuple  # Paddle stores a tensor as tuple((name, array))
+        allowed[builtins, "tuple"] = short_tuple  # Paddle stores a tensor as tuple((name, array))
     for package in ("numpy.core", "numpy._core"):
         allowed[f"{package}.multiarray", "_reconstruct"] = reconstruct
         allowed[f"{package}.multiarray", "scalar"] = scalar
@@ -221,13 +301,14 @@ def _array(file: Path, name: Any, value: Any) -> NDArray[Any]:
     content = array.content.encode("latin1") if isinstance(array.content, str) else array.content
     dtype, shape = array.dtype, array.shape
     if not (dtype.is_plain and dtype.code in _DTYPES and dtype.order in ("<", ">", "=", "|")):
-        problem = f"{file}: {name} has elements of type {dtype.code!r}"
+        kind = dtype.code if isinstance(dtype.code, str) else type(dtype.code).__name__
+        problem = f"{file}: {name} has elements of type {kind!r}"
         raise _error(problem, f"one of the types {', '.join(_DTYPES)}", "save plain numbers")
     if dtype.code == "u2":
         problem = f"{file}: {name} contains 16-bit integers, the format in which Paddle saves bfloat16"
         raise _error(problem, "weights in float32 or float16", "model.float() before paddle.save")
     numpy_dtype = numpy.dtype(dtype.order + dtype.code)
-    is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+    is_shape = isinstance(shape, tuple) and all(type(size) is int and 0 <= size < 2**48 for size in shape)
     size = math.prod(shape) * numpy_dtype.itemsize if is_shape else -1
     if not isinstance(content, bytes | bytearray) or len(content) != size:
         raise _error(f"{file}: {name} is damaged", "as much data as its shape")

@@ -80,7 +80,7 @@ def test_missing_file_is_refused(path: str, tmp_path: Path) -> None:
 def test_disk_failure_is_a_run_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow's function for opening fails in place of a disk."""
 
-    def failing(*_: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(files.Image, "open", failing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -14,6 +15,9 @@ from PIL import Image, ImageOps
 from samestep.errors import DataError, RunError, SamestepError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+# Formats by content: Pillow starts another program for some others, whatever the name of the file.
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
+_MAX_PIXELS = 2**26  # 200 MB as RGB; a few bytes of a file can claim any size
 
 # Errors of the operating system with these numbers concern the file; all others concern the machine.
 _FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
@@ -33,10 +37,22 @@ def read_image(path: Path) -> Image.Image:
 
 def decode(source: Path | BytesIO, name: str) -> Image.Image:
     """Return the first image of `source`, called `name` in errors; see `read_image`."""
-    with file_errors(name, "an image"), Image.open(source) as image:
+    with file_errors(name, "an image"), open_image(source) as image:
+        return _to_rgb(image)
+
+
+@contextmanager
+def open_image(source: Path | BytesIO) -> Iterator[Image.Image]:
+    """Yield the first image of a file, in the orientation of its camera; invalid files raise exceptions of any type."""
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        image = Image.open(source, formats=_FORMATS)
+    with image:
+        width, height = image.size
+        if width * height > _MAX_PIXELS:
+            raise ValueError(f"the image has {width:,} x {height:,} pixels, more than {_MAX_PIXELS:,}")
         # Cameras store the orientation separately from the pixels.
         ImageOps.exif_transpose(image, in_place=True)
-        return _to_rgb(image)
+        yield image
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import numpy
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from samestep.errors import DataError
 from samestep.units import plural
-from samestep.zoo.images.files import file_errors
+from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.options import require_option, require_path
 from samestep.zoo.splits import train_validation_split
 
@@ -259,8 +259,7 @@ def read_mask(path: Path, code: MaskCode) -> ClassNumbers:
         DataError: the file is missing, damaged or no image, or has unknown values.
         RunError: the disk or the network failed.
     """
-    with file_errors(path, "a mask"), Image.open(path) as image:
-        ImageOps.exif_transpose(image, in_place=True)  # as for the image of the mask
+    with file_errors(path, "a mask"), open_image(path) as image:
         values = numpy.asarray(image.convert("RGB")) if code.has_colors else _integers(image)
     return code.numbers(values, str(path))
 

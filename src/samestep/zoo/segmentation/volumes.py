@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -20,7 +19,7 @@ from PIL import Image
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
-from samestep.zoo.options import import_optional, require_option
+from samestep.zoo.options import require_option
 from samestep.zoo.segmentation.masks import (
     IGNORED,
     ClassNumbers,
@@ -31,9 +30,8 @@ from samestep.zoo.segmentation.masks import (
     require_sides,
     split_pairs,
 )
+from samestep.zoo.segmentation.volume_files import VOLUME_SUFFIXES, read_array, read_array_shape
 from samestep.zoo.splits import Splits, Task
-
-VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy", ".npz")
 
 Voxels = NDArray[numpy.float32]
 Sample = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +44,7 @@ _FIX = "correct or remove the files and resume, or skip such samples: data.bad_s
 def read_volume(path: Path) -> Voxels:
     """Return the finite values `(D, H, W)` of a volume in the axis order of the file."""
     with file_errors(path, "a volume"):
-        values = _read_array(path).astype(numpy.float32)
+        values = read_array(path).astype(numpy.float32)
     count = values.size - int(numpy.isfinite(values).sum())
     if count:
         raise DataError(
@@ -58,7 +56,7 @@ def read_volume(path: Path) -> Voxels:
 def read_volume_mask(path: Path, code: MaskCode) -> ClassNumbers:
     """Return the class numbers `(D, H, W)` of a mask."""
     with file_errors(path, "a mask"):
-        values = _read_array(path)
+        values = read_array(path)
         integers = values.astype(numpy.int64)
         if not numpy.array_equal(integers, values):
             raise ValueError("some values are not integers")
@@ -79,40 +77,9 @@ def read_pair(pair: Pair, code: MaskCode) -> tuple[Voxels, ClassNumbers]:
 
 
 def read_shape(path: Path) -> tuple[int, ...]:
-    """Return the shape of a volume, from the header if the format allows."""
+    """Return the shape of a volume."""
     with file_errors(path, "a volume"):
-        image = _open_nifti(path)
-        return _require_3d(_read_array(path, is_mapped=True) if image is None else image)
-
-
-def _read_array(path: Path, *, is_mapped: bool = False) -> NDArray[Any]:
-    image = _open_nifti(path)
-    if image is not None:
-        values = numpy.asarray(image.dataobj)
-    else:
-        values = numpy.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
-        if isinstance(values, numpy.lib.npyio.NpzFile):
-            with values as arrays:
-                if len(arrays.files) != 1:
-                    raise ValueError(f"the file contains {len(arrays.files)} arrays instead of one")
-                values = arrays[arrays.files[0]]
-    if values.dtype.kind not in "buif":
-        raise ValueError(f"the values are of type {values.dtype} instead of numbers")
-    _require_3d(values)
-    return values
-
-
-def _open_nifti(path: Path) -> Any:
-    """Return the image of a NIfTI file, or None for other formats."""
-    is_nifti = path.name.lower().endswith((".nii", ".nii.gz"))
-    return import_optional("nibabel", str(path)).load(path) if is_nifti else None
-
-
-def _require_3d(volume: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = volume.shape
-    if len(shape) != 3 or 0 in shape:
-        raise ValueError(f"the shape is {shape}; volumes have three dimensions")
-    return shape
+        return read_array_shape(path)
 
 
 class Volumes:
