@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.distributed.disk import disk_operations
 from samestep.errors import SamestepError
 
 _HEARTBEAT_SECONDS = 1.0
@@ -37,7 +38,7 @@ class AsyncCheckpointWriter:
 
     Args:
         on_saved: called in the training thread for each complete checkpoint.
-        heartbeat: called in the training thread every second during a wait.
+        heartbeat: called in the training thread every second during a wait, as long as the disk answers.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class AsyncCheckpointWriter:
         if self._thread is None:
             return
         while self._thread.is_alive():
+            before = disk_operations.pending(self._thread.ident)
             self._thread.join(_HEARTBEAT_SECONDS)
-            self._heartbeat()
+            now = disk_operations.pending(self._thread.ident)
+            if now is None or now != before:  # otherwise one operation of the disk has no end
+                self._heartbeat()
         thread, self._thread = self._thread, None
         if thread.error is not None:
             raise thread.error

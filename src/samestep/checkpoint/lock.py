@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,12 @@ class FolderLock:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(
-                path, thread_local=False, is_singleton=True, fallback_to_soft=False, on_acquired=_write_holder
+                path,
+                mode=_mode(path.parent),
+                thread_local=False,
+                is_singleton=True,
+                fallback_to_soft=False,
+                on_acquired=_write_holder,
             )
             lock.acquire(timeout=timeout)
         except Timeout:
@@ -78,6 +84,15 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _mode(folder: Path) -> int:
+    """Return the mode of a lock file: only users who may write to the folder can open the file.
+
+    Any user who can open a file can lock it, and keep the owner of a run out.
+    """
+    writers = folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
 
 
 def _write_holder(descriptor: int) -> None:

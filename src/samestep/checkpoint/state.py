@@ -167,12 +167,16 @@ def _gathered(
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
-    """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` if names or shapes differ."""
+    """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` unless they fit."""
     parts = {name: parameters.local_part(name, tensor) for name, tensor in source.items()}
-    if {name: t.shape for name, t in target.items()} != {name: t.shape for name, t in parts.items()}:
+    if {name: _kind(tensor) for name, tensor in target.items()} != {name: _kind(part) for name, part in parts.items()}:
         raise ValueError("the weights belong to other parameters")
     for name, tensor in target.items():
         tensor.copy_(parts[name])
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _pack_model(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -213,11 +217,11 @@ def _load_model(
     for name, original in aliases.items():
         tensors[name] = tensors[original]
     expected = model.state_dict()
-    wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
+    wrong = [name for name in expected if name not in tensors or _kind(tensors[name]) != _kind(expected[name])]
     unknown = [name for name in tensors if name not in expected]
     if wrong or unknown:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
+            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape or type "
             f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
             expected="names and shapes of the model",
             fix="build the trained model, or load matching weights of another one with model.pretrained",

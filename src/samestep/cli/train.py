@@ -39,7 +39,7 @@ from samestep.cli.recipe_options import (
 )
 from samestep.config import LOGGERS, RunOptions
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, RunError, SamestepError
-from samestep.launcher.failure import RankError
+from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
@@ -228,6 +228,8 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
             options.launch, processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
         )
     except RankError as error:
+        if error.failure.code == E_DISK_HANG:
+            raise  # reading the folder could wait without end
         steps = CheckpointFolder(folder / "checkpoints").steps()
         hint = f"after the fix, resume after step {_step_of(steps[-1])} with: samestep resume {folder}" if steps else ""
         raise error.with_next_step(hint) from None

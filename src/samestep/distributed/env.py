@@ -169,12 +169,12 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def enter_fork_server() -> int | None:
+def enter_fork_server() -> int:
     """In a new fork server, restore the import path of later subprocesses; return the number in FORK_SERVER.
 
-    In any other process the result is None.
+    In any other process the result is 0.
     """
     if os.environ.get(_SAFE_PATH) == _OWN_SAFE_PATH:
         del os.environ[_SAFE_PATH]
     launcher, _, _ = os.environ.get(FORK_SERVER, "").partition("-")
-    return int(launcher) if launcher else None
+    return int(launcher or 0)

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from samestep.errors import InputError
@@ -20,10 +20,12 @@ Launcher = Literal["torchrun", "Slurm", "Open MPI"]
 
 # Set by torchrun, and by users who start ranks by hand.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Set by torchrun alone.
+_AGENT = "TORCHELASTIC_RUN_ID"
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 # All variables that this module reads, in the order of precedence.
 LAUNCH_VARIABLES = (
-    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", _AGENT, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID"),
     *("SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
     *(*_OPEN_MPI, "PMIX_NAMESPACE"),
@@ -36,6 +38,8 @@ FIRST_PORT, PORTS = 15000, 10000
 _HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]\s]+\])+")
 _RANGES = re.compile(r"\[([^\[\]]+)\]")
 _NUMBERS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
+_LOOPBACK = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
+_LOOPBACK_SECONDS = 2.0
 _variables_error = partial(InputError, code="E_LAUNCH_VARIABLES")
 
 
@@ -53,6 +57,7 @@ class Rendezvous:
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
     job: str = ""  # identifies this attempt of the job on its machine; empty if no variable does
     restarts: int = 0  # number of restarts according to the launcher
+    rank_variable: str | None = None  # variable of each rank that the launcher's process lacks; None if by hand
     why: str = ""  # the evidence, for messages
     also: tuple[str, ...] = ()  # other launchers with variables in the environment, and their evidence
 
@@ -115,6 +120,7 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
         port=_port(variables),
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
+        rank_variable=_AGENT if _AGENT in variables else None,
         why=f"RANK {rank} of WORLD_SIZE {size} are set, as torchrun does",
     )
 
@@ -141,6 +147,7 @@ def _slurm(variables: Variables) -> Rendezvous | None:
         port=None,
         job=f"slurm-{job}.{step}-{restarts}",
         restarts=restarts,
+        rank_variable="SLURM_PROCID",
         why=f"task {rank} of {size} in step {job}.{step}, which srun started",
     )
 
@@ -154,8 +161,9 @@ def _open_mpi(variables: Variables) -> Rendezvous | None:
         return None
     job = variables.get("PMIX_NAMESPACE", "")
     why = f"OMPI_COMM_WORLD_RANK {rank} of OMPI_COMM_WORLD_SIZE {size} are set, as mpirun does"
+    job = f"mpi-{job}" if job else ""
     return Rendezvous(
-        "Open MPI", rank, size, local_rank, local_size, None, None, job=f"mpi-{job}" if job else "", why=why
+        "Open MPI", rank, size, local_rank, local_size, None, None, job=job, rank_variable=_OPEN_MPI[0], why=why
     )
 
 
@@ -249,6 +257,32 @@ def _are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
+@cache
+def loopback_address() -> str:
+    """Return the address of the loopback interface: 127.0.0.1, or ::1 on a machine without IPv4.
+
+    Raises:
+        InputError: the interface is missing or down.
+    """
+    problem: OSError | None = None
+    for address, family in _LOOPBACK.items():
+        try:
+            with (
+                socket.create_server((address, 0), family=family) as listener,
+                socket.create_connection(listener.getsockname()[:2], timeout=_LOOPBACK_SECONDS),
+            ):
+                return address
+        except OSError as error:
+            problem = problem or error
+    raise InputError(
+        f"the loopback interface does not work: {problem}",
+        expected="ranks on one machine communicate by 127.0.0.1 or ::1",
+        fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
+        code="E_LOOPBACK",
+    )
+
+
 def free_loopback_socket() -> socket.socket:
     """Return a listening socket on a free port of the loopback interface."""
-    return socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = loopback_address()
+    return socket.create_server((address, 0), family=_LOOPBACK[address], backlog=128)

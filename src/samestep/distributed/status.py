@@ -26,6 +26,8 @@ _VERSION = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QdQdQq??H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
+# Precedes a disk operation in an activity.
+DISK_OPERATION = ", disk: "
 assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
 
 
@@ -75,6 +77,7 @@ class RankStatus:
         self._compute_began = time.monotonic()
         self._values = StatusSnapshot()
         self._waits: list[str] = []
+        self._disk_operation = ""
         self._wait_began = self._waited_seconds = 0.0
 
     @property
@@ -141,6 +144,11 @@ class RankStatus:
         """Record progress inside a long operation."""
         self._update()
 
+    def show_disk_operation(self, text: str) -> None:
+        """Record the disk operation in progress, such as `fsync of PATH`; empty without one."""
+        self._disk_operation = text
+        self._update()
+
     def checkpoint_saved(self) -> None:
         """Count a written checkpoint."""
         self._update(checkpoints=self._values.checkpoints + 1)
@@ -154,7 +162,9 @@ class RankStatus:
             if changes:
                 self._values = replace(self._values, **changes)
             values = self._values
-            text = ", waiting in ".join([values.activity, *self._waits[-1:]]).encode()[:_TEXT_BYTES]
+            activity = ", waiting in ".join([values.activity, *self._waits[-1:]])
+            disk = DISK_OPERATION + self._disk_operation if self._disk_operation else ""
+            text = f"{activity}{disk}".encode()[:_TEXT_BYTES]
             now = {**vars(values), "last_change": time.monotonic(), "is_waiting": bool(self._waits)}
             *numbers, _ = now.values()
             content = _NUMBERS.pack(*numbers, len(text)) + text

@@ -11,11 +11,12 @@ import fcntl
 import hashlib
 import os
 import re
+import socket
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -95,7 +96,7 @@ def _poll(is_done: Callable[[], bool], problem: Callable[[], str], timeout: time
     # No blocking read: Python would handle no signal meanwhile, and torch prints warnings when one ends without an
     # answer.
     began, limit = time.monotonic(), timeout.total_seconds()
-    while not is_done():
+    while not _answer(is_done, hint):
         waited = time.monotonic() - began
         if waited > limit:
             raise RunError(
@@ -105,6 +106,18 @@ def _poll(is_done: Callable[[], bool], problem: Callable[[], str], timeout: time
                 code="E_RENDEZVOUS",
             )
         time.sleep(min(max(waited / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS))
+
+
+def _answer(is_done: Callable[[], bool], hint: str) -> bool:
+    try:
+        return is_done()
+    except dist.DistError as error:
+        raise RunError(
+            f"the store of the job is gone: {str(error).splitlines()[0]}",
+            expected="rank 0, or the launcher, hosts the store until the job ends",
+            fix=hint,
+            code="E_LAUNCHER_GONE",
+        ) from error
 
 
 # Rank 0 of several ranks on one machine publishes the port of the store in a file. Rank 0 holds a lock on a valid file,
@@ -171,14 +184,31 @@ def _read_port(path: Path) -> int | None:
 
 
 def _port_file(job: str, folder: Path | None) -> Path:
-    folder = folder or Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    folders = [folder] if folder is not None else _private_folders()
+    private = next(filter(_is_private, folders), None)
+    if private is None:
         raise InputError(
-            f"{folder} is not a folder that only this user can enter",
+            f"{folders[0]} is not a folder that only this user can enter",
             expected="a private folder, in which ranks publish the port of the store",
-            fix=f"remove {folder}, or chmod 700 {folder}, or set MASTER_PORT to a free port",
+            fix=f"remove {folders[0]}, or chmod 700 {folders[0]}, or set MASTER_PORT to a free port",
             code="E_PORT_FOLDER",
         )
-    return folder / (re.sub(r"[^\w.-]", "_", job) + ".port")
+    return private / (re.sub(r"[^\w.-]", "_", job) + ".port")
+
+
+def _private_folders() -> list[Path]:
+    """Return the user's own folder for temporary files, and one that no other user can occupy."""
+    folders = [Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"]
+    with suppress(RuntimeError):  # a user without a home
+        folders.append(Path.home() / ".cache" / f"samestep-{socket.gethostname()}")
+    return folders
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether only this user can enter a folder, which is created if missing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError:  # such as a dangling link with this name
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077

@@ -33,11 +33,16 @@ _SIGNAL_FIXES = {
 }
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
+_OUT_OF_SHARED_MEMORY = re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE)
+_SHARED_MEMORY_FIX = "docker run --shm-size=8g or --ipc=host; or --workers 0, which needs no shared memory"
 _CODE = re.compile(r" \[E_\w+\]$")
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Limit of a complete text, which is sent to the launcher and written to a log.
 _MAX_TEXT = 5_000_000
+
+
+E_DISK_HANG = "E_DISK_HANG"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class Failure:
         text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
         if is_memory:
             text += f"\n  fix:      {_MEMORY_FIX}"
+        elif _OUT_OF_SHARED_MEMORY.search(message):
+            text += f"\n  fix:      {_SHARED_MEMORY_FIX}"
         return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity, is_out_of_memory=is_memory)
 
     @classmethod
@@ -117,9 +124,19 @@ class Failure:
         return cls(0, when, text, EXIT_FAILED, by_signal=signal.SIGKILL, activity=activity, code="E_FORK_SERVER")
 
     @classmethod
-    def of_hang(cls, rank: int, text: str, activity: str) -> Failure:
+    def of_hang(cls, rank: int, text: str, activity: str, code: str = "E_HANG") -> Failure:
         """Return the failure for a rank that the others wait for."""
-        return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", activity=activity, code="E_HANG")
+        return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", activity=activity, code=code)
+
+    @classmethod
+    def of_unkillable(cls, rank: int, process: int | None, activity: str) -> Failure:
+        """Return the failure for a killed process that the kernel does not end."""
+        text = (
+            f"error: rank {rank}, process {process}, was killed{_spaced(activity)} and does not end [{E_DISK_HANG}]\n"
+            "  fix:      check the disk, the network file system or the driver for which the kernel waits"
+        )
+        when = time.monotonic()
+        return cls(rank, when, text, EXIT_FAILED, True, by_signal=signal.SIGKILL, activity=activity, code=E_DISK_HANG)
 
     def reported(self, log_dir: Path | None) -> Failure:
         """Return the failure with a bounded text; a longer text is appended to the rank's log in `log_dir`, if any."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from samestep.distributed.env import enter_fork_server
 from samestep.distributed.signals import die_with_parent
 
-_launcher = enter_fork_server()
-if _launcher is not None:
-    sys.path.append("")  # modules that the user wants to preload; last, so that no file there replaces a module
-    if _launcher:
-        die_with_parent(_launcher)
+if launcher := enter_fork_server():
+    die_with_parent(launcher)

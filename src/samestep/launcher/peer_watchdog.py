@@ -13,20 +13,22 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from samestep.distributed.status import RankStatus, StatusSnapshot
-from samestep.errors import EXIT_FAILED
-from samestep.launcher.job import Job, report_failure, wait_for_keys
-from samestep.launcher.watchdog import Hang, RankState, Watchdog, hang_failure
+from samestep.errors import EXIT_FAILED, bounded
+from samestep.launcher.job import Job, accepts_connections, report_failure, wait_for_keys
+from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
 
 _MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
 _SILENT_INTERVALS = 4
 _TIMEOUT_SECONDS = 1.0
+_STORE_GONE_SECONDS = 5.0
 _HANG = "hang"
 
 
@@ -64,7 +66,7 @@ class PeerWatchdog:
         self._watchdog = Watchdog(hang_after)
         self._peers: dict[int, _Peer] = {}
         self._beats = 0
-        self._last_answer = time.monotonic()
+        self._answers = 0
         self._main_thread = threading.get_ident()
         self._closed = threading.Event()
         self._is_ending = threading.Event()
@@ -96,9 +98,33 @@ class PeerWatchdog:
                 self._send_status()
                 self._check_progress()
         except dist.DistError:
-            if self._is_ending.is_set():
+            if self._is_ending.is_set() or self._is_abandoned():
                 exit_process(EXIT_FAILED)
-            return  # the host of the store is gone: the main thread fails too, or _watch_store ends the process
+
+    def _is_abandoned(self) -> bool:
+        """After the loss of the store: return whether the main thread, which fails with its own report, is stuck."""
+        if self._closed.wait(_STORE_GONE_SECONDS) or accepts_connections(*self._job.address):
+            return False
+        if self._job.rank == self._reporter:
+            address, port = self._job.address
+            text = (
+                f"error: {self._store_host} has ended, and with it the store of the job at {address}:{port}; this rank "
+                f"ends {self._rank_status.activity} [E_LAUNCHER_GONE]\n"
+                f"  expected: {self._store_host} runs until all ranks have ended\n"
+                f"  fix:      read the output of {self._store_host}, and start the same command again"
+            )
+            with suppress(OSError, ValueError):  # the reader of standard error may be gone, too
+                print(bounded(text), file=sys.stderr, flush=True)
+        return True
+
+    @property
+    def _store_host(self) -> str:
+        return "the launcher" if self._job.launcher_has_store else "rank 0"
+
+    @property
+    def _reporter(self) -> int:
+        """Rank that reports the loss of the store, without which ranks cannot agree on one."""
+        return 0 if self._job.launcher_has_store else 1
 
     def _send_status(self) -> None:
         self._beats += 1
@@ -106,7 +132,7 @@ class PeerWatchdog:
 
     def _check_progress(self) -> None:
         states = self._read_states()
-        self._last_answer = time.monotonic()
+        self._answers += 1
         seconds = self._watchdog.hang_seconds(states)
         if seconds or self._store.check([_HANG]):
             self._end(states, seconds or self._hang_after)
@@ -132,7 +158,7 @@ class PeerWatchdog:
         failure = hang_failure(Hang(seconds, self._hang_after, states, stacks))
         is_first, code = report_failure(self._job, failure)
         if is_first:
-            print(failure.text, file=sys.stderr, flush=True)
+            print(failure.reported(None).text, file=sys.stderr, flush=True)
         exit_process(code)
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
@@ -144,18 +170,18 @@ class PeerWatchdog:
 
     def _watch_store(self) -> None:
         """End this process if this rank makes no progress and the store does not answer."""
+        timer = ProgressTimer(self._hang_after)
         while not self._closed.wait(self._interval):
-            status, now = self._rank_status.snapshot, time.monotonic()
-            seconds = now - max(self._last_answer, status.last_change)
+            status = self._rank_status.snapshot
+            seconds = timer.seconds_without_change((self._answers, status.last_change))
             if seconds >= self._hang_after:
-                # Ranks cannot agree on a reporter without the store, whose host is stuck.
-                if self._job.rank == (0 if self._job.launcher_has_store else 1):
-                    print(self._store_report(seconds, status), file=sys.stderr, flush=True)
+                if self._job.rank == self._reporter:
+                    print(bounded(self._store_report(seconds, status)), file=sys.stderr, flush=True)
                 exit_process(EXIT_FAILED)
 
     def _store_report(self, seconds: float, status: StatusSnapshot) -> str:
         address, port = self._job.address
-        host = "the launcher" if self._job.launcher_has_store else "rank 0"
+        host = self._store_host
         frames = "".join(f"    {frame}\n" for frame in _stack(self._main_thread)[-10:])
         return (
             f"error: {host} hangs: the store of the job, at {address}:{port}, has not answered for {seconds:.1f} s "

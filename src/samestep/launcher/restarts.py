@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from samestep.errors import EXIT_FAILED, InputError
-from samestep.launcher.failure import RankError
+from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.units import plural
 
 # Failures that recur because the same state produces them again.
@@ -38,6 +38,7 @@ class RestartPolicy:
         is_lost = failure.by_signal is not None or failure.kind == "hang"
         is_repeated = not is_lost and self._last == (failure.kind, step)
         is_permanent = failure.exit_code != EXIT_FAILED or failure.kind in _PERMANENT or is_repeated
+        is_permanent = is_permanent or failure.code == E_DISK_HANG
         if is_permanent or self._done >= self._limit:
             return None
         self._last = (failure.kind, step)

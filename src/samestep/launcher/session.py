@@ -18,16 +18,18 @@ import torch.distributed as dist
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import first_gpu_index
+from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_detection import Rendezvous, loopback_address
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.store import job_prefix, wait_for_ranks
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
-from samestep.launcher.job import LOOPBACK, TIMEOUT, Job, host_store, join_job, process_state
+from samestep.launcher.job import TIMEOUT, Job, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
+from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 
 if TYPE_CHECKING:
@@ -115,6 +117,8 @@ def _init_process_group(
     rank_status: RankStatus,
 ) -> tuple[dist.Store, timedelta, PeerWatchdog | None]:
     """Create the process group; return this world's store, the time limit of collectives and the peer watchdog."""
+    disk_operations.rank_status = rank_status
+    use_short_temporary_folder()
     rank, size, _ = _ranks(worker, rendezvous)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
@@ -222,7 +226,7 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         rank, size, hint = worker.rank, worker.size, "read the output of the missing ranks"
         store = process_state.hosted_store
         if store is None:
-            store = dist.TCPStore(LOOPBACK, worker.port, size, False, timeout, wait_for_workers=False)
+            store = dist.TCPStore(loopback_address(), worker.port, size, False, timeout, wait_for_workers=False)
         store = dist.PrefixStore(job_prefix(read_environment().token), store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint

@@ -9,23 +9,33 @@ import signal
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any, TypeVar
 
-from samestep.distributed.status import StatusSnapshot, odd_ranks, ranks_text, unnamed_file
-from samestep.launcher.failure import Failure
+from samestep.distributed.status import DISK_OPERATION, StatusSnapshot, odd_ranks, ranks_text, unnamed_file
+from samestep.launcher.failure import E_DISK_HANG, Failure
 
 HANG_AFTER = 600.0
-# Extra time limit of collectives, so that the watchdog reports a hang first.
-COLLECTIVE_MARGIN_SECONDS = 60.0
+# Extra time limit of collectives, so that the watchdog reports a hang first: a week, because the clock of collectives
+# continues while a job is frozen.
+COLLECTIVE_MARGIN_SECONDS = 7 * 86400.0
 
 # A rank is slow if its seconds per microbatch exceed this multiple of the median in two consecutive intervals.
 _SLOW_FACTOR = 1.5
 _SLOW_INTERVAL_SECONDS = 5.0
 # Minimum difference in seconds per microbatch; smaller ones are noise.
 _SLOW_MARGIN_SECONDS = 0.005
+# Longer intervals between two checks of a watchdog mean that the watchdog itself was stopped.
+_MAX_INTERVAL_SECONDS = 10.0
 _SHOWN_FRAMES = 10
+# Letters of proc(5).
+_PROCESS_STATES = {
+    "T": "stopped by a signal (SIGSTOP, a debugger)",
+    "D": "waits in the kernel, which no signal ends: for a disk, a network file system or a driver",
+}
 _WAITING = ", waiting in "
 _TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 
@@ -35,6 +45,9 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 # Frames down to the launched function or script belong to the launcher.
 _LAUNCHER_FRAME = re.compile(r"launcher.worker\.py:\d+ (_call|run_script)$")
+# A loader worker is a fork of its rank, so its stack begins with frames of the rank.
+_LOADER_FRAME = re.compile(r"torch.utils.data._utils.worker\.py:\d+ _worker_loop$")
+_IDLE_FRAME = re.compile(r"multiprocessing.queues\.py:\d+ get$")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,6 +62,11 @@ class RankState:
     process_state: str = ""
     is_silent: bool = False  # the rank sends no status
 
+    @property
+    def disk_operation(self) -> str:
+        """Disk operation in progress, such as `fsync of PATH`; empty without one."""
+        return self.status.activity.partition(DISK_OPERATION)[2]
+
 
 @dataclass(frozen=True)
 class Hang:
@@ -58,15 +76,20 @@ class Hang:
     hang_after: float  # limit of that time, in seconds
     states: Mapping[int, RankState]  # of all ranks
     stacks: Mapping[int, Sequence[str]]  # Python frames, outermost first; empty for a rank that does not answer
+    # Frames of a busy loader worker of a rank; empty for a rank without one.
+    loader_stacks: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     @property
     def culprits(self) -> list[int]:
         """Ranks that the others wait for; empty if undecidable.
 
-        In order of precedence: ranks that have ended while others run, stopped or silent ranks, ranks that do not wait,
-        ranks that wait in another operation than the majority, ranks with fewer operations.
+        In order of precedence: ranks in a disk operation, ranks that have ended while others run, stopped or silent
+        ranks, ranks that do not wait, ranks that wait in another operation than the majority, ranks with fewer
+        operations.
         """
         states = self.states
+        if waiting_for_disk := [rank for rank, state in states.items() if state.disk_operation]:
+            return waiting_for_disk
         ended = [rank for rank, state in states.items() if state.has_ended or state.status.is_finished]
         stopped = [rank for rank, state in states.items() if state.process_state == "T" or state.is_silent]
         busy = [rank for rank in states if not self._is_waiting(rank)]
@@ -82,11 +105,34 @@ class Hang:
         return self.states[rank].status.is_waiting or any(_TORCH_DISTRIBUTED in frame for frame in frames)
 
 
+class ProgressTimer:
+    """Seconds without a change of a value, as observed by a watchdog that reads the value in short intervals.
+
+    A job that is stopped or frozen (SIGSTOP, `docker pause`, `scontrol suspend`) stops its watchdog too. The pause
+    counts as one short interval.
+    """
+
+    def __init__(self, hang_after: float) -> None:
+        self._max_interval = max(1.0, min(hang_after / 4, _MAX_INTERVAL_SECONDS))
+        self._last, self._seconds = time.monotonic(), 0.0
+        self._value: object = None
+
+    def seconds_without_change(self, value: object) -> float:
+        """Return the observed seconds since the value has become `value`."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, self._max_interval)
+        self._last = now
+        if value != self._value:
+            self._value, self._seconds = value, 0.0
+        return self._seconds
+
+
 class Watchdog:
     """Periodic check of the ranks of one launch; `hang_after` seconds without progress of any rank are a hang."""
 
     def __init__(self, hang_after: float) -> None:
         self._hang_after = hang_after
+        self._timer = ProgressTimer(hang_after)
         self._base: dict[int, StatusSnapshot] = {}
         self._base_time = time.monotonic()
         self._suspect: int | None = None
@@ -101,7 +147,7 @@ class Watchdog:
         watched = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
         if not any(status.operations for status in watched):
             return None
-        seconds = time.monotonic() - max(status.last_change for status in watched)
+        seconds = self._timer.seconds_without_change(max(status.last_change for status in watched))
         return seconds if seconds >= self._hang_after else None
 
     def slow_rank(self, states: Mapping[int, RankState]) -> str | None:
@@ -138,15 +184,18 @@ class Watchdog:
 def hang_text(hang: Hang) -> str:
     """Return the report on a hang: the activity and the Python stack of each rank."""
     culprits = hang.culprits
+    if culprits and hang.states[culprits[0]].disk_operation:
+        return _disk_text(hang)
     subject = ranks_text(culprits) if culprits else "the ranks"
     verb = "hangs" if len(culprits) == 1 else "hang"
     lines = [f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"]
     activities = {rank: _activity(state) for rank, state in hang.states.items()}
     lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
-    stacks = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in hang.stacks.items()}
-    for frames, ranks in _grouped(stacks, culprits).items():
-        lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
-        lines += [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
+    for owner, stacks in (("", hang.stacks), ("a loader worker of ", hang.loader_stacks)):
+        shown = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in stacks.items() if frames or not owner}
+        for frames, ranks in _grouped(shown, culprits).items():
+            lines.append(f"  stack of {owner}{ranks_text(ranks)}, innermost last:")
+            lines += [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
     lines += [
         f"  expected: every rank completes a step within {hang.hang_after:g} s (--hang-after)",
         f"  fix:      look at the innermost frames of {subject}; for slow steps set a longer limit: --hang-after, "
@@ -155,10 +204,27 @@ def hang_text(hang: Hang) -> str:
     return "\n".join(lines)
 
 
+def _disk_text(hang: Hang) -> str:
+    """Return the report on a disk that does not answer."""
+    culprits = hang.culprits
+    operation = hang.states[culprits[0]].disk_operation
+    lines = [f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"]
+    activities = {rank: _activity(state) for rank, state in hang.states.items()}
+    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
+    return "\n".join(
+        [
+            *lines,
+            f"  expected: every operation of the disk ends within {hang.hang_after:g} s (--hang-after)",
+            "  fix:      check the disk or network file system of this path; then resume from the newest checkpoint",
+        ]
+    )
+
+
 def hang_failure(hang: Hang) -> Failure:
     """Return the failure of the first rank that the others wait for; of rank 0 if undecidable."""
     culprit = next(iter(hang.culprits), 0)
-    return Failure.of_hang(culprit, hang_text(hang), hang.states[culprit].status.activity)
+    code = E_DISK_HANG if hang.states[culprit].disk_operation else "E_HANG"
+    return Failure.of_hang(culprit, hang_text(hang), hang.states[culprit].status.activity, code)
 
 
 def _activity(state: RankState) -> str:
@@ -167,7 +233,8 @@ def _activity(state: RankState) -> str:
         return f"has ended, {text}"
     if state.is_silent:
         return f"{text}; no status since then: the process may be stopped, or its machine lost"
-    return f"{text}; stopped by a signal (SIGSTOP, a debugger)" if state.process_state == "T" else text
+    kernel = _PROCESS_STATES.get(state.process_state)
+    return f"{text}; {kernel}" if kernel is not None else text
 
 
 def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
@@ -210,6 +277,17 @@ class StackFile:
                 return parse_stack(text)
         return []
 
+    def request_loader_worker(self, rank_pid: int) -> list[str]:
+        """In the launcher: return the frames of a loader worker of a rank that does not wait for a request, if any."""
+        for pid in _forks(rank_pid):
+            frames = self.request(pid)
+            if not frames:
+                return []  # each worker without an answer costs a second
+            start = next((index for index, frame in enumerate(frames) if _LOADER_FRAME.search(frame)), None)
+            if start is not None and not any(map(_IDLE_FRAME.search, frames[start + 1 : start + 2])):
+                return frames[start + 1 :]
+        return []
+
     def crash(self) -> list[str]:
         """In the launcher: return the frames written at a fatal signal, outermost first."""
         return parse_stack(self._read(0))
@@ -240,6 +318,30 @@ def parse_stack(text: str) -> list[str]:
     frames = next((frames for is_current, frames in threads if is_current), last)[::-1]
     launcher = [index for index, frame in enumerate(frames) if _LAUNCHER_FRAME.search(frame)]
     return frames[launcher[-1] + 1 :] if launcher else frames
+
+
+def waits_for_loader(frames: Sequence[str]) -> bool:
+    """Whether the frames of a rank are those of a wait for its loader workers."""
+    return any("dataloader.py:" in frame for frame in frames)
+
+
+def _forks(pid: int) -> list[int]:
+    """Return the children of a process that handle the stack signal, as forks of a rank do; none without /proc.
+
+    The signal would end any other program that the rank has started.
+    """
+    children: list[int] = []
+    with suppress(OSError):
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, path.read_text().split())
+    return [child for child in children if _handles_stack_signal(child)]
+
+
+def _handles_stack_signal(pid: int) -> bool:
+    with suppress(OSError):
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(fields["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1)
+    return False
 
 
 def _received(handle: Any) -> StackFile:

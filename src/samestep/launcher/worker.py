@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +87,7 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_spec.stacks.install()
+    _name_process(worker_spec.rank, worker_spec.size)
     if worker_spec.log is not None:
         _redirect_output(worker_spec.log)
     # A rank that waits for the reader of its output must continue before it counts as hung.
@@ -109,6 +111,17 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         worker.kill()
     threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     channel.send(RankResult(packed, tuple(thread.name for thread in threads if not thread.daemon)))
+
+
+def _name_process(rank: int, size: int) -> None:
+    """Show the rank in lists of processes: by `ps -e` and `top`, and with setproctitle by `ps aux` and `nvidia-smi`."""
+    if find_spec("setproctitle") is not None:
+        set_environment({"SPT_NOENV": "1"})  # otherwise a long title overwrites the environment in /proc
+        import setproctitle
+
+        setproctitle.setproctitle(f"samestep rank {rank} of {size}")
+    with suppress(OSError):  # systems without /proc
+        Path("/proc/self/comm").write_text(f"samestep-{rank}", encoding="ascii")
 
 
 def _call(worker_spec: WorkerSpec) -> Any:

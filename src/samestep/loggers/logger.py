@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from samestep.distributed.disk import disk_operations
 from samestep.errors import InputError, RunError
 from samestep.units import plural
 
@@ -140,9 +141,10 @@ class JsonlLogger(Logger):
         self.log_event({"event": "metrics", "step": step, "values": values})
 
     def log_event(self, event: Event) -> None:
-        if self._file is None:
-            self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
+        with disk_operations.run("write", self._path):
+            if self._file is None:
+                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+            self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
 
     def close(self) -> None:
         if self._file is not None:

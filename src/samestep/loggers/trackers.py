@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import read_wandb_mode
 from samestep.loggers.logger import MetricLogger, require_package, write_errors
 
@@ -28,12 +29,14 @@ class TensorBoardLogger(MetricLogger):
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._open().add_scalar(name, value, step)
+        with disk_operations.run("write", self._path):
+            for name, value in values.items():
+                self._open().add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with disk_operations.run("write", self._path):
+                self._writer.close()
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:

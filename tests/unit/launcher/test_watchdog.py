@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -25,7 +25,6 @@ def states(*statuses: StatusSnapshot) -> dict[int, RankState]:
 
 
 def culprits(ranks: dict[int, RankState], stacks: dict[int, list[str]] | None = None) -> list[int]:
-    assert Watchdog(10).hang_seconds(ranks)
     return Hang(12, 10, ranks, stacks or {}).culprits
 
 
@@ -71,13 +70,44 @@ def test_rank_in_a_collective_of_the_user_is_waiting() -> None:
     assert culprits(states(BEHIND, BEHIND, ahead, BEHIND), stacks) == [2]
 
 
-def test_progress_of_one_rank_is_no_hang() -> None:
-    assert Watchdog(10).hang_seconds(states(WAITING, replace(COMPUTING, last_change=time.monotonic()))) is None
+def hang_seconds(
+    monkeypatch: pytest.MonkeyPatch, checks: list[float], ranks: Callable[[float], dict[int, RankState]]
+) -> list[float | None]:
+    """Return the results of a watchdog with a limit of 10 s that checks at these times."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog, results = Watchdog(10), []
+    for now in checks:
+        results.append(watchdog.hang_seconds(ranks(now)))
+    return results
+
+
+def test_no_progress_of_any_rank_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_second = [float(second) for second in range(14)]
+    results = hang_seconds(monkeypatch, every_second, lambda now: states(WAITING, COMPUTING))
+    assert results == [None] * 10 + [10, 11, 12, 13]
+
+
+def test_progress_of_one_rank_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_second = [float(second) for second in range(30)]
+    results = hang_seconds(monkeypatch, every_second, lambda now: states(WAITING, replace(COMPUTING, last_change=now)))
+    assert results == [None] * 30
+
+
+def test_pause_of_the_watchdog_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = hang_seconds(monkeypatch, [0, 1, 2, 1000, 1001, 1002, 1500], lambda now: states(WAITING, COMPUTING))
+    assert results == [None] * 7
+    seconds = [float(second) for second in (0, 1, 500, *range(501, 512))]
+    results = hang_seconds(monkeypatch, seconds, lambda now: states(WAITING, COMPUTING))
+    assert results[-5:] == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
 @pytest.mark.parametrize("status", [StatusSnapshot(), replace(WAITING, is_finished=True)])
-def test_ranks_are_not_watched_before_start_and_after_end(status: StatusSnapshot) -> None:
-    assert Watchdog(10).hang_seconds(states(status, status)) is None
+def test_ranks_are_not_watched_before_start_and_after_end(
+    monkeypatch: pytest.MonkeyPatch, status: StatusSnapshot
+) -> None:
+    every_second = [float(second) for second in range(20)]
+    assert hang_seconds(monkeypatch, every_second, lambda now: states(status, status)) == [None] * 20
 
 
 def test_report_has_the_culprit_first_and_each_stack_once() -> None:

@@ -1,0 +1,85 @@
+"""Requirements of ranks that this machine must meet, checked before a process starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import tempfile
+from contextlib import suppress
+from multiprocessing import util
+
+from samestep.distributed.resources import read_processors
+from samestep.errors import InputError
+
+# More ranks on one processor are a mistake in the command.
+_MAX_RANKS_PER_PROCESSOR = 64
+# unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
+_SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 34
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def require_machine(processes: int) -> None:
+    """Require that `processes` ranks can start on this machine, and raise the limit of open files if necessary.
+
+    Raises:
+        InputError: there are too many ranks, too few open files are allowed, or no folder can hold a socket.
+    """
+    _require_processors(processes)
+    _require_open_files(processes)
+    use_short_temporary_folder()
+
+
+def _require_processors(processes: int) -> None:
+    processors = read_processors().usable
+    limit = _MAX_RANKS_PER_PROCESSOR * processors
+    if processes > limit:
+        raise InputError(
+            f"{processes} ranks on a machine with {processors} usable processors",
+            expected=f"at most {limit} ranks here, {_MAX_RANKS_PER_PROCESSOR} per processor",
+            fix=f"--processes {processors}",
+            code="E_MACHINE",
+        )
+
+
+def _require_open_files(processes: int) -> None:
+    needed = 48 + 4 * processes  # the launcher needs three per rank, a rank 32 and 4 per rank
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(
+            f"a process may open {hard} files here (ulimit -n)",
+            expected=f"at least {needed} open files per process for {processes} ranks",
+            fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
+            code="E_MACHINE",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def use_short_temporary_folder() -> None:
+    """Let `multiprocessing` create its sockets in another folder if the path of the temporary folder is too long.
+
+    Child processes inherit the choice, loader workers too.
+
+    Raises:
+        InputError: no folder with a short path is writable.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    folder = tempfile.gettempdir()
+    if config.get("tempdir") is not None or len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES:
+        return
+    for parent in _SHORT_FOLDERS:
+        with suppress(OSError):
+            path = tempfile.mkdtemp(prefix="samestep-", dir=parent)
+            # As `multiprocessing.util.get_temp_dir` does: after everything else.
+            util.Finalize(None, shutil.rmtree, args=(path, True), exitpriority=-100)
+            config["tempdir"] = path
+            return
+    raise InputError(
+        f"the temporary folder {folder} has a path of {len(os.fsencode(folder))} bytes",
+        expected=f"at most {_SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES} bytes: the kernel limits the paths of sockets",
+        fix="TMPDIR=/tmp",
+        code="E_MACHINE",
+    )

@@ -1,0 +1,278 @@
+"""Worker processes of one launch: signals, watchdog, results, and the first cause of failures."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
+from samestep.distributed.status import StatusBoard
+from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
+from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_failure, waits_for_loader
+from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
+
+RANK_NAME = "samestep-rank-"
+# Time for the other ranks to report their failures after the first one, before they are killed.
+_SETTLE_SECONDS = 1.0
+_CHECK_SECONDS = 0.5
+# Time for killed processes to end; a process that waits for a disk may never end.
+_KILL_SECONDS = 4.0
+# Time after which running threads of a rank whose function has returned are reported.
+_THREADS_SECONDS = 3.0
+# Exit code that multiprocessing reports for a fork whose server is gone.
+_SERVER_GONE = 255
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Options of a launch."""
+
+    hang_after: float  # seconds without progress of any rank after which the run is ended
+    grace: float | None = None  # seconds that ranks have to end after a request; None without a limit
+    stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
+    log_dir: Path | None = None  # folder for output of ranks other than 0, and for failures that are consequences
+
+
+@dataclass
+class _Worker:
+    """One worker process, and its result once known."""
+
+    rank: int
+    process: BaseProcess
+    channel: Connection
+    stacks: StackFile
+    result: RankResult | Failure | None = None
+    result_time: float = float("inf")
+    has_reported_threads: bool = False
+    is_abandoned: bool = False  # the kernel does not end the killed process
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_abandoned and self.process.exitcode is None
+
+    def receive(self) -> RankResult | Failure | None:
+        """Return the result that the worker has sent, if any."""
+        try:
+            result = self.channel.recv() if self.channel.poll() else None
+        except EOFError:
+            return None
+        assert result is None or isinstance(result, RankResult | Failure)
+        if result is not None:
+            self.result_time = time.monotonic()
+        return result
+
+
+class WorkerGroup:
+    """All worker processes of one launch."""
+
+    def __init__(self, status_board: StatusBoard, config: LaunchConfig) -> None:
+        self._board, self._config = status_board, config
+        self._workers: list[_Worker] = []
+        self._watchdog = Watchdog(config.hang_after)
+        self._stop_requests = 0  # number of requests to end the run
+        self.stop_signal: int | None = None  # signal of the first request, if a signal made it
+        self._deadline = float("inf")  # time at which running workers are killed
+        self._exceeds_grace = False
+        self._exit_began: float | None = None  # since then all running ranks have returned, and cannot exit
+        self._terminals = open_terminals()
+
+    def start(self, context: ForkServerContext, worker_spec: WorkerSpec) -> None:
+        """Start one worker. If the fork server is gone, the error is a `RankError`."""
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(worker_spec, send), name=f"{RANK_NAME}{worker_spec.rank}")
+        try:
+            process.start()
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            raise RankError(Failure.of_fork_server("while they were started")) from error
+        finally:
+            send.close()
+        self._workers.append(_Worker(worker_spec.rank, process, receive, worker_spec.stacks))
+        if self._stop_requests:
+            self._forward_stop()
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Forward stop signals to the workers for the duration of the block. Does nothing outside the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        stops = (signal.SIGINT, *STOP_SIGNALS) if is_main else ()
+        numbers = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requests += 1
+        self.stop_signal = self.stop_signal or number
+        if number == signal.SIGHUP:
+            redirect_to_null(self._terminals)
+        if self._stop_requests > 1 and number == signal.SIGINT:
+            self.kill()
+            return
+        self._forward_stop()
+        if self._config.grace is not None and self._deadline == float("inf"):
+            self._deadline, self._exceeds_grace = time.monotonic() + self._config.grace, True
+        if number == signal.SIGINT:
+            report_line("\nstopping after this step; press Ctrl-C again to stop at once")
+
+    def _forward_stop(self) -> None:
+        for worker in self._workers:
+            if worker.is_running and isinstance(worker.result, RankResult):
+                worker.process.kill()  # the function has returned: threads of the user keep the process alive
+            elif worker.is_running:
+                worker.process.terminate()
+
+    def kill(self) -> None:
+        """Kill all running workers."""
+        self._deadline = min(self._deadline, time.monotonic() + _KILL_SECONDS)
+        for worker in self._workers:
+            if worker.is_running:
+                worker.process.kill()
+
+    def wait_for_all(self) -> bytes:
+        """Wait until every worker has ended, and return rank 0's result; raise `RankError` or `StoppedError`."""
+        next_check = time.monotonic()
+        while running := [worker for worker in self._workers if worker.is_running]:
+            now = time.monotonic()
+            if now >= self._deadline:
+                break
+            sentinels = [worker.process.sentinel for worker in running]
+            channels = [worker.channel for worker in running if worker.result is None]
+            wait([*sentinels, *channels], timeout=max(0.0, min(self._deadline - now, next_check - now)))
+            if self._collect_results():
+                self._deadline, self._exceeds_grace = min(self._deadline, time.monotonic() + _SETTLE_SECONDS), False
+            elif time.monotonic() >= next_check:
+                self._check_progress()
+                next_check = time.monotonic() + _CHECK_SECONDS
+        self.end()
+        failures = [worker.result for worker in self._workers if isinstance(worker.result, Failure)]
+        if failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers):
+            self._raise(Failure.of_fork_server(failures[0].activity), failures)
+        if failures:
+            self._raise(first_cause(failures), failures)
+        main = self._workers[0].result
+        assert isinstance(main, RankResult)
+        return main.value
+
+    def end(self) -> None:
+        """Kill all running workers and collect the last results."""
+        self.kill()
+        deadline = time.monotonic() + _KILL_SECONDS
+        for worker in self._workers:
+            if worker.is_running:
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.result is None:
+                worker.result = worker.receive()
+            if worker.is_running:
+                self._abandon(worker)
+            if worker.result is None:
+                worker.result = replace(self._exit_failure(worker), is_consequence=True)
+
+    def _abandon(self, worker: _Worker) -> None:
+        """Leave a process that the kernel does not end before its disk or driver answers."""
+        worker.is_abandoned = True
+        children = getattr(multiprocessing.process, "_children")  # noqa: B009 (typeshed lacks the name)
+        children.discard(worker.process)  # otherwise the exit of this process would wait for the child
+        if worker.result is None:
+            activity = self._board.read(worker.rank).activity
+            worker.result = Failure.of_unkillable(worker.rank, worker.process.pid, activity)
+
+    def _raise(self, cause: Failure, failures: list[Failure]) -> None:
+        if self._stop_requests and cause.by_signal is not None and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL):
+            late = f" within the grace time of {self._config.grace:g} s" if self._exceeds_grace else ""
+            raise StoppedError(
+                f"stopped before the end of a step{late}", fix="resume from the newest checkpoint, if any"
+            )
+        log_dir = self._config.log_dir
+        if any(failure.code == E_DISK_HANG for failure in failures):
+            log_dir = None  # this process must not wait for the disk
+        for failure in failures:
+            if failure is not cause:
+                failure.append_to_log(log_dir)
+        statuses = [self._board.read(worker.rank) for worker in self._workers]
+        raise RankError(cause.reported(log_dir), max(status.steps for status in statuses), statuses[0].checkpoints)
+
+    def _collect_results(self) -> bool:
+        """Collect results and exits; return whether a worker has failed."""
+        for worker in self._workers:
+            if worker.result is None:
+                has_ended = not worker.is_running  # before the read: a result sent last is in the channel by then
+                worker.result = worker.receive()
+                if worker.result is None and has_ended:
+                    worker.result = self._exit_failure(worker)
+        return any(isinstance(worker.result, Failure) for worker in self._workers)
+
+    def _exit_failure(self, worker: _Worker) -> Failure:
+        activity, _, _ = self._board.read(worker.rank).activity.partition(", waiting in ")
+        return Failure.of_exit(worker.rank, worker.process.exitcode or 0, activity, worker.stacks.crash())
+
+    def _check_progress(self) -> None:
+        states = {worker.rank: self._state(worker) for worker in self._workers}
+        if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._stop_requests:
+            self._stop_requests = 1
+            self._forward_stop()
+        if seconds := self._watchdog.hang_seconds(states):
+            running = [(worker, pid) for worker in self._workers if worker.is_running and (pid := worker.process.pid)]
+            stacks = {worker.rank: worker.stacks.request(pid) for worker, pid in running}
+            loader_stacks = {
+                worker.rank: worker.stacks.request_loader_worker(pid)
+                for worker, pid in running
+                if waits_for_loader(stacks[worker.rank])
+            }
+            failure = hang_failure(Hang(seconds, self._config.hang_after, states, stacks, loader_stacks))
+            self._workers[failure.rank].result = failure
+            self._deadline = time.monotonic()
+        elif message := self._watchdog.slow_rank(states):
+            report_line(message)
+        self._end_stuck_exits(states)
+        for worker in self._workers:
+            self._check_threads(worker)
+
+    def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
+        """End the wait for ranks that have returned and whose threads wait for a disk, such as those of monitors."""
+        running = [states[worker.rank] for worker in self._workers if worker.is_running]
+        if not running or not all(state.has_ended and state.process_state in ("D", "Z") for state in running):
+            self._exit_began = None
+        elif self._exit_began is None:
+            self._exit_began = time.monotonic()
+        elif time.monotonic() - self._exit_began > _KILL_SECONDS:
+            self._deadline = time.monotonic()
+
+    def _check_threads(self, worker: _Worker) -> None:
+        """Report the threads of a rank whose function has returned; kill the rank after the time limit of hangs."""
+        if not isinstance(worker.result, RankResult) or not worker.result.threads or not worker.is_running:
+            return
+        seconds = time.monotonic() - worker.result_time
+        names = ", ".join(map(ascii, worker.result.threads))
+        if seconds >= self._config.hang_after:
+            worker.process.kill()
+            report_line(f"ended rank {worker.rank}, which waited {seconds:.0f} s for its threads: {names}")
+        elif seconds >= _THREADS_SECONDS and not worker.has_reported_threads:
+            report_line(f"the function of rank {worker.rank} has returned; the rank waits for its threads: {names}")
+            worker.has_reported_threads = True
+
+    def _state(self, worker: _Worker) -> RankState:
+        process_state = ""
+        if worker.is_running:
+            with suppress(OSError):  # a system without /proc, or a process that has just ended
+                process_state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return RankState(self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state)
+
+
+def report_line(line: str) -> None:
+    """Print a line on standard error."""
+    with suppress(OSError):  # in a user's process, whose standard error can be a closed pipe
+        print(line, file=sys.stderr, flush=True)
