@@ -11,8 +11,8 @@ from hypothesis import settings
 
 import samestep
 from helpers.leaks import leaks_since, snapshot
-from samestep.cli.launch_options import PRELOAD_EVALUATION
-from samestep.distributed.env import prepare_torch_environment
+from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
+from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
 from samestep.launcher.launch import PRELOAD, start_server
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
@@ -24,10 +24,11 @@ settings.load_profile("samestep")
 def torch_environment() -> None:
     """Set once what the first launch would set anyway, and start the server of which ranks are forks.
 
-    It imports beside the first tests, and what evaluations need too: else each rank would, when it comes to that.
+    It imports beside the first tests, and what recipes need too: else each rank would.
     """
     prepare_torch_environment(loopback=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_EVALUATION])
+    silence_torch_warnings()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_RECIPES])
     start_server()
 
 

@@ -24,7 +24,7 @@ def train(output: Path, dropout: float, reduction: Reduction) -> None:
                 result = engine.step(batch)
 
         held_out_batches = samestep.loader(held_out, batch_size=task.BATCH_SIZE, microbatches=8, world=world)
-        values = engine.evaluate(held_out_batches, build_metrics(("accuracy",), task.CLASSES, world.device))
+        values = engine.evaluate(held_out_batches, build_metrics(("accuracy",), task.CLASSES))
         if world.is_main:
             samples, accuracy = int(values["samples"]), values["accuracy"]
             task.report(output, model, processes=world.size, steps=result.step, samples=samples, accuracy=accuracy)

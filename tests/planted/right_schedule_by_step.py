@@ -10,5 +10,7 @@ with samestep.start() as world:
     optimizer = sgd(model)
     batches = batches_of(world, Points())
     schedule = CosineAnnealingLR(optimizer, T_max=2 * len(batches))
-    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule)
+    engine = samestep.Engine(
+        model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule, scheduler_interval="step"
+    )
     fit(engine, batches)

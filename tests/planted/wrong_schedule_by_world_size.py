@@ -9,5 +9,7 @@ with samestep.start() as world:
     model = seeded(Net)
     optimizer = sgd(model)
     schedule = StepLR(optimizer, step_size=max(1, 4 // world.size), gamma=0.5)
-    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule)
+    engine = samestep.Engine(
+        model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule, scheduler_interval="step"
+    )
     fit(engine, batches_of(world, Points()))

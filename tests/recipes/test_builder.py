@@ -110,7 +110,7 @@ def test_digits_are_moved_by_no_more_than_asked_for() -> None:
 def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) -> None:
     outputs = torch.tensor([[3.0, 1, 2, 0, 0, 0, -1], [0, 1, 2, 3, 4, 5, 6], [5, 9, 4, 3, 2, 1, 0]])
     targets = torch.tensor([0, 1, 6])
-    accuracy, top5 = build_metrics(("accuracy", "top5"), 7, alone.device)
+    accuracy, top5 = build_metrics(("accuracy", "top5"), 7)
     for metric in (accuracy, top5):
         for part in (slice(0, 1), slice(1, 3)):
             metric.update(outputs[part], targets[part])
@@ -121,7 +121,7 @@ def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) 
 
 
 def test_top5_of_fewer_than_five_classes_is_all_of_them(alone: World) -> None:
-    (top5,) = build_metrics(("top5",), 3, alone.device)
+    (top5,) = build_metrics(("top5",), 3)
     top5.update(torch.eye(3), torch.tensor([1, 2, 0]))
     assert top5.compute(alone) == 1.0
 
@@ -135,7 +135,7 @@ def test_metrics_leave_out_ignored_targets(alone: World, shape: tuple[int, ...],
     targets[torch.rand(shape, generator=generator) < 0.3] = ignored
     targets[-1] = ignored
     before = (outputs.clone(), targets.clone())
-    accuracy, top5 = build_metrics(("accuracy", "top5"), 8, alone.device, ignore_index=ignored)
+    accuracy, top5 = build_metrics(("accuracy", "top5"), 8, ignore_index=ignored)
     for metric in (accuracy, top5):
         for start, stop in ((0, 20), (20, 59), (59, 60)):  # of the last one nothing counts
             metric.update(outputs[start:stop], targets[start:stop])
@@ -151,12 +151,12 @@ def test_metrics_leave_out_ignored_targets(alone: World, shape: tuple[int, ...],
 
 
 def test_metric_that_counted_nothing_is_zero(alone: World) -> None:
-    for metric in build_metrics(("accuracy", "top5"), 6, alone.device):
+    for metric in build_metrics(("accuracy", "top5"), 6):
         metric.update(torch.randn(2, 6, 3), torch.full((2, 3), -100))
         assert metric.compute(alone) == 0.0
 
 
 def test_unknown_metric_is_refused_before_anything_is_imported() -> None:
     with pytest.raises(RecipeError, match="metric 'f2' is not known") as error:
-        build_metrics(("accuracy", "f2"), 3, torch.device("cpu"))
+        build_metrics(("accuracy", "f2"), 3)
     assert error.value.expected == "one of accuracy, dice, f1, iou, perplexity, top5"

@@ -182,7 +182,15 @@ class Run:
             precision=case.precision,
             batch_norm=case.batch_norm,
         )
-        self.engine = Engine(model, optimizer, samestep.cross_entropy, world=world, scheduler=scheduler, config=config)
+        self.engine = Engine(
+            model,
+            optimizer,
+            samestep.cross_entropy,
+            world=world,
+            scheduler=scheduler,
+            scheduler_interval="step",
+            config=config,
+        )
         self.loader = self._loader(augment=True)
         self.losses: list[float] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from samestep.units import parse_duration
 
 # Modules that the fork server imports once for all ranks, in addition to the launcher's own list.
 PRELOAD = ("samestep.recipes.run", "samestep.zoo.digits")
-# For commands that always evaluate. Training starts faster without these modules.
-PRELOAD_EVALUATION = (*PRELOAD, "samestep.metrics.segmentation")
 
 
 def add_fault_options(parser: argparse.ArgumentParser, *, requeue: bool = False) -> None:
@@ -153,10 +151,10 @@ def parse_process_count(text: str) -> int:
     return int(text)
 
 
-def gpu_names(preload: Sequence[str] = PRELOAD) -> list[str]:
-    """Return the names of this machine's GPUs in torch's order; `preload` is for ranks that start afterwards."""
+def gpu_names() -> list[str]:
+    """Return the names of this machine's GPUs in torch's order."""
     # A fork of the fork server reads the names: this process does not import torch.
-    names: list[str] = launch(ByName("samestep.recipes.run", "gpu_names"), processes=1, preload=preload)
+    names: list[str] = launch(ByName("samestep.recipes.run", "gpu_names"), processes=1, preload=PRELOAD)
     return names
 
 
@@ -172,7 +170,6 @@ def launch_ranks(
     processes: int,
     launch_config: LaunchConfig,
     options: LaunchOptions,
-    preload: Sequence[str] = PRELOAD,
 ) -> LaunchResult:
     """Run a function of `samestep.recipes.run` in `processes` ranks."""
     return run_workers(
@@ -180,7 +177,7 @@ def launch_ranks(
         *arguments,
         processes=processes,
         launch_config=launch_config,
-        preload=preload,
+        preload=PRELOAD,
         environment=options.environment,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
-from samestep.cli.launch_options import PRELOAD_EVALUATION, LaunchOptions, call_in_worker, launch_ranks
+from samestep.cli.launch_options import PRELOAD, LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
     add_machine_options,
     add_number,
@@ -127,7 +127,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan, is_rank = _plan(arguments, overrides), launch.rendezvous is not None
-        recipe, _ = with_microbatches(plan.recipe, preload=PRELOAD_EVALUATION, is_rank=is_rank)
+        recipe, _ = with_microbatches(plan.recipe, preload=PRELOAD, is_rank=is_rank)
         return replace(plan, recipe=recipe)
 
     if launch.rendezvous is not None:
@@ -142,7 +142,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             processes=launch.process_range(plan.recipe)[1],
             launch_config=LaunchConfig(HANG_AFTER),
             options=launch,
-            preload=PRELOAD_EVALUATION,
         ).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
@@ -19,12 +18,13 @@ from samestep.engine.batch_statistics import one_value_error, warn_of_few_sample
 from samestep.engine.build import build_components, set_modes, uses_batch_statistics
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.consistency import enable_checks
-from samestep.engine.evaluation import Metric, evaluate
+from samestep.engine.evaluation import evaluate
+from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
 from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, reduce_requests
-from samestep.metrics.metrics import LossMetric
+from samestep.metrics.metrics import Metrics, as_metrics
 
 
 class Engine:
@@ -33,10 +33,12 @@ class Engine:
     Args:
         model: trained in place and moved to the world's device.
         optimizer: any optimizer of torch, with exactly the model's trained parameters.
-        loss: a loss of `torch.nn`; a function from outputs and targets to a `Loss(sum, count)`, or to a scalar, the mean
-            over a microbatch; or a `MultiLoss`.
+        loss: a loss of `torch.nn`; a function from outputs and targets to a `Loss(sum, count)`, or to a scalar, the
+            mean over a microbatch; or a `MultiLoss`.
         world: the ranks, from `samestep.start()`.
-        scheduler: stepped once per optimizer step.
+        scheduler: any scheduler of torch; its state is a part of checkpoints.
+        scheduler_interval: `step` or `epoch`, required with a scheduler: the scheduler is stepped after each optimizer
+            step, or after the last step of each epoch. `ReduceLROnPlateau` is stepped by the loop.
         config: seed, reduction, precision, clipping and other options of a step.
         ema: decay of a moving average of the weights, used in evaluation; None for no average.
         check_every: steps between comparisons of the ranks' state, None for none; equal on every rank. If set, ranks
@@ -59,6 +61,7 @@ class Engine:
         *,
         world: World,
         scheduler: LRScheduler | None = None,
+        scheduler_interval: Interval | None = None,
         config: StepConfig | None = None,
         check_every: int | None = None,
         ema: float | None = None,
@@ -68,6 +71,7 @@ class Engine:
         with world.context.collective_check.operation(f"making {self._name}"):
             enable_checks(world, check_every)
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
+        self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
         self.config = config or StepConfig()
         self._callbacks = (*world.context.callbacks, *callbacks)
@@ -143,11 +147,7 @@ class Engine:
             self._restore(batch, stats)
         # Every rank's scaler has processed the same gradients, so all ranks update the scale equally.
         self.scaler.update()
-        if self.scheduler is not None:
-            with warnings.catch_warnings():
-                # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-                self.scheduler.step()
+        self._schedule.end_step(batch, self.steps + 1)
         self.steps += 1
         result = StepResult(self.steps, stats.loss, stats.count, lr, float(norm), not finite, stats.stop, stats.save)
         for callback in self._callbacks:
@@ -179,24 +179,35 @@ class Engine:
             self.scaler.update()
             raise non_finite_error(batch, stats, self.steps, self._components.runner, self.local_parameters)
 
-    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric | LossMetric] = ()) -> dict[str, float]:
-        """Return `loss` (and its terms), `samples` and the metrics over `batches`, each sample counted once."""
+    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Metrics = ()) -> dict[str, float]:
+        """Return `loss` (and its terms), `samples` and the metrics over `batches`, each sample counted once.
+
+        Args:
+            batches: evaluation data, such as a loader.
+            metrics: names (`accuracy`, `top5`, `dice`, `f1`, `iou`, `perplexity`), metrics of torchmetrics, or objects
+                with `name`, `update(outputs, targets)`, `compute(world)` and `reset()`; or a mapping from names to
+                metrics of torchmetrics. Named metrics ignore the same targets as the loss.
+
+        Raises:
+            InputError: a metric is unknown, cannot be summed over ranks, or does not support the outputs.
+            RunError: the loss counts nothing.
+        """
         values = self._evaluate(batches, metrics, until_stop=False)
         assert values is not None
         return values
 
-    def evaluate_until_stop(
-        self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric | LossMetric] = ()
-    ) -> dict[str, float] | None:
+    def evaluate_until_stop(self, batches: Iterable[GlobalBatch], metrics: Metrics = ()) -> dict[str, float] | None:
         """Like `evaluate`, but return None on every rank if a rank receives a stop request; metrics are then reset."""
         return self._evaluate(batches, metrics, until_stop=True)
 
     def _evaluate(
-        self, batches: Iterable[GlobalBatch], metrics: Sequence[Metric | LossMetric], *, until_stop: bool
+        self, batches: Iterable[GlobalBatch], metrics: Metrics, *, until_stop: bool
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
+        outputs = self._components.outputs
+        objects = as_metrics(metrics, ignore_index=outputs.forward.loss.ignore_index)
         with self.world.context.collective_check.operation(f"{self._name}.evaluate"), averaged:
-            values = evaluate(self.model, batches, metrics, self._components.outputs, self.world, until_stop=until_stop)
+            values = evaluate(self.model, batches, objects, outputs, self.world, until_stop=until_stop)
         if values is not None:
             for callback in self._callbacks:
                 callback.end_evaluation(self, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,22 +14,7 @@ from samestep.engine.loss import Loss
 from samestep.engine.microbatch import EVALUATION, MicrobatchForward
 from samestep.engine.step_stats import rounded_sum
 from samestep.errors import RunError
-from samestep.metrics.metrics import LossMetric
-
-
-class Metric(Protocol):
-    """Number over a dataset, computed microbatch by microbatch."""
-
-    name: str
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Add one microbatch."""
-
-    def compute(self, world: World) -> float:
-        """Return the value over all ranks, and reset the counts."""
-
-    def reset(self) -> None:
-        """Reset the counts."""
+from samestep.metrics.metrics import LossMetric, Metric
 
 
 class EvaluationOutputs:

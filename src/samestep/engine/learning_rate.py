@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from samestep.config import LearningRateConfig, LearningRateRule, ScheduleConfig
+from samestep.data.batch import GlobalBatch
+from samestep.distributed.logging import logger
 from samestep.errors import InputError
+
+Interval = Literal["step", "epoch"]
 
 
 def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_size: int | None = None) -> float:
@@ -88,3 +94,66 @@ def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int)
         return schedule.final + (1 - schedule.final) * remaining
 
     return factor
+
+
+class ScheduleClock:
+    """Steps a scheduler of PyTorch after each optimizer step, or after the last step of each epoch.
+
+    Args:
+        scheduler: the scheduler; None for no schedule. `ReduceLROnPlateau` needs a value and is stepped by the loop.
+        interval: unit in which the scheduler counts; required with a scheduler.
+        is_main: this rank prints warnings.
+
+    Raises:
+        InputError: the interval is missing or unknown, or `ReduceLROnPlateau` is to count optimizer steps.
+    """
+
+    def __init__(self, scheduler: LRScheduler | None, interval: Interval | None, *, is_main: bool) -> None:
+        self._scheduler, self._interval = scheduler, interval
+        if scheduler is None and interval is None:
+            return
+        name = type(scheduler).__name__
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        if scheduler is None or interval not in get_args(Interval) or (is_plateau and interval == "step"):
+            raise InputError(
+                f"the scheduler is {name if scheduler else None} and scheduler_interval is {interval!r}",
+                expected="scheduler_interval='epoch' for ReduceLROnPlateau, which the loop steps with the value of an "
+                "evaluation"
+                if is_plateau
+                else "with a scheduler: 'epoch' if T_max, step_size or milestones count epochs, 'step' if they count "
+                "optimizer steps",
+                fix="samestep.Engine(..., scheduler=scheduler, scheduler_interval='epoch')",
+                code="E_SCHEDULER",
+            )
+        self._period = _shortest_period(scheduler) if interval == "step" and is_main else None
+
+    def end_step(self, batch: GlobalBatch, step: int) -> None:
+        """Step the scheduler if the interval ends with `batch`, the batch of optimizer step `step`."""
+        scheduler = self._scheduler
+        ends_epoch = batch.end.epoch > batch.begin.epoch
+        if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+            return
+        if self._interval == "step" or ends_epoch:
+            with warnings.catch_warnings():
+                # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                scheduler.step()
+        if self._period is not None and self._period[1] < step and batch.end.epoch == 0:
+            name, value = self._period
+            self._period = None
+            logger.warning(
+                f"{type(scheduler).__name__}({name}={value}) has passed {name} within the first epoch, after {value} "
+                f"optimizer steps. If {name} counts epochs: samestep.Engine(..., scheduler_interval='epoch')"
+            )
+
+
+def _shortest_period(scheduler: LRScheduler) -> tuple[str, int] | None:
+    """Return the name and the value of the argument that gives the length of a schedule, if there is one."""
+    for name, value in (
+        ("T_max", getattr(scheduler, "T_max", None)),
+        ("step_size", getattr(scheduler, "step_size", None)),
+        ("milestones", max(getattr(scheduler, "milestones", None) or [], default=None)),
+    ):
+        if isinstance(value, int):
+            return name, value
+    return None

@@ -40,12 +40,19 @@ _NOT_A_MEAN = (
 
 
 class StepLoss:
-    """A loss function as a step and an evaluation use it; the subclass `MultiLoss` has several terms."""
+    """A loss function as a step and an evaluation use it; the subclass `MultiLoss` has several terms.
 
+    Attributes:
+        ignore_index: targets of this value are not counted by the loss, nor by metrics.
+    """
+
+    ignore_index = -100
     _returns_scalar = False
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
+        if isinstance(function, partial):
+            self.ignore_index = function.keywords.get("ignore_index", self.ignore_index)
 
     @property
     def term_count(self) -> int:

@@ -65,6 +65,7 @@ class TorchLoss(StepLoss):
 
     def __init__(self, module: Any) -> None:
         self._module, self._reduction = deepcopy(module), module.reduction
+        self.ignore_index = getattr(module, "ignore_index", self.ignore_index)
         if self._reduction == "none":
             name = type(module).__name__
             raise InputError(

@@ -1,44 +1,25 @@
-"""Metrics over a dataset: counts of torchmetrics, summed over ranks once."""
+"""Metrics of an evaluation by name or as objects: counts, functions of the loss, and metrics of torchmetrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from samestep.distributed.world import World
 from samestep.errors import InputError, RecipeError
-from samestep.torchvision_import import make_torchvision_importable
+from samestep.metrics.counts import Accuracy, CountMetric
+from samestep.metrics.segmentation import OverlapMetric
 
-if TYPE_CHECKING:  # imports torchmetrics, which takes seconds
-    from samestep.metrics.segmentation import Score
-
-
-def _accuracy(classes: int, ignore_index: int, top_k: int = 1) -> Any:
-    if classes == 1:  # a binary mask
-        return _overlap("accuracy", classes, ignore_index)
-    from torchmetrics.classification import MulticlassAccuracy
-
-    return MulticlassAccuracy(
-        classes, average="micro", top_k=min(top_k, classes), ignore_index=ignore_index, sync_on_compute=False
-    )
-
-
-def _overlap(score: Score, classes: int, ignore_index: int) -> Any:
-    from samestep.metrics.segmentation import OverlapMetric
-
-    return OverlapMetric(score, classes, ignore_index)
-
-
-METRICS: dict[str, Callable[[int, int], Any]] = {
-    "accuracy": _accuracy,
-    "top5": partial(_accuracy, top_k=5),
-    "dice": partial(_overlap, "dice"),
-    "f1": partial(_overlap, "dice"),
-    "iou": partial(_overlap, "iou"),
+METRICS: dict[str, Callable[[str, int | None, int], CountMetric]] = {
+    "accuracy": Accuracy,
+    "top5": partial(Accuracy, top_k=5),
+    "dice": partial(OverlapMetric, score="dice"),
+    "f1": partial(OverlapMetric, score="dice"),
+    "iou": partial(OverlapMetric, score="iou"),
 }
 
 
@@ -52,49 +33,19 @@ def _perplexity(loss: float) -> float:
 LOSS_METRICS: dict[str, Callable[[float], float]] = {"perplexity": _perplexity}
 
 
-class CountMetric:
-    """A torchmetrics metric with integer counts as state; their sum is exact in any order."""
+class Metric(Protocol):
+    """Number over a dataset, computed microbatch by microbatch."""
 
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        self.name, self._make = name, make
+    name: str
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Count one microbatch: logits `(N, C)` and class indices `(N)`, or `(N, C, ...)` and `(N, ...)`.
-
-        Raises:
-            InputError: an argument is not a tensor.
-        """
-        for argument, value in (("the model's outputs", outputs), ("targets", targets)):
-            if not isinstance(value, torch.Tensor):
-                raise InputError(
-                    f"metric {self.name} received {argument} as a {type(value).__name__}",
-                    expected="a tensor of logits and a tensor of class indices",
-                    fix="set metrics: [] in the recipe; in a custom loop, use a metric that selects its arguments",
-                    code="E_METRIC",
-                )
-        self._metric.update(outputs, targets)
+        """Add one microbatch."""
 
     def compute(self, world: World) -> float:
-        """Return the value over the counts of all ranks, and reset the counts."""
-        for name in self._metric._defaults:
-            state = getattr(self._metric, name)
-            assert not state.is_floating_point(), f"{self.name}: {name} is not a count"
-            world.all_reduce(state)
-        # `compute` of the class: that of the instance warns if this rank has no samples, even if other ranks have.
-        value = float(type(self._metric).compute(self._metric))
-        self.reset()
-        return value
+        """Return the value over all ranks, and reset the counts. A collective."""
 
     def reset(self) -> None:
         """Reset the counts."""
-        if "_metric" in vars(self):  # do not create the metric, which takes seconds
-            self._metric.reset()
-
-    @cached_property
-    def _metric(self) -> Any:
-        # The import of torchmetrics and torchvision takes seconds: not before the first evaluation.
-        make_torchvision_importable()
-        return self._make()
 
 
 class LossMetric(NamedTuple):
@@ -104,10 +55,14 @@ class LossMetric(NamedTuple):
     function: Callable[[float], float]
 
 
+# A name, an object with the methods of `Metric`, or a metric of torchmetrics.
+Metrics = Iterable[Any] | Mapping[str, Any]
+
+
 def build_metrics(
-    names: tuple[str, ...], classes: int, device: torch.device, *, ignore_index: int = -100
+    names: Iterable[str], classes: int | None = None, *, ignore_index: int = -100
 ) -> list[CountMetric | LossMetric]:
-    """Return the metrics of a recipe by name; targets of the value `ignore_index` (padding) are not counted.
+    """Return metrics by name; targets of the value `ignore_index` (padding) are not counted.
 
     Raises:
         RecipeError: a name is unknown.
@@ -117,8 +72,7 @@ def build_metrics(
         if name in LOSS_METRICS:
             metrics.append(LossMetric(name, LOSS_METRICS[name]))
         elif name in METRICS:
-            make = METRICS[name]
-            metrics.append(CountMetric(name, lambda make=make: make(classes, ignore_index).to(device)))  # type: ignore[misc]
+            metrics.append(METRICS[name](name, classes, ignore_index))
         else:
             raise RecipeError(
                 f"metric {name!r} is not known",
@@ -127,3 +81,45 @@ def build_metrics(
                 code="E_METRIC",
             )
     return metrics
+
+
+def as_metrics(metrics: Metrics, *, ignore_index: int = -100) -> list[Metric | LossMetric]:
+    """Return the metrics of a list, or of a mapping from names; see `Metrics`.
+
+    The name of a metric of torchmetrics in a list is that of its class, such as `multiclass_f1_score`.
+
+    Raises:
+        InputError: a metric is unknown or cannot be summed over ranks, or two have the same name.
+    """
+    pairs = metrics.items() if isinstance(metrics, Mapping) else ((None, metric) for metric in metrics)
+    result = [_as_metric(name, metric, ignore_index) for name, metric in pairs]
+    names = [metric.name for metric in result]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise InputError(
+            f"several metrics have the name {repeated[0]}",
+            expected="different names",
+            fix='pass a mapping: metrics={"top1": MulticlassAccuracy(10), "top5": MulticlassAccuracy(10, top_k=5)}',
+            code="E_METRIC",
+        )
+    return result
+
+
+def _as_metric(name: str | None, metric: Any, ignore_index: int) -> Any:
+    library = sys.modules.get("torchmetrics")
+    if library is not None and isinstance(metric, library.Metric):
+        from samestep.metrics.torchmetrics_adapter import TorchMetric
+
+        return TorchMetric(name or _snake_case(type(metric).__name__), metric)
+    if name is not None:
+        raise InputError(
+            f"the metric with the name {name} is a {type(metric).__name__}",
+            expected="metrics of torchmetrics in a mapping",
+            fix="pass other metrics in a list; they have names",
+            code="E_METRIC",
+        )
+    return build_metrics([metric], ignore_index=ignore_index)[0] if isinstance(metric, str) else metric
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

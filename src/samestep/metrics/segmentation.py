@@ -1,4 +1,4 @@
-"""Dice, intersection over union and pixel accuracy from a confusion matrix."""
+"""Dice and intersection over union from a confusion matrix."""
 
 from __future__ import annotations
 
@@ -7,84 +7,62 @@ from typing import Literal
 import torch
 
 from samestep.errors import InputError
-from samestep.torchvision_import import make_torchvision_importable
-
-# torchmetrics imports torchvision. Fork servers of commands that evaluate preload this module, because the import takes
-# seconds.
-make_torchvision_importable()
-
-from torchmetrics import Metric  # noqa: E402
+from samestep.metrics.counts import CountMetric
 
 MAX_CLASSES = 5_000
-Score = Literal["dice", "iou", "accuracy"]
+Score = Literal["dice", "iou"]
 
 
-class OverlapMetric(Metric):
-    """Dice (F1) or intersection over union of all pixels, voxels or samples together.
+class ConfusionMatrix(CountMetric):
+    """Counts `[target, prediction]`, as a vector of four counts for one output channel; 0 is then the background.
 
-    With one output channel, the score of that class. With several, the mean over the classes that occur in targets or
-    predictions, including the background; 1 if none occurs.
-
-    `accuracy` is the share of correct pixels including the background. Targets of the value `ignore_index` are not
-    counted. Counting is implemented here for two reasons: with deterministic algorithms, torchmetrics' confusion matrix
-    needs gigabytes (every pixel is compared with every pair of classes), and its binary scores guess from the values of
-    a batch whether these are logits.
-
-    Attributes:
-        confmat: counts `confmat[target, prediction]`; with one class, index 0 is the background.
-
-    Raises:
-        InputError: too many classes.
+    torchmetrics' confusion matrix needs gigabytes under deterministic algorithms (every pixel is compared with every
+    pair of classes), and its binary scores guess from the values of a batch whether these are logits.
     """
 
-    full_state_update = False
-    higher_is_better = True
-    confmat: torch.Tensor
-
-    def __init__(self, score: Score, classes: int, ignore_index: int) -> None:
-        super().__init__(sync_on_compute=False)
-        if classes > MAX_CLASSES:
+    def count(
+        self, outputs: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, channels: int
+    ) -> torch.Tensor:
+        if channels > MAX_CLASSES:
             raise InputError(
-                f"the {score} metric does not support {classes:,} classes",
+                f"the {self.name} metric does not support {channels:,} classes",
                 expected=f"at most {MAX_CLASSES:,} classes, because pairs of classes are counted",
                 fix="use another metric",
                 code="E_METRIC",
             )
-        self._score, self._classes, self._ignore_index = score, classes, ignore_index
-        self._size = max(2, classes)
-        self.add_state("confmat", torch.zeros(self._size, self._size, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Count logits `(N, C, ...)` and class indices `(N, ...)`, or for one class binary targets `(N, 1, ...)`.
-
-        Raises:
-            InputError: shapes do not match.
-        """
-        expected = outputs.shape if self._classes == 1 else (*outputs.shape[:1], *outputs.shape[2:])
-        if outputs.shape[1] != self._classes or targets.shape != expected:
+        size = max(2, channels)
+        predictions = outputs > 0 if channels == 1 else outputs.argmax(dim=1)
+        pairs = targets[is_counted].long() * size + predictions[is_counted].long()
+        # Integers: the sum is independent of the order on every device.
+        counts = torch.bincount(pairs, minlength=size**2)
+        if len(counts) > size**2:
             raise InputError(
-                f"the {self._score} metric received outputs of shape {tuple(outputs.shape)} and targets of shape "
-                f"{tuple(targets.shape)} for {self._classes} classes",
-                expected="outputs (N, C, ...) and class indices (N, ...); for one class, binary targets (N, 1, ...)",
-                fix="check model.options.num_classes and data.options.classes",
+                f"metric {self.name} received the target {int(targets[is_counted].max())}",
+                expected=f"targets below the number of classes, {size}",
+                fix="check model.options.num_classes and the masks, or set loss.options.ignore_index",
                 code="E_METRIC",
             )
-        predictions = outputs > 0 if self._classes == 1 else outputs.argmax(dim=1)
-        counted = targets != self._ignore_index
-        pairs = targets[counted].long() * self._size + predictions[counted].long()
-        # Integers: the sum is independent of the order on every device.
-        self.confmat += torch.bincount(pairs, minlength=self._size**2).view_as(self.confmat)
+        return counts if channels == 1 else counts.view(size, size)
 
-    def compute(self) -> torch.Tensor:
-        """Return the score as a float64 scalar."""
-        counts = self.confmat.double()
-        both, sizes = counts.diagonal(), counts.sum(dim=0) + counts.sum(dim=1)
-        if self._score == "accuracy":
-            return both.sum() / counts.sum().clamp(min=1)
-        if self._classes == 1:
+
+class OverlapMetric(ConfusionMatrix):
+    """Dice (F1) or intersection over union of all pixels, voxels or samples together.
+
+    With one output channel, the score of that class. With several, the mean over the classes that occur in targets or
+    predictions, including the background; 1 if none occurs.
+    """
+
+    def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100, *, score: Score) -> None:
+        super().__init__(name, classes, ignore_index)
+        self._score = score
+
+    def value(self, counts: torch.Tensor) -> float:
+        matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).double()
+        both, sizes = matrix.diagonal(), matrix.sum(dim=0) + matrix.sum(dim=1)
+        if counts.dim() == 1:
             both, sizes = both[1:], sizes[1:]
         occurs = sizes > 0
         if not occurs.any():
-            return torch.ones((), dtype=torch.float64, device=counts.device)
+            return 1.0
         scores = 2 * both / sizes if self._score == "dice" else both / (sizes - both)
-        return scores[occurs].mean()
+        return float(scores[occurs].mean())

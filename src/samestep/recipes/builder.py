@@ -177,6 +177,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         _loss(loss_config),
         world=world,
         scheduler=scheduler,
+        scheduler_interval="step",
         config=recipe.step,
         check_every=options.check_every,
         ema=recipe.ema.decay if recipe.ema is not None else None,

@@ -37,7 +37,7 @@ def test_evaluation_without_unusable_samples(alone: samestep.World) -> None:
     """Evaluation equals that of a dataset without the unusable samples."""
     model = torch.nn.Linear(6, 4)
     engine = samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), samestep.cross_entropy, world=alone)
-    metrics = build_metrics(("accuracy",), 4, alone.device)
+    metrics = build_metrics(("accuracy",), 4)
     skipping = samestep.loader(
         Faulty(WHOLE_MICROBATCHES), batch_size=BATCH, microbatches=MICROBATCHES, world=alone, bad_samples="skip"
     )

@@ -29,7 +29,15 @@ def engine_of(
     """Return an engine whose update equals the gradient."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
-    return Engine(model, optimizer, loss, world=world, scheduler=scheduler, config=StepConfig(**options))
+    return Engine(
+        model,
+        optimizer,
+        loss,
+        world=world,
+        scheduler=scheduler,
+        scheduler_interval="step" if scheduler else None,
+        config=StepConfig(**options),
+    )
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:

@@ -237,4 +237,4 @@ def test_recipe_metrics_refuse_outputs_that_are_not_a_tensor(alone: World) -> No
     loss = samestep.MultiLoss([LossTerm("tokens", lambda outputs, targets: tokens(outputs[0], targets))])
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, world=alone)
     with pytest.raises(InputError, match=r"accuracy .* tuple"):
-        engine.evaluate([random_batch(alone, 8, 2)], build_metrics(("accuracy",), 4, alone.device))
+        engine.evaluate([random_batch(alone, 8, 2)], build_metrics(("accuracy",), 4))

@@ -21,7 +21,15 @@ World = samestep.World
 def engine_of(world: World, model: nn.Module, loss: Any = samestep.cross_entropy, **options: Any) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    return Engine(model, optimizer, loss, world=world, scheduler=scheduler, config=StepConfig(**options))
+    return Engine(
+        model,
+        optimizer,
+        loss,
+        world=world,
+        scheduler=scheduler,
+        scheduler_interval="step",
+        config=StepConfig(**options),
+    )
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
