@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from helpers.surroundings import RecordFault, require_bounded
-from helpers.system import here, samestep, steps_saved
+from helpers.system import here, samestep
 from samestep.config import Recipe
-from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.trust import foreign_paths
 
 RECIPE = Path(__file__).parents[1] / "helpers/recorded.yaml"
@@ -24,18 +24,26 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "imported"
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run of this account with its own components."""
+    path = tmp_path_factory.mktemp("trained")
+    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=path) == 0
+    return path / "runs/a"
+
+
 def plant(folder: Path, marker: Path, *names: str) -> None:
     """Write modules with these names, which create the marker when they are imported."""
     for name in names:
         (folder / f"{name}.py").write_text(PLANTED.format(marker=str(marker)), encoding="utf-8")
 
 
-def stranger_run(folder: Path, **names: str) -> Path:
-    """Write a run directory with the recipe of digits and other names of components."""
-    data = recipe_data(load_recipe("digits"))
+def copy_run(source: Path, folder: Path, **names: str) -> Path:
+    """Copy a run directory, and change names of components."""
+    shutil.copytree(source, folder, symlinks=True)
+    data = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     for section, name in names.items():
         data[section]["name"] = name
-    folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
     return folder
 
@@ -46,11 +54,10 @@ def recipe_with(section: str, name: str) -> Recipe:
 
 
 def test_code_of_a_run_directory_is_refused(
-    tmp_path: Path, marker: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
+    trained: Path, tmp_path: Path, marker: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
 ) -> None:
     plant(tmp_path, marker, "planted")
-    run = stranger_run(tmp_path / "runs/a", model="planted:Net")
-    (run / "signature").write_text("0" * 64, encoding="ascii")
+    run = copy_run(trained, tmp_path / "runs/a", model="planted:Net")
     (tmp_path / "x.png").touch()
     for command in (("resume", run), ("eval", run), ("predict", run, "x.png"), ("export", run)):
         assert here(*command, cwd=tmp_path) == 2
@@ -107,20 +114,18 @@ def test_module_of_the_current_folder_is_not_a_library(
 
 @pytest.mark.slow
 def test_own_runs_need_no_option_and_those_of_others_do(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
+    trained: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    record_fault: RecordFault,
 ) -> None:
-    epochs = ("--set", "epochs=1")
-    assert here("train", RECIPE, "--name", "a", *epochs, cwd=tmp_path) == 0
-    run = tmp_path / "runs/moved"
-    (tmp_path / "runs/a").rename(run)
+    run = copy_run(trained, tmp_path / "moved")
     assert here("eval", run, "--json", cwd=tmp_path) == 0
-    other = tmp_path / "other"
-    shutil.copytree(run, other, symlinks=True)
-    forged = yaml.safe_load((other / "recipe.yaml").read_text(encoding="utf-8"))
-    forged["data"]["name"] = "helpers.recorded:load_broken"
-    (other / "recipe.yaml").write_text(yaml.safe_dump(forged), encoding="utf-8")
-    assert here("eval", other, cwd=tmp_path) == 2, "signed for other components"
-    record_fault("the recipe of a signed run is replaced", REFUSED, "exit code 2")
+    forged = copy_run(trained, tmp_path / "forged", data="helpers.recorded:load_broken")
+    (forged / "signature").write_text("0" * 64, encoding="ascii")
+    assert here("eval", forged, cwd=tmp_path) == 2
+    record_fault("the recipe of a signed run is replaced, and its signature is forged", REFUSED, "exit code 2")
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # as another account
     assert here("eval", run, cwd=tmp_path) == 2
@@ -132,12 +137,12 @@ def test_own_runs_need_no_option_and_those_of_others_do(
     record_fault("a run of another account", "refused without `--trust`, which is recorded", "exit code 2, then 0")
     key.write_bytes(b"short")
     assert here("eval", run, cwd=tmp_path) == 2
-    assert steps_saved(run)
-    monkeypatch.undo()
 
 
-def test_viewers_import_nothing_of_a_run(tmp_path: Path, marker: Path, record_fault: RecordFault) -> None:
-    run = stranger_run(tmp_path / "runs/a", model="planted:Net", loss="os:system", data="random:Random")
+def test_viewers_import_nothing_of_a_run(
+    trained: Path, tmp_path: Path, marker: Path, record_fault: RecordFault
+) -> None:
+    run = copy_run(trained, tmp_path / "runs/a", model="planted:Net", loss="os:system", data="random:Random")
     names = ("planted", "random", "logging", "token", "rich", "yaml", "numpy", "psutil", "torch")
     plant(tmp_path, marker, *names)
     plant(run, marker, *names)
