@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 import samestep
 from samestep.errors import InputError
 
@@ -27,14 +29,35 @@ def run_all() -> dict[str, list[Any]]:
         results["plain means"] = samestep.reduce_dict({"rank": world.rank}, world)
         results["no values"] = samestep.reduce_dict({}, world)
         results["rejected"] = rejected(world)
+        results["tensors"] = gathered_tensors(world)
         all_results = samestep.all_gather(results, world)
         return {name: [row[name] for row in all_results] for name in results}
+
+
+def gathered_tensors(world: samestep.World) -> dict[str, Any]:
+    """Return gathered, averaged and summed tensors as lists."""
+    kinds = (torch.float32, torch.bfloat16, torch.int64)
+    own = torch.arange(2 * world.rank, dtype=kinds[world.rank], requires_grad=world.rank < 2).reshape(world.rank, 2)
+    received = samestep.all_gather(own, world)
+    assert [(tensor.dtype, tensor.requires_grad) for tensor in received] == [(kind, False) for kind in kinds]
+    scores = {"scores": torch.tensor([1.0, float(world.rank)]), "total": torch.tensor(float(world.rank))}
+    return {
+        "received": [tensor.tolist() for tensor in received],
+        "mean": {n: t.tolist() for n, t in samestep.reduce_dict(scores, world, count=COUNTS[world.rank]).items()},
+        "sum": {n: t.tolist() for n, t in samestep.reduce_dict(scores, world, reduce="sum").items()},
+        "numbers": samestep.reduce_dict({"correct": 10 * world.rank}, world, reduce="sum"),
+    }
 
 
 def rejected(world: samestep.World) -> list[str]:
     """Return the messages of rejected calls of `reduce_dict`."""
     messages = []
-    for values, count in (({f"rank {world.rank}": 1.0}, 1.0), ({"a": 1.0}, 0.0)):
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({f"rank {world.rank}": 1.0}, 1.0),
+        ({"a": 1.0}, 0.0),
+        ({"a": torch.zeros(1 + world.rank)}, 1.0),
+    ]
+    for values, count in cases:
         try:
             samestep.reduce_dict(values, world, count=count)
         except InputError as error:

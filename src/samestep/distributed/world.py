@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,7 @@ def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.Pr
     return own
 
 
-# Gather and average small values over ranks, as JSON instead of pickle.
+# Gather and reduce small values over ranks, as JSON and bytes instead of pickle.
 
 
 def gather_numbers(world: World, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -186,68 +186,107 @@ def all_gather(value: Any, world: World) -> list[Any]:
     """Return the values of all ranks, by rank, on every rank. Collective.
 
     Args:
-        value: a JSON value: number, string, boolean, None, or lists and string-keyed mappings of these. Tuples arrive
-            as lists.
+        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value: number, string,
+            boolean, None, or lists and string-keyed mappings of these. Tensors arrive on the device of the rank,
+            without gradient; tuples arrive as lists.
         world: the ranks.
 
     Raises:
-        InputError: `value` is not a JSON value.
+        InputError: `value` is neither a tensor nor a JSON value.
         PeerLostError: another rank ended.
     """
-    try:
-        data = json.dumps(value).encode()
-        _require_string_keys(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"all_gather received a value that is not JSON: {error}",
-            expected="numbers, strings, booleans, None, lists and string-keyed mappings; tensors as tensor.tolist()",
-            fix="send plain values, and pairs instead of a mapping with numbers as keys; for tensors use "
-            "torch.distributed",
-            code="E_NOT_JSON",
-        ) from error
+    data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
     lengths = [length for (length,) in gather_numbers(world, [len(data)])]
     own = torch.zeros(max(lengths), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     own = own.to(world.device)
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
-    return [json.loads(bytes(row[:length].cpu().numpy())) for row, length in zip(rows, lengths, strict=True)]
+    received = (bytes(row[:length].cpu().numpy()) for row, length in zip(rows, lengths, strict=True))
+    return [_tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data) for data in received]
 
 
-def reduce_dict(values: Mapping[str, float], world: World, *, count: float = 1.0) -> dict[str, float]:
-    """Return the mean of each value over ranks, weighted by `count`. Collective.
+_TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
+
+
+def _tensor_bytes(value: torch.Tensor) -> bytes:
+    header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
+    elements = value.detach().cpu().contiguous().reshape(-1)
+    return _TENSOR + header + _TENSOR + elements.view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    _, header, elements = data.split(_TENSOR, 2)
+    name, shape = json.loads(header)
+    dtype: torch.dtype = getattr(torch, name)
+    flat = torch.frombuffer(bytearray(elements), dtype=dtype) if elements else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _json_bytes(value: Any) -> bytes:
+    try:
+        data = json.dumps(value).encode()
+        _require_string_keys(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"all_gather received a value that is not JSON: {error}",
+            expected="a tensor, or numbers, strings, booleans, None, lists and string-keyed mappings",
+            fix="send plain values, tensors one by one, and pairs instead of a mapping with numbers as keys",
+            code="E_NOT_JSON",
+        ) from error
+    return data
+
+
+Value = TypeVar("Value", float, torch.Tensor)
+
+
+def reduce_dict(
+    values: Mapping[str, Value], world: World, *, count: float = 1.0, reduce: Literal["mean", "sum"] = "mean"
+) -> dict[str, Value]:
+    """Return the mean of each value over ranks, weighted by `count`, or the sum. Collective.
 
     With the number of samples as `count`, the result is the mean over all samples, not a mean of means. All ranks get
     the same bits.
 
     Args:
-        values: mapping with the same keys on every rank.
+        values: numbers, or tensors with the same shape on every rank; the same keys on every rank.
         world: the ranks.
-        count: number of items behind the values of this rank; 0 for a rank without items.
+        count: number of items behind the values of this rank; 0 for a rank without items, whose values are ignored.
+        reduce: `mean`, or `sum` of the values, in which counts other than 0 have no weight.
 
     Raises:
-        InputError: keys differ between ranks, or the sum of counts is 0.
+        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is unknown.
     """
-    rows = all_gather([sorted(values), [values[name] for name in sorted(values)], count], world)
-    names = rows[0][0]
-    for rank, (other_names, _, _) in enumerate(rows):
-        if other_names != names:
+    if reduce not in ("mean", "sum"):
+        raise InputError(f"reduce_dict: reduce is {reduce!r}", "mean or sum", 'reduce="mean"', code="E_REDUCE_DICT")
+    shapes = {name: list(v.shape) if isinstance(v, torch.Tensor) else None for name, v in sorted(values.items())}
+    rows = all_gather([shapes, count], world)
+    for rank, (other, _) in enumerate(rows):
+        if other != rows[0][0]:
+            is_key = list(other) != list(rows[0][0])
+            first, second = (", ".join(row if is_key else map(str, row.values())) for row in (other, rows[0][0]))
             raise InputError(
-                f"reduce_dict: rank {rank} has the keys {', '.join(other_names)}, rank 0 has {', '.join(names)}",
-                expected="the same keys on every rank",
+                f"reduce_dict: rank {rank} has the {'keys' if is_key else 'shapes'} {first}, rank 0 has {second}",
+                expected="the same keys and shapes on every rank",
                 fix="pass 0 with count=0 on a rank without items",
                 code="E_REDUCE_DICT",
             )
-    total = sum(count for _, _, count in rows)
-    if not total > 0:
+    counts = [count for _, count in rows]
+    if not sum(counts) > 0:
         raise InputError(
-            f"reduce_dict: the counts of all ranks sum to {total:g}",
+            f"reduce_dict: the counts of all ranks sum to {sum(counts):g}",
             expected="a positive count on at least one rank",
             fix="count=1 for plain means",
             code="E_REDUCE_DICT",
         )
-    sums = [sum(numbers[index] * count for _, numbers, count in rows if count) for index in range(len(names))]
-    return {name: value / total for name, value in zip(names, sums, strict=True)}
+    weights, divisor = (counts, sum(counts)) if reduce == "mean" else ([bool(count) for count in counts], 1)
+    numbers = all_gather([values[name] for name, shape in shapes.items() if shape is None], world)
+    columns = dict(zip((n for n, shape in shapes.items() if shape is None), zip(*numbers, strict=True), strict=True))
+    reduced: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        column = columns[name] if shape is None else all_gather(values[name], world)
+        reduced[name] = sum(value * weight for value, weight in zip(column, weights, strict=True) if weight) / divisor
+    return reduced
 
 
 def _require_string_keys(value: Any) -> None:

@@ -47,10 +47,20 @@ def test_means_without_counts_are_plain(results: dict[str, list[Any]]) -> None:
 
 
 def test_different_keys_and_zero_counts_are_rejected_on_every_rank(results: dict[str, list[Any]]) -> None:
-    keys, counts = results["rejected"][0]
+    keys, counts, shapes = results["rejected"][0]
     assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0"
     assert counts == "reduce_dict: the counts of all ranks sum to 0"
-    assert results["rejected"] == [[keys, counts]] * RANKS
+    assert shapes == "reduce_dict: rank 1 has the shapes [2], rank 0 has [1]"
+    assert results["rejected"] == [[keys, counts, shapes]] * RANKS
+
+
+def test_tensors_are_gathered_averaged_and_summed(results: dict[str, list[Any]]) -> None:
+    assert results["tensors"] == [results["tensors"][0]] * RANKS, "the same on every rank"
+    tensors = results["tensors"][0]
+    assert tensors["received"] == [[], [[0.0, 1.0]], [[0, 1], [2, 3]]]
+    assert tensors["mean"] == {"scores": [1.0, 2 * 5 / 8], "total": 2 * 5 / 8}
+    assert tensors["sum"] == {"scores": [3.0, 3.0], "total": 3.0}
+    assert tensors["numbers"] == {"correct": 30}
 
 
 def test_invalid_value_of_one_rank_ends_the_run() -> None:
@@ -59,11 +69,10 @@ def test_invalid_value_of_one_rank_ends_the_run() -> None:
     assert failed.value.exit_code == EXIT_INPUT
 
 
-@pytest.mark.parametrize("value", [{1}, b"x", object(), torch.ones(2), {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
+@pytest.mark.parametrize("value", [{1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
 def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
-    with pytest.raises(InputError, match="E_NOT_JSON") as error:
+    with pytest.raises(InputError, match="E_NOT_JSON"):
         samestep.all_gather(value, alone)
-    assert "tensor.tolist()" in str(error.value.expected)
 
 
 def test_cycle_is_rejected(alone: World) -> None:
