@@ -18,7 +18,9 @@ from helpers.system import here
 from samestep.recipes.recipe_files import make_recipe
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+# A Chinese page has the commands of the English page (tests/docs/test_migrate.py).
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswith(".zh.md")]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a busy machine has to say besides.
 SLOW = re.compile(r"rank \d is slow: ")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.migration_pages import EXAMPLES, NAMES, page, updated_page
+from helpers.migration_pages import EXAMPLES, NAMES, PAGES, chinese_pages, page, updated_page
 from helpers.system import environment, samestep
+from samestep.cli.unknown_options import parse_value
+from samestep.config.equivalents import find_equivalent
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Lightning imports torchvision, whose kernels are missing if its build does not match a CPU build of torch.
@@ -42,6 +44,30 @@ def loss_in(text: str) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_page_shows_current_diff(name: str) -> None:
     assert page(name).read_text(encoding="utf-8") == updated_page(name), "run python tests/helpers/migration_pages.py"
+
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"^\| `(--?[a-z][\w-]*) ?([^`]*)` \| ([^|]*) \|", re.MULTILINE)
+
+
+@pytest.mark.parametrize("chinese", chinese_pages(), ids=lambda path: path.name)
+def test_chinese_page_has_the_code_of_the_english_page(chinese: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (chinese, chinese_pages()[chinese])]
+    code, tables = ([FENCE.findall(text) for text in texts], [FLAG.findall(text) for text in texts])
+    assert set(code[0]) <= set(code[1])
+    assert [block for block in code[0] if "console" in block] == [block for block in code[1] if "console" in block]
+    ours = [[(flag, value, re.findall(r"`([^`]+)`", cell)) for flag, value, cell in table] for table in tables]
+    assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize("name", ["ddp", "data-parallel", "segmentation", "accumulation"])
+def test_flags_of_the_tables_have_the_equivalents_of_the_error(name: str) -> None:
+    rows = FLAG.findall((PAGES / f"{name}.md").read_text(encoding="utf-8"))
+    assert len(rows) >= 5
+    for flag, value, cell in rows:
+        meant = find_equivalent(flag, parse_value(value), is_exact=True)
+        assert meant is not None, flag
+        assert (re.findall(r"`([^`]+)`", cell) or [""])[0] == meant.argument, flag
 
 
 @pytest.mark.slow

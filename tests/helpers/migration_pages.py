@@ -42,6 +42,18 @@ def updated_page(name: str) -> str:
     return "\n".join([f"{head}```diff", *lines, "```", "", line_counts(lines), tail])
 
 
+def chinese_pages() -> dict[Path, Path]:
+    """Return the English page of each Chinese page."""
+    paths = sorted((ROOT / "docs").rglob("*.zh.md"))
+    return {path: path.with_name(path.name.replace(".zh.md", ".md")) for path in paths}
+
+
 if __name__ == "__main__":
     for name in NAMES:
         page(name).write_text(updated_page(name), encoding="utf-8")
+        chinese = page(name).with_suffix(".zh.md")
+        if chinese.exists():
+            head, _, rest = chinese.read_text(encoding="utf-8").partition("```diff\n")
+            tail = rest.partition("\n```\n")[2]
+            diff = "\n".join(diff_lines(name))
+            chinese.write_text(f"{head}```diff\n{diff}\n```\n{tail}", encoding="utf-8")

@@ -100,13 +100,13 @@ def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
     options, option = _options(command), f"--{name.lstrip('-').replace('_', '-')}"
     if option in options:
         return Equivalent(option, text or None).question
-    meant = find_equivalent(name, _value(text), is_exact=True)
+    meant = find_equivalent(name, parse_value(text), is_exact=True)
     if meant is not None and meant.key == "--processes" and meant.key not in options and "--devices" in options:
         return Equivalent("--devices", meant.value).question
     close = get_close_matches(option, options, n=1, cutoff=_TYPO)
     if (meant is None or not _has(meant, options)) and close:
         return Equivalent(close[0], text or None).question
-    meant = meant or find_equivalent(name, _value(text))
+    meant = meant or find_equivalent(name, parse_value(text))
     if meant is not None and _has(meant, options):
         return meant.question
     return f"leave {name} out; {command.prog} --help lists the options"
@@ -120,8 +120,8 @@ def _has(meant: Equivalent, options: Sequence[str]) -> bool:
     return is_command or meant.key.partition(" ")[0] in options
 
 
-def _value(text: str) -> Any:
-    """Return the value of an option as a recipe reads it; an option without a value is a switch."""
+def parse_value(text: str) -> Any:
+    """Return the value of an unknown option as a recipe reads it; an option without a value is a switch."""
     try:
         value = yaml.safe_load(text) if text else True
     except yaml.YAMLError:
