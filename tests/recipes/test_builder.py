@@ -55,6 +55,24 @@ def test_weights_that_are_missing_in_the_file_are_listed(tmp_path: Path) -> None
     assert matched.left_out == ("1.running_mean: (2,) here, not in the file",)
 
 
+def test_names_in_the_file_are_those_of_a_part_of_the_model(tmp_path: Path) -> None:
+    encoder, model = net(3), torch.nn.ModuleDict({"encoder": net(3), "decoder": torch.nn.Linear(3, 2)})
+    file = saved(tmp_path / "a.pth", {f"module.{name}": tensor for name, tensor in encoder.state_dict().items()})
+    with pytest.raises(DataError, match=r"--set model\.pretrained_prefix=encoder\.$"):
+        load_matching(model, file)
+    loaded = load_matching(model, file, "encoder.")
+    assert loaded.taken == tuple(f"encoder.{name}" for name in encoder.state_dict())
+    assert loaded.left_out == (
+        "decoder.weight: (2, 3) here, not in the file",
+        "decoder.bias: (2,) here, not in the file",
+    )
+    assert all(
+        torch.equal(model["encoder"].state_dict()[name], tensor) for name, tensor in encoder.state_dict().items()
+    )
+    with pytest.raises(DataError, match="rename the tensors"):
+        load_matching(model, file, "backbone.")
+
+
 def test_file_of_weights_runs_no_code(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -70,6 +88,15 @@ def test_freeze_takes_the_gradient_from_what_matches() -> None:
     model = net(3)
     assert freeze(model, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "3.bias"]
     assert [name for name, tensor in model.named_parameters() if tensor.requires_grad] == ["1.weight", "3.weight"]
+
+
+def test_all_but_some_parameters_are_frozen() -> None:
+    model = net(3)
+    assert freeze(model, [], ["3.*"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [name for name, tensor in model.named_parameters() if tensor.requires_grad] == ["3.weight", "3.bias"]
+    assert freeze(net(3), ["*.bias"], ["3.*"]) == ["0.bias", "1.bias"]
+    with pytest.raises(RecipeError, match=r"model\.freeze_except: '2\.\*' matches no parameter"):
+        freeze(net(3), [], ["2.*"])
 
 
 @pytest.mark.parametrize(("patterns", "message"), [(["2.*"], "'2.*' matches no"), (["0.*", "*"], "every parameter")])

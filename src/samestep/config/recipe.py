@@ -62,12 +62,17 @@ class ModelConfig(NamedConfig):
     Attributes:
         pretrained: `.safetensors` file (or `.pt`/`.pth` file of plain tensors). Tensors of matching name and shape are
             loaded; the others are logged.
+        pretrained_prefix: text in front of the names in the file, such as `encoder.` for weights of an encoder.
         freeze: shell patterns of parameter names (`layer1.*`) that are not trained. A batch norm with only frozen
             parameters keeps its running statistics.
+        freeze_except: shell patterns of parameter names that are trained; the other parameters, or with `freeze` the
+            others that match `freeze`, are not trained.
     """
 
     pretrained: str | None = None
+    pretrained_prefix: str = ""
     freeze: tuple[str, ...] = ()
+    freeze_except: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +216,10 @@ class Recipe(Constrained):
             small batch and for batch norm by microbatch; the recipe of a run contains the number.
         epochs: passes over the training split.
         step: options of a step.
-        metrics: metrics that evaluation computes in addition to the loss; the first one selects the best checkpoint.
+        metrics: metrics that evaluation computes in addition to the loss.
+        best_by: result of evaluation that selects the best checkpoint: `loss`, a metric, or `loss_NAME` for a loss
+            term; None for the first metric, or the loss without metrics.
+        best_mode: `min` or `max`; None for `min` of losses and `max` of metrics.
         strategy: parallel strategy; a run can be resumed with another one.
     """
 
@@ -223,6 +231,8 @@ class Recipe(Constrained):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig | None = None
     metrics: tuple[str, ...] = ("accuracy",)
+    best_by: str | None = None
+    best_mode: Literal["min", "max"] | None = None
     batch_size: Annotated[int, Le(1 << 30)]
     microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     epochs: Annotated[int, Ge(1), Le(1_000_000)]
@@ -237,6 +247,13 @@ class Recipe(Constrained):
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
             f"set batch_size: {self.microbatches} or more, or microbatches: {max(1, self.batch_size)} or fewer",
             code="E_BATCH_SIZE",
+        )
+        require(
+            self.best_by is None or self.best_by in ("loss", *self.metrics) or self.best_by.startswith("loss_"),
+            f"best_by is {self.best_by}, which evaluation does not compute",
+            f"one of {', '.join(['loss', *self.metrics])}, or loss_NAME for a term of the loss",
+            f"add {self.best_by} to metrics, or set best_by: loss",
+            code="E_METRIC",
         )
 
     @property

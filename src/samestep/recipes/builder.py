@@ -229,9 +229,9 @@ def build_model(
         model: torch.nn.Module = call(builder, options, where="model.options")
     notes: list[str] = []
     if config.pretrained is not None:
-        notes += load_matching(model, Path(config.pretrained)).notes
-    if config.freeze:
-        names = freeze(model, config.freeze)
+        notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix).notes
+    if config.freeze or config.freeze_except:
+        names = freeze(model, config.freeze, config.freeze_except)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
     return model, tuple(notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,15 +99,21 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         yield from _blocks(child, f"{prefix}{name}.")
 
 
-def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Disable gradients of the parameters that match a pattern, and return their names."""
+def freeze(model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()) -> list[str]:
+    """Disable gradients of the parameters that match a pattern and no exception, and return their names.
+
+    Without patterns, all parameters but the exceptions are frozen.
+    """
     parameters = dict(model.named_parameters())
-    frozen = match_patterns(list(parameters), patterns, key="model.freeze", kind="parameter", example="layer1.*")
+    match = partial(match_patterns, list(parameters), kind="parameter")
+    trained = match(exceptions, key="model.freeze_except", example="head.*")
+    frozen = match(patterns or ["*"], key="model.freeze", example="layer1.*")
+    frozen = [name for name in frozen if name not in trained]
     if len(frozen) == len(parameters):
         raise RecipeError(
             "model.freeze matches every parameter",
             expected="at least one trained parameter",
-            fix="remove patterns of model.freeze",
+            fix="remove patterns of model.freeze, or name the trained parameters in model.freeze_except",
             code="E_PATTERN",
         )
     for name in frozen:

@@ -5,6 +5,7 @@ A file that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +45,39 @@ class LoadedWeights:
         return (*unwrapped, total, *(f"  left out {line}" for line in self.left_out))
 
 
-def load_matching(model: torch.nn.Module, file: Path) -> LoadedWeights:
-    """Load the tensors of `file` whose name and shape match the model; a head of another task is left out."""
+def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> LoadedWeights:
+    """Load the tensors of `file` whose name and shape match the model; a head of another task is left out.
+
+    The names in the model are those in the file after `prefix`, such as `encoder.`.
+    """
     own = model.state_dict()
     tensors, removed = _unwrap(_read(file), own, file)
+    if prefix:
+        tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     taken = [name for name in own if name in tensors and tensors[name].shape == own[name].shape]
     left_out = [_shapes(name, own, tensors) for name in own if name not in taken]
     left_out += [f"{name}: only in the file" for name in tensors if name not in own]
     if not taken:
+        parts = _prefixes(tensors, own)
+        rename = f"rename the tensors, such as {', '.join(list(tensors)[:2])} to {', '.join(list(own)[:2])}"
         raise _weights_error(
             f"no tensor of {file} has the name and shape of a tensor of the model",
             expected="the tensor names of the model",
-            fix=f"rename the tensors, such as {', '.join(list(tensors)[:2])} to {', '.join(list(own)[:2])}",
+            fix=f"--set model.pretrained_prefix={parts[0]}" if parts and not prefix else rename,
         )
     model.load_state_dict({name: tensors[name] for name in taken}, strict=False)
     return LoadedWeights(tuple(taken), tuple(left_out), removed)
+
+
+def _prefixes(tensors: Tensors, own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the prefixes that give tensors a name and shape of the model, the most common one first."""
+    counts = Counter(
+        name.removesuffix(other)
+        for name, tensor in own.items()
+        for other in tensors
+        if name.endswith(f".{other}") and tensor.shape == tensors[other].shape
+    )
+    return [prefix for prefix, _ in counts.most_common()]
 
 
 def load_all(model: torch.nn.Module, file: Path) -> None:
