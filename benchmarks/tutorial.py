@@ -1,8 +1,8 @@
 """The command of an image classification tutorial at the defaults, compared with a plain PyTorch loop on one device.
 
-Both train resnet34 on class folders of a few small images with a global batch of 16. The runs are interleaved: each round
-trains every contender once with one seed. Times of an epoch include training, evaluation and the saved weights; the first
-epoch is left out, because it starts the loader processes.
+Both train resnet34 on class folders of a few small images with a global batch of 16. The runs are interleaved: each
+round trains every contender once with one seed. The time of an epoch includes training, evaluation and the saved
+weights. The first epoch is left out, because it starts the loader processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ class Contender:
 
     Attributes:
         processes: number of ranks; 0 for the plain loop.
-        settings: recipe settings beside those that all contenders share.
+        settings: recipe settings beside those that all contenders share; options of the plain loop.
     """
 
     name: str
@@ -43,15 +42,16 @@ class Contender:
     settings: tuple[str, ...] = ()
 
 
+SYNC = ("step.batch_norm=sync", "microbatches=4")
 CONTENDERS = (
-    Contender(PLAIN, 0),
-    Contender("samestep, 1 process", 1),
-    Contender("samestep, 1 process, `microbatches=4`", 1, ("microbatches=4",)),
-    Contender("samestep, 1 process, `microbatches=8`", 1, ("microbatches=8",)),
-    Contender("samestep, 2 processes, `microbatches=4`", 2, ("microbatches=4",)),
-    Contender("samestep, 2 processes, `step.batch_norm=sync`", 2, ("step.batch_norm=sync", "microbatches=4")),
-    Contender("samestep, 4 processes, `step.batch_norm=sync`", 4, ("step.batch_norm=sync", "microbatches=4")),
-    Contender("samestep, 2 processes, batch size 32", 2, ("batch_size=32",)),
+    Contender(PLAIN, 0, ("--threads", "1")),
+    Contender("Samestep, 1 process", 1),
+    Contender("Samestep, 2 processes, `step.batch_norm=sync microbatches=4`", 2, SYNC),
+    Contender("Samestep, 4 processes, `step.batch_norm=sync microbatches=4`", 4, SYNC),
+    Contender("Samestep, 4 processes, `microbatches=4`", 4, ("microbatches=4",)),
+    Contender("Samestep, 1 process, `microbatches=8`", 1, ("microbatches=8",)),
+    Contender("plain PyTorch loop, one thread per core", 0),
+    Contender("Samestep, 1 process, `step.threads=2`", 1, ("step.threads=2",)),
 )
 
 
@@ -85,11 +85,10 @@ def run(contender: Contender, options: argparse.Namespace, data: Path, folder: P
     Raises:
         SystemExit: the run failed.
     """
-    threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
     if contender.processes == 0:
         sizes = ["--image-size", options.image_size, "--epochs", options.epochs, "--batch-size", options.batch_size]
         arguments = ["--data", data, "--output", folder, "--model", options.model, "--lr", options.lr, "--seed", seed]
-        output = _call([sys.executable, HERE / "tutorial_plain.py", *arguments, *sizes], folder, threads)
+        output = _call([sys.executable, HERE / "tutorial_plain.py", *arguments, *sizes, *contender.settings], folder)
         return [json.loads(line) for line in output.splitlines()]
     settings = [
         f"data.options.path={data / 'train'}",
@@ -104,15 +103,13 @@ def run(contender: Contender, options: argparse.Namespace, data: Path, folder: P
         *contender.settings,
     ]
     samestep = [sys.executable, "-m", "samestep", "train", "images", "--name", "a", "--device", "cpu"]
-    _call([*samestep, "--processes", contender.processes, "--set", *settings], folder, threads)
+    _call([*samestep, "--processes", contender.processes, "--set", *settings], folder)
     return _epochs_of(folder / "runs" / "a" / "events.jsonl")
 
 
-def _call(command: list[Any], folder: Path, environment: dict[str, str]) -> str:
+def _call(command: list[Any], folder: Path) -> str:
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"error: exit status {done.returncode} of {' '.join(words)}\n{done.stdout}\n{done.stderr}")
     return done.stdout
@@ -160,7 +157,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--threads", type=int, help="threads of the plain loop (default: torch's, one per core)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "tutorial.json")
     options = parser.parse_args()
     contenders = [CONTENDERS[number] for number in sorted({0, *options.contenders})]
@@ -172,23 +168,27 @@ def main() -> None:
         draw_images(data / "val", options.validation, seed=2)
         for turn, seed in enumerate(options.seeds):
             for contender in contenders if turn % 2 == 0 else contenders[::-1]:
-                folder = Path(name) / f"{turn}-{contenders.index(contender)}"
-                folder.mkdir()
-                epochs = run(contender, options, data, folder, seed)
+                with tempfile.TemporaryDirectory() as folder:
+                    epochs = run(contender, options, data, Path(folder), seed)
                 results[contender.name].append(epochs)
                 accuracy, seconds = 100 * epochs[-1]["accuracy"], seconds_of(epochs)
                 print(f"seed {seed}  {contender.name:<50} {accuracy:5.1f} %  {seconds:6.2f} s an epoch", flush=True)
+            write(options, machine, results)
+    print(options.output.with_suffix(".md").read_text())
+
+
+def write(options: argparse.Namespace, machine: dict[str, Any], results: dict[str, list[Epochs]]) -> None:
     header = ["", "accuracy, % (range)", "images/s", "seconds per epoch", "ratio to the plain loop (range)"]
     table = markdown_table(header, rows_of(results, len(PATTERNS) * (options.train + options.validation)))
     text = (
         f"`{options.model}` on five classes of {options.train} images ({options.validation} for validation), "
         f"{options.image_size} pixels, batch size {options.batch_size},\n{options.epochs} epochs, seeds "
-        f"{', '.join(map(str, options.seeds))}. Ratios are taken seed by seed."
+        f"{', '.join(map(str, options.seeds))}. One thread per process, except where named. "
+        "Ratios are taken\nseed by seed."
     )
     page = "\n\n".join(["# The recipe of a tutorial, and a plain PyTorch loop", machine_line(machine), text, table])
     settings = {key: value for key, value in vars(options).items() if key != "output"}
     save(options.output, {"machine": machine, "settings": settings, "results": results}, page + "\n")
-    print(f"\n{table}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torchvision import models, transforms
 from torchvision.datasets import ImageFolder
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the folders train and val")
     parser.add_argument("--output", type=Path, required=True, help="folder of the best weights")
@@ -33,7 +33,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="of arithmetic; default: torch's")
     parser.add_argument("--workers", type=int, help="loader processes; default: one per core, at most 8")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     torch.manual_seed(options.seed)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

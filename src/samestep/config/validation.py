@@ -37,7 +37,7 @@ class Constrained:
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         for name, (choices, bounds) in _constraints(type(self)).items():  # type: ignore[arg-type]
             key, value, expected = self.key(name), getattr(self, name), None
-            if choices and not bounds and value not in choices:
+            if choices and not bounds and value not in (*choices, defaults[name]):  # the default can be None
                 expected = f"one of {', '.join(choices)}"
             # NaN violates every bound.
             elif value not in (None, *choices) and not all(holds(value, limit) for _, holds, limit in bounds):

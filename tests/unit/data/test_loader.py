@@ -371,3 +371,32 @@ def test_a_worker_killed_during_a_transfer_is_named(signal_after: float | None) 
     loader.close()
     assert (re.match(killed, str(failed.value)) is None) == (signal_after is None)
     assert time.monotonic() - began > (signal_after or 1)
+
+
+@pytest.mark.parametrize(("batch_size", "number"), [(16, 1), (32, 2), (64, 2), (256, 8)])
+def test_auto_follows_the_batch_size_alone(batch_size: int, number: int) -> None:
+    (batch, *_) = loader_of(size=512, batch_size=batch_size, microbatches="auto")
+    assert batch.microbatches == number
+
+
+def test_auto_divides_a_short_batch_into_microbatches_of_two_or_more() -> None:
+    *_, last = loader_of(size=67, batch_size=64, microbatches="auto")
+    assert (last.size, last.microbatches) == (3, 1)
+    *_, last = loader_of(size=67, batch_size=64, microbatches=2)
+    assert (last.size, last.microbatches) == (3, 2), "an explicit number stays"
+
+
+@pytest.mark.parametrize(("size", "batches"), [(20, 2), (16, 2), (8, 1)])
+def test_drop_last_leaves_out_the_short_batch(size: int, batches: int) -> None:
+    loader = loader_of(size=size, drop_last=True)
+    epoch = list(loader)
+    assert [batch.size for batch in epoch] == [8] * batches
+    assert (len(loader), loader.samples, epoch[-1].end) == (batches, 8 * batches, Cursor(1, 0))
+    order = global_order(size, seed=SEED, epoch=0, shuffle=True)
+    assert [index for batch in epoch for index in batch.indices] == order[: 8 * batches].tolist()
+
+
+def test_drop_last_needs_a_complete_batch() -> None:
+    with pytest.raises(DataError, match="7 samples, fewer than one batch of 8") as caught:
+        loader_of(size=7, drop_last=True)
+    assert caught.value.code == "E_EMPTY_DATASET"

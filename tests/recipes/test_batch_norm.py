@@ -1,0 +1,83 @@
+"""Recipes of models with batch norm: the number of microbatches of `auto`, and batches with few samples."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.system import events, here
+from samestep.errors import EXIT_DONE, EXIT_INPUT
+from samestep.recipes.recipe_files import read_recipe
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"  # 102 samples, and a model with batch norm
+AUTO = ("microbatches=auto", "batch_size=16", "epochs=1")
+
+
+def train(folder: Path, name: str, *settings: str, processes: object = 1) -> tuple[int, Path]:
+    code = here("train", RECIPE, "--name", name, "--processes", processes, "--set", *AUTO, *settings, cwd=folder)
+    return code, folder / "runs" / name
+
+
+def notes(run: Path) -> str:
+    return "\n".join(event["text"] for event in events(run, "note"))
+
+
+def test_auto_is_resolved_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, run = train(tmp_path, "a", processes="auto")
+    assert code == EXIT_DONE
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "microbatches: 1 of 16 samples (auto: the model has batch norm); at most 1 process"
+    )
+    assert read_recipe(run / "recipe.yaml").microbatches == 1
+    assert json.loads((run / "environment.json").read_text(encoding="utf-8"))[0]["processes"] == 1
+    assert notes(run) == ""
+    assert here("eval", run, cwd=tmp_path) == EXIT_DONE
+
+
+def test_more_processes_are_refused_with_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, run = train(tmp_path, "a", processes=3)
+    err = capsys.readouterr().err
+    assert (code, run.exists()) == (EXIT_INPUT, False)
+    assert "[E_TOO_MANY_RANKS]" in err
+    for way_out in ("microbatches=4 step.batch_norm=sync", "microbatches=4:", "--per-device-batch-size 16"):
+        assert way_out in err
+
+
+@pytest.mark.slow
+def test_sync_has_as_many_microbatches_as_a_model_without_batch_norm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, run = train(tmp_path, "a", "step.batch_norm=sync", "data.options.samples=16")
+    assert code == EXIT_DONE
+    assert "microbatches: 8 of 2 samples (auto); at most 8 processes" in capsys.readouterr().err
+    assert read_recipe(run / "recipe.yaml").microbatches == 8
+    assert notes(run) == ""
+
+
+def test_few_samples_of_an_explicit_number_are_warned_of(tmp_path: Path) -> None:
+    code, run = train(tmp_path, "a", "microbatches=4", "data.options.samples=16")
+    assert code == EXIT_DONE
+    assert notes(run).startswith("warning: batch norm computes its statistics from 4 samples")
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "note"),
+    [
+        (("data.options.samples=33",), 2, "the last batch of an epoch has 1 sample"),
+        pytest.param(("data.options.samples=34",), 3, "", marks=pytest.mark.slow),
+        pytest.param(("data.options.samples=34", "data.drop_last=true"), 2, "", marks=pytest.mark.slow),
+    ],
+)
+def test_last_batch(tmp_path: Path, settings: tuple[str, ...], steps: int, note: str) -> None:
+    code, run = train(tmp_path, "a", *settings)
+    assert code == EXIT_DONE
+    assert len(events(run, "step")) == steps
+    assert notes(run).startswith(note)
+    assert bool(notes(run)) == bool(note)
+
+
+def test_invalid_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "a", "microbatches=all")[0] == EXIT_INPUT
+    err = capsys.readouterr().err
+    assert 'microbatches is "all"' in err
+    assert "'auto'" in err
