@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +16,8 @@ from samestep.distributed.logging import logger
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
+from samestep.metrics.best import BestRule, Mode
+from samestep.microbatches import require_position
 
 
 class CheckpointManager:
@@ -22,10 +25,11 @@ class CheckpointManager:
 
         checkpoints = samestep.CheckpointManager("checkpoints", engine, batches)
         checkpoints.resume()
-        for batch in batches:
-            result = engine.step(batch)
-            if result.stop or result.step % 100 == 0:
-                checkpoints.save()
+        while batches.cursor.epoch < epochs:
+            for batch in batches:
+                if engine.step(batch).stop:
+                    break
+            checkpoints.save(engine.evaluate(test_batches))
 
     With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
     copied, and the end of the block waits for the last checkpoint.
@@ -34,7 +38,9 @@ class CheckpointManager:
         folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
             or deleted.
         batches: training data; the cursor is the position of the loop.
-        keep: number of newest checkpoints to keep.
+        keep: number of newest checkpoints to keep, in addition to the best.
+        best_by: key among the results of an evaluation that selects the best checkpoint: `loss` or a metric.
+        best_mode: `min` or `max`; None for `min` of losses and `max` of the built-in metrics.
         background: write checkpoints in a background thread.
 
     Raises:
@@ -42,8 +48,18 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, folder: str | Path, engine: Engine, batches: Loader, *, keep: int = 2, background: bool = False
+        self,
+        folder: str | Path,
+        engine: Engine,
+        batches: Loader,
+        *,
+        keep: int = 2,
+        best_by: str = "loss",
+        best_mode: Mode | None = None,
+        background: bool = False,
     ) -> None:
+        self._rule = BestRule.of(best_by, best_mode)
+        self._best: float | None = None
         self._folder, self._engine, self._batches = CheckpointFolder(Path(folder), keep), engine, batches
         self._background, self._is_entered = background, False
         self._lock = FolderLock(self._folder.path) if engine.world.is_main else None
@@ -53,8 +69,15 @@ class CheckpointManager:
         status = engine.world.context.status
         self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
 
-    def save(self) -> None:
+    def save(self, values: Mapping[str, float] | None = None) -> bool:
         """Save model, optimizer, schedule, scaler and position. Call on every rank; rank 0 writes.
+
+        Args:
+            values: results of `engine.evaluate` for this state. The checkpoint becomes `best` if they are the best so
+                far; a loss or a value that is not finite never is.
+
+        Returns:
+            Whether the checkpoint is the best.
 
         Raises:
             CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
@@ -68,22 +91,29 @@ class CheckpointManager:
             )
         engine = self._engine
         engine.check()  # ranks must agree on the saved state, if consistency checks are on
-        progress = Progress(step=engine.steps, cursor=self._batches.cursor)
+        is_best = values is not None and self._rule.is_best(values, self._best)
+        if values is not None and is_best:
+            self._best = values[self._rule.by]
+        cursor = self._batches.cursor
+        progress = Progress(step=engine.steps, cursor=cursor, best=self._best)
         if engine.world.is_main:
-            self._writer.save(engine.steps, lambda: pack(engine.training, progress))
+            epoch = cursor.epoch if engine.steps and not cursor.samples else None
+            self._writer.save(engine.steps, lambda: pack(engine.training, progress), is_best=is_best, epoch=epoch)
             if not self._background:
                 self._writer.wait()
         elif engine.local_parameters.is_divided:
             pack(engine.training, progress, keep=False)
+        return is_best
 
-    def resume(self, *, accept_changes: bool = False) -> bool:
-        """Resume from the newest checkpoint of any number of ranks; return False if none exists.
+    def resume(self, checkpoint: str = "last", *, accept_changes: bool = False) -> bool:
+        """Resume from a checkpoint of any number of ranks; return False if none exists.
 
         Args:
+            checkpoint: `last`, `best`, `epoch-N`, or the number of a step.
             accept_changes: continue although the script, or a module that it imports, has changed since the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or is of another model or optimizer.
+            CheckpointError: the checkpoint does not exist, is damaged, or is of another model or optimizer.
             InputError: the code has changed, or differs between ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
@@ -92,13 +122,14 @@ class CheckpointManager:
         self._engine.world.barrier()
         if not self._folder.steps():
             return False
-        checkpoint, sources = self._folder.find("last"), process_state.source_files
+        path, sources = self._folder.find(checkpoint), process_state.source_files
         if self._engine.world.is_main:
-            for name in sources.require(read_state(checkpoint).sources, accept_changes=accept_changes):
+            for name in sources.require(read_state(path).sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._engine.world)
-        progress = load(checkpoint, self._engine.training)
-        self._engine.steps, self._batches.cursor = progress.step, progress.cursor
+        progress = load(path, self._engine.training)
+        require_position(progress.cursor, self._batches.samples, self._batches.batch_size)
+        self._engine.steps, self._batches.cursor, self._best = progress.step, progress.cursor, progress.best
         return True
 
     def __enter__(self) -> CheckpointManager:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,9 @@ from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress, StepTimer
+from samestep.metrics.best import BestRule
 from samestep.metrics.metrics import LossMetric, Metric
-from samestep.microbatches import Cursor
+from samestep.microbatches import Cursor, require_position
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
@@ -63,8 +63,8 @@ class Trainer:
 
     Args:
         train: training data; its cursor is the cursor of the run.
-        metrics: metrics of an evaluation. The first metric decides which checkpoint is the best (higher is better);
-            without metrics, or if the first one is a function of the loss, the loss decides (lower is better).
+        metrics: metrics of an evaluation.
+        best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
         loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
     """
@@ -76,6 +76,7 @@ class Trainer:
         evaluation: Loader,
         metrics: Sequence[Metric | LossMetric],
         *,
+        best: BestRule,
         folder: CheckpointFolder,
         recipe: dict[str, Any],
         epochs: int,
@@ -84,7 +85,7 @@ class Trainer:
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
         self.logger = RunLogger(loggers if engine.world.is_main else ())
-        self._epochs = epochs
+        self._epochs, self._best = epochs, best
         self._progress = Progress(recipe=recipe)
         self._timer = StepTimer()
         self._interval = CheckpointInterval(options.max_lost_work)
@@ -113,6 +114,7 @@ class Trainer:
             "at least the epochs that are complete",
             f"--set epochs={cursor.epoch} or more",
         )
+        require_position(cursor, self._train.samples, self._train.batch_size)
         if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
             apply_schedule(self._engine.scheduler)
         self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
@@ -232,12 +234,7 @@ class Trainer:
         self._log_skipped("evaluation", self._evaluation)
         self._log_tokens()
         progress = self._progress
-        # The value that decides which checkpoint is the best; higher is better.
-        first = next(iter(self._metrics), None)
-        score = -values["loss"] if first is None or isinstance(first, LossMetric) else values[first.name]
-        # A model whose loss is not finite can still have an accuracy.
-        is_finite = math.isfinite(values["loss"]) and not math.isnan(score)
-        is_best = is_finite and (progress.best is None or score > progress.best)
+        is_best = self._best.is_best(values, progress.best)
         self.logger.log_event(
             "evaluation",
             step=progress.step,
@@ -249,7 +246,9 @@ class Trainer:
             samples_per_second=round(self._timer.speed, 1),
             **values,
         )
-        self._progress = replace(progress, best=score if is_best else progress.best, loss_sum=0.0, loss_count=0.0)
+        self._progress = replace(
+            progress, best=values[self._best.by] if is_best else progress.best, loss_sum=0.0, loss_count=0.0
+        )
         self._save(is_best=is_best, epoch=progress.cursor.epoch)
 
     def _evaluate(self) -> dict[str, float] | None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from samestep.config import StepConfig
-from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move_next_to
+from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
+from samestep.metrics.metrics import LossMetric, Metric
 
 if TYPE_CHECKING:
+    from samestep.data.loader import Loader
     from samestep.engine.engine import Engine
 
 
 class Callback:
     """Read-only hooks, called in the order of the methods; each does nothing by default."""
+
+    def loader_created(self, loader: Loader) -> None:
+        """Called at the end of the construction of a loader, for the callbacks of `samestep.start`'s world."""
 
     def engine_created(self, engine: Engine) -> None:
         """Called at the end of the engine's construction."""
@@ -46,3 +54,38 @@ class Intervention(Callback):
     def prepare(self, model: torch.nn.Module, config: StepConfig) -> StepConfig:
         """Change `model` in place before construction, and return the configuration to use."""
         return config
+
+
+class TrainingValues(Callback):
+    """Mean loss and metrics of the outputs of training steps.
+
+    Args:
+        metrics: metrics that no evaluation uses at the same time.
+    """
+
+    def __init__(self, metrics: Sequence[Metric | LossMetric]) -> None:
+        self._metrics = metrics
+        self._sum = self._count = 0.0
+
+    def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
+        if not microbatch.size:
+            return
+        targets = microbatch.pair[1]
+        outputs = move_next_to(map_tensors(outputs, torch.Tensor.detach), targets)
+        for metric in self._metrics:
+            if not isinstance(metric, LossMetric):
+                metric.update(outputs, targets)
+
+    def end_step(self, engine: Engine, result: StepResult) -> None:
+        if not result.skipped:
+            self._sum += result.loss * result.count
+            self._count += result.count
+
+    def take(self, world: World) -> dict[str, float]:
+        """Return `loss` and the metrics of the steps since the last call; a collective."""
+        values = {"loss": self._sum / self._count if self._count else math.nan}
+        self._sum = self._count = 0.0
+        return values | {
+            metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
+            for metric in self._metrics
+        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -16,14 +17,15 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import one_value_error, warn_of_few_samples
 from samestep.engine.build import build_components, set_modes, uses_batch_statistics
-from samestep.engine.callbacks import Callback, Intervention
+from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks
 from samestep.engine.evaluation import evaluate
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
-from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, reduce_requests
+from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
 
 
@@ -43,6 +45,7 @@ class Engine:
         ema: decay of a moving average of the weights, used in evaluation; None for no average.
         check_every: steps between comparisons of the ranks' state, None for none; equal on every rank. If set, ranks
             also check that they issue the same steps, evaluations and collectives: see `docs/guides/runs.md`.
+        metrics: metrics of training and the default of `evaluate`, which describes the possible values.
         callbacks: read-only hooks.
 
     Attributes:
@@ -65,6 +68,7 @@ class Engine:
         config: StepConfig | None = None,
         check_every: int | None = None,
         ema: float | None = None,
+        metrics: Metrics = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._name = world.context.collective_check.next_engine_name()
@@ -74,7 +78,10 @@ class Engine:
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
         self.config = config or StepConfig()
-        self._callbacks = (*world.context.callbacks, *callbacks)
+        self._metrics = metrics
+        objects = as_metrics(deepcopy(metrics), ignore_index=as_step_loss(loss).ignore_index)
+        self._training_values = TrainingValues(objects) if objects else None
+        self._callbacks = (*world.context.callbacks, *callbacks, *filter(None, [self._training_values]))
         for callback in self._callbacks:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
@@ -179,14 +186,33 @@ class Engine:
             self.scaler.update()
             raise non_finite_error(batch, stats, self.steps, self._components.runner, self.local_parameters)
 
-    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Metrics = ()) -> dict[str, float]:
+    def training_values(self) -> dict[str, float]:
+        """Return mean `loss` and metrics of the steps since the last call, or since a resumption; a collective.
+
+        They belong to the outputs of training: in training mode, before the update of the step.
+
+        Raises:
+            InputError: the engine has no `metrics`.
+        """
+        if self._training_values is None:
+            raise InputError(
+                "training_values was called on an engine without metrics",
+                expected="metrics of training",
+                fix='samestep.Engine(..., metrics=["accuracy"])',
+                code="E_METRIC",
+            )
+        with self.world.context.collective_check.operation(f"{self._name}.training_values"):
+            return self._training_values.take(self._components.outputs.world)
+
+    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Metrics | None = None) -> dict[str, float]:
         """Return `loss` (and its terms), `samples` and the metrics over `batches`, each sample counted once.
 
         Args:
             batches: evaluation data, such as a loader.
             metrics: names (`accuracy`, `top5`, `dice`, `f1`, `iou`, `perplexity`), metrics of torchmetrics, or objects
                 with `name`, `update(outputs, targets)`, `compute(world)` and `reset()`; or a mapping from names to
-                metrics of torchmetrics. Named metrics ignore the same targets as the loss.
+                metrics of torchmetrics. None for the metrics of the engine. Named metrics ignore the same targets as
+                the loss.
 
         Raises:
             InputError: a metric is unknown, cannot be summed over ranks, or does not support the outputs.
@@ -201,11 +227,12 @@ class Engine:
         return self._evaluate(batches, metrics, until_stop=True)
 
     def _evaluate(
-        self, batches: Iterable[GlobalBatch], metrics: Metrics, *, until_stop: bool
+        self, batches: Iterable[GlobalBatch], metrics: Metrics | None, *, until_stop: bool
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
         outputs = self._components.outputs
-        objects = as_metrics(metrics, ignore_index=outputs.forward.loss.ignore_index)
+        ignore_index = outputs.forward.loss.ignore_index
+        objects = as_metrics(self._metrics if metrics is None else metrics, ignore_index=ignore_index)
         with self.world.context.collective_check.operation(f"{self._name}.evaluate"), averaged:
             values = evaluate(self.model, batches, objects, outputs, self.world, until_stop=until_stop)
         if values is not None:

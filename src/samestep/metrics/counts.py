@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -63,9 +64,11 @@ class CountMetric(ABC):
         self.counts = counts if self.counts is None else self.counts + counts
 
     def compute(self, world: World) -> float:
-        """Return the value over the counts of all ranks, and reset the counts. A collective."""
+        """Return the value over the counts of all ranks, NaN without any, and reset the counts. A collective."""
         sizes = [] if self.counts is None else list(self.counts.shape)
         shape = max(gather_numbers(world, [*sizes, 0, 0][:2]))
+        if not any(shape):
+            return math.nan
         counts = self.counts
         if counts is None:
             counts = torch.zeros([size for size in shape if size], dtype=torch.int64, device=world.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,12 +27,13 @@ from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message
 from samestep.engine.build import uses_batch_statistics
 from samestep.engine.microbatch import autocast, call_model
-from samestep.errors import InputError, RunError
+from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
 from samestep.launcher.session import start
 from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.metrics.best import BestRule
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.metrics.segmentation import MAX_CLASSES, ConfusionMatrix
@@ -170,6 +171,7 @@ def train(
             built.train,
             built.evaluation,
             list(built.metrics),
+            best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
             folder=folder,
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
@@ -193,14 +195,23 @@ def train(
         return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
 
 
-def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path | None = None) -> dict[str, Any]:
+def evaluate(
+    recipe: Recipe,
+    options: RunOptions,
+    checkpoint: Path,
+    report: Path | None = None,
+    classes: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """Evaluate a checkpoint or a weights file, and return `loss`, `samples` and the metrics of the recipe.
+
+    With the `classes` of the run, data with other classes raise `DataError`.
 
     With the directory of a `report`, the result also has the confusion matrix as `by_class`, and the first samples of a
     segmentation task are drawn into `overlays` in this directory.
     """
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
+        _require_classes(built.dataset_info.classes, classes)
         model, is_averaged = built.engine.model, recipe.ema is not None
         if checkpoint.is_dir():
             checkpoints.load_model(checkpoint, model, built.engine.local_parameters, averaged=is_averaged)
@@ -209,6 +220,16 @@ def evaluate(recipe: Recipe, options: RunOptions, checkpoint: Path, report: Path
         if report is not None:
             return _evaluate_by_class(built, recipe, report / "overlays")
         return built.engine.evaluate(built.evaluation, built.metrics)
+
+
+def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> None:
+    if expected is not None and list(classes) != list(expected):
+        raise DataError(
+            f"the data have the classes {', '.join(classes)}, the run has {', '.join(expected)}",
+            expected="the classes of the run, in the same order",
+            fix="set data.options.evaluation_path alone, so that the classes are those of the training data",
+            code="E_CLASSES",
+        )
 
 
 def gpu_names() -> list[str]:

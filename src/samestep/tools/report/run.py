@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,11 @@ import numpy
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointError, InputError
 from samestep.recipes.recipe_files import read_yaml
-from samestep.tools.report.events import (
-    EventLog,
-    JsonLines,
-    RunClock,
-    parse_count,
-    parse_finite,
-    parse_number,
-    parse_text,
-)
+from samestep.tools.report.events import EventLog, JsonLines, RunClock
+from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects
 from samestep.units import plural
+
+_MAX_DIGITS = 6  # of the number of a rank
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def read_ranks(folder: Path, spans: int = 12000) -> list[RankLog]:
     paths = {}
     for path in folder.glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
-        if number.isascii() and number.isdigit():
+        if number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS:
             paths[int(number)] = path
     limit = min(max(spans // max(len(paths), 1), 40), 400)
     return [_read(rank, path, limit) for rank, path in sorted(paths.items())]
@@ -97,9 +91,7 @@ def _read(rank: int, path: Path, limit: int) -> RankLog:
     log, lines = RankLog(rank), JsonLines(path)
     previous: object = None
     for line in lines:
-        time = parse_finite(line.get("time"))
-        if time is None:
-            continue
+        time = float(line["time"])
         last = log.spans[-1].end if log.spans else 0.0
         process = line.get("host"), line.get("pid")
         if time > last:
@@ -225,7 +217,10 @@ class Run:
 
     @property
     def deciding(self) -> str | None:
-        """Name of the value that selects the best evaluation: the first metric, or the loss without metrics."""
+        """Name of the value that selects the best evaluation: `best_by`, the first metric, or the loss."""
+        chosen = self.recipe.get("best_by")
+        if isinstance(chosen, str) and chosen in self.events.metrics:
+            return chosen
         losses = ("train_loss", "loss", "loss_")  # terms of a loss are named loss_NAME
         names = [name for name in self.events.metrics if not name.startswith(losses)]
         return next((name for name in (*names, "loss") if name in self.events.metrics), None)
@@ -295,11 +290,9 @@ def _read_starts(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if not path.is_file():
         return [], []
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        return read_objects(path), []
+    except ValueError as error:
         return [], [f"{path.name} cannot be read: {error}"]
-    entries = content if isinstance(content, list) else [content]
-    return [entry for entry in entries if isinstance(entry, dict)], []
 
 
 def _read_checkpoints(path: Path) -> list[SavedCheckpoint]:
