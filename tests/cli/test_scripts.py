@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.system import answer, here
-from samestep.errors import EXIT_DONE
+from samestep.errors import EXIT_DONE, EXIT_INPUT
 
 Refused = Callable[..., str]
 SCRIPT = """
@@ -49,12 +49,41 @@ def test_verify_runs_a_script_with_the_variables_of_torchrun(folder: Path, capsy
     assert json.loads((folder / "out" / "certificate.json").read_text(encoding="utf-8"))["holds"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_profile_measures_the_steps_of_a_script(
+    folder: Path, capsys: pytest.CaptureFixture[str], processes: int
+) -> None:
+    options = ("--processes", processes, "--active", 6, "--traced", 2, "--no-picture", "--json", "--out", "out")
+    assert here("profile", "train.py", *options, "--", "--epochs", 100, cwd=folder) == EXIT_DONE
+    result = answer(capsys)
+    assert result["recipe"] == {"script": "train.py", "arguments": ["--epochs", "100"]}
+    assert (result["processes"], result["steps"]["active"]) == (processes, 6)
+    circumstances = result["circumstances"]
+    assert (circumstances["microbatches"], circumstances["batch_size"], circumstances["workers"]) == (4, 16, 0)
+    for rank in result["ranks"]:
+        assert rank["forward"] > 0
+        assert rank["backward"] > 0
+        assert rank["data"] > 0
+    assert len(result["traced"]) == processes
+    assert (folder / "out" / "trace.json.gz").exists()
+
+
+def test_script_with_too_few_steps_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "idle.py").write_text("import sys\nprint(sys.argv)\n", encoding="utf-8")
+    options = ("--processes", 1, "--no-picture", "--out", "out")
+    assert here("profile", "idle.py", *options, cwd=folder) == EXIT_INPUT
+    err = capsys.readouterr().err
+    assert "idle.py made 0 of " in err
+    assert "[E_SCRIPT]" in err
+
+
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_commands_that_change_a_recipe_refuse_a_script(refused: Refused, command: str) -> None:
     assert "[E_SCRIPT]" in refused(command, "train.py")
 
 
-@pytest.mark.parametrize("command", ["verify"])
+@pytest.mark.parametrize("command", ["verify", "profile"])
 def test_invalid_scripts_and_options_are_errors(refused: Refused, folder: Path, command: str) -> None:
     assert "gone.py is not a file" in refused(command, "gone.py")
     assert "--set with a script" in refused(command, "train.py", "--set", "epochs=1")

@@ -17,6 +17,7 @@ from samestep.cli.options import (
     add_number,
     add_options,
     add_recipe_argument,
+    add_subject_argument,
     options_of,
     output_folder,
     parse_integers,
@@ -24,6 +25,7 @@ from samestep.cli.options import (
     progress,
     refuse_script,
     run_options,
+    script_of,
 )
 from samestep.cli.recipe_options import (
     add_strategy_options,
@@ -100,12 +102,13 @@ def add_profile(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="measure the phases of a step, and possible savings",
-        description="Train some steps of a recipe and measure their phases: data loading, forward, backward, "
-        "communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible savings. "
+        description="Train some steps of a recipe or a script and measure their phases: data loading, forward, "
+        "backward, communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible savings. "
         "Writes traces for Perfetto and TensorBoard.",
-        epilog="example: samestep profile digits --processes 2 --active 20 --ranks 0",
+        epilog="examples: samestep profile digits --processes 2 --active 20 --ranks 0; "
+        "samestep profile train.py --processes 2 -- --epochs 1",
     )
-    add_recipe_argument(parser)
+    add_subject_argument(parser)
     add_options(parser, "--per-device-batch-size", "--accumulate")
     add_machine_options(parser)
     add_strategy_options(parser)
@@ -224,15 +227,20 @@ def _profile(arguments: argparse.Namespace) -> int:
     """Train, measure and print."""
     # Imported here: the other commands do not need these modules.
     from samestep.metrics.class_report import require_matplotlib
-    from samestep.tools.profile.profile import Plan, draw, parse_ranks, profile, show
+    from samestep.tools.profile.profile import Plan, Script, draw, parse_ranks, profile, show
     from samestep.tools.timing import describe_machine
 
     require_single_process("profile")
     launch = LaunchOptions.parse(arguments)
-    size, accumulate = arguments.per_device_batch_size, arguments.accumulate
-    overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
-    recipe = _load_recipe(arguments, overrides, PRELOAD)
-    _, processes = launch.process_range(recipe)
+    script = script_of(arguments)
+    if script is not None:
+        subject: Recipe | Script = Script(script, tuple(arguments.script_arguments))
+        _, processes = launch.process_range()
+    else:
+        size, accumulate = arguments.per_device_batch_size, arguments.accumulate
+        overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
+        subject = _load_recipe(arguments, overrides, PRELOAD)
+        _, processes = launch.process_range(subject)
     ranks, options = parse_ranks(arguments.ranks, processes), run_options(arguments)
     if not arguments.no_picture:
         require_matplotlib("profile")
@@ -242,7 +250,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         plan = options_of(Plan, arguments, ranks=ranks, folder=folder, options=options)
         progress(arguments)(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
         machine = describe_machine([] if arguments.device == "cpu" else gpu_names())
-        result = profile(stem, recipe, plan, processes, machine, PRELOAD, launch.environment or {})
+        result = profile(stem, subject, plan, processes, machine, PRELOAD, launch.environment or {})
         (folder / "profile.json").write_text(to_json(result.to_dict()), encoding="utf-8")
         if not arguments.no_picture:
             draw(result, folder / "profile.png")

@@ -113,6 +113,13 @@ def add_subject_argument(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(script_arguments=[])
 
 
+# Options without a meaning for a script.
+_RECIPE_OPTIONS = (
+    *("--set", "--strategy", "--mesh", "--per-device-batch-size", "--accumulate"),
+    *("--workers", "--prefetch", "--checkpoint-every"),
+)
+
+
 def script_of(arguments: argparse.Namespace) -> Path | None:
     """Return the script of a command with `add_subject_argument`; None for a recipe.
 
@@ -125,7 +132,15 @@ def script_of(arguments: argparse.Namespace) -> Path | None:
             value = f"{arguments.recipe} with arguments after --"
             raise option_conflict(value, "arguments of a script", "leave the arguments out, or --set KEY=VALUE")
         return None
-    for option in ("--set", "--strategy", "--mesh", "--per-device-batch-size", "--accumulate", "--checkpoint-every"):
+    for option in (
+        "--set",
+        "--strategy",
+        "--mesh",
+        "--per-device-batch-size",
+        "--accumulate",
+        "--workers",
+        "--prefetch",
+    ):
         name = "overrides" if option == "--set" else option.removeprefix("--").replace("-", "_")
         if getattr(arguments, name, None):
             raise option_conflict(f"{option} with a script", f"{option} with a recipe", "set the value in the script")

@@ -209,6 +209,8 @@ class Loader:
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._dataset = MicrobatchDataset(dataset, collate, seed, bad_samples)
         self._open(workers, prefetch)
+        for callback in world.context.callbacks:
+            callback.loader_created(self)
 
     def with_workers(self, workers: int, prefetch: int) -> Loader:
         """Return a loader of the same data from the same cursor with separate workers; close it independently."""

@@ -163,6 +163,10 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+class EndOfScript(BaseException):
+    """Early end of a script by the tool that runs it; no `except Exception` of the script catches it."""
+
+
 def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_restarts: int = 0) -> None:
     """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
 
@@ -199,6 +203,8 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
     process_state.source_files.note_imports()
     try:
         exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
+    except EndOfScript:
+        return
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

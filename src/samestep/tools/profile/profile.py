@@ -22,7 +22,7 @@ from samestep.units import format_milliseconds as ms
 from samestep.units import plural
 
 CHECKPOINTS, TENSORBOARD, TRACE = "checkpoints", "tensorboard", "trace.json.gz"
-_TRIAL = "samestep.tools.profile.trial"
+_TRIAL, _SCRIPT_TRIAL = "samestep.tools.profile.trial", "samestep.tools.profile.script"
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}  # silences torch's profiler
 _MAX_WIDTH = 200
 _NAMES: dict[Phase, str] = {
@@ -53,6 +53,14 @@ class Plan:
     def traces(self, rank: int) -> bool:
         """Return whether torch's profiler runs on a rank."""
         return bool(self.traced) and (self.ranks is None or rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Script to profile."""
+
+    path: Path
+    arguments: tuple[str, ...]
 
 
 def parse_ranks(text: str, size: int) -> tuple[int, ...] | None:
@@ -104,6 +112,9 @@ class Profile:
             notes.append(f"{conditions.strategy} communicates within forward and backward, only partly measured{total}")
         if any(phases["computing"] for phases in measured.phases):
             notes.append("microbatches are computed concurrently: forward and backward are one phase")
+        if "script" in self.recipe:
+            notes.append("waiting for data includes the script's own code between two steps")
+            notes.append("--workers in an advice is samestep.loader(workers=...) in the script")
         if measured.size > 1 and not measured.lateness.steps:
             notes.append("late ranks are not known: ranks do not all call the same collectives")
         return notes
@@ -143,22 +154,23 @@ class Profile:
 
 def profile(
     name: str,
-    recipe: Recipe,
+    subject: Recipe | Script,
     plan: Plan,
     processes: int,
     machine: dict[str, Any],
     preload: tuple[str, ...],
     environment: Mapping[str, str],
 ) -> Profile:
-    """Train the steps of a plan on `processes` ranks.
+    """Train the steps of a plan with a recipe or a script, on `processes` ranks.
 
     Raises:
         RankError: a rank failed.
         StoppedError: a stop was requested.
     """
     variables = {**_ENVIRONMENT, **environment}
+    trial = (_SCRIPT_TRIAL, "profile_script") if isinstance(subject, Script) else (_TRIAL, "profile_rank")
     measured: Measurements = run_trial(
-        _TRIAL, "profile_rank", recipe, plan, processes=processes, preload=preload, environment=variables
+        *trial, subject, plan, processes=processes, preload=preload, environment=variables
     )
     trace = None
     if measured.traced:
@@ -167,7 +179,11 @@ def profile(
         # The folder may contain traces of other ranks from an earlier profile.
         marks = measured.clock_marks
         write_merged(trace, {rank: files[rank] for rank in marks}, marks, measured.traced_steps)
-    return Profile(name, recipe_data(recipe), machine, plan, measured, trace)
+    if isinstance(subject, Script):
+        data: dict[str, Any] = {"script": str(subject.path), "arguments": list(subject.arguments)}
+    else:
+        data = recipe_data(subject)
+    return Profile(name, data, machine, plan, measured, trace)
 
 
 # --- text and picture ---

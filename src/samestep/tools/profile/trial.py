@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
 from math import ceil
@@ -19,8 +20,10 @@ from samestep.checkpoint.state import pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction
 from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
 from samestep.distributed.resources import read_processors
 from samestep.distributed.world import World, all_gather
+from samestep.engine.engine import Engine
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.recipe_files import recipe_data
@@ -108,7 +111,7 @@ class _Trial:
 
 
 def profile_rank(recipe: Recipe, plan: Plan) -> Measurements | None:
-    """Train on this rank and gather the measurements of all ranks; return None if a stop was requested.
+    """Train a recipe on this rank and gather the measurements of all ranks; return None if a stop was requested.
 
     Raises:
         InputError: the recipe cannot run on this number of ranks.
@@ -126,46 +129,79 @@ def profile_rank(recipe: Recipe, plan: Plan) -> Measurements | None:
         if result is None:
             return None
         assert trial.largest_batch is not None, "a plan has at least one active step"
-        measured, traced, mark = result
-        own: dict[str, Any] = {
-            "measured": [astuple(step) for step in measured],
-            "traced": [astuple(step) for step in traced],
-            "mark": mark,
-            "summary": asdict(profiler.summary) if profiler is not None and profiler.summary is not None else None,
-            "costs": asdict(_measure_costs(built, trial.largest_batch, world)),
-        }
-        rows = all_gather(own, world)
-        steps, traced_steps = (
-            [[Step.of(*step) for step in row[key]] for row in rows] for key in ("measured", "traced")
-        )
-        profiled = {rank: row for rank, row in enumerate(rows) if row["summary"] is not None}
-        slowest = {key: max(row["costs"][key] for row in rows) for key in ("batch", "gradients")}
-        return Measurements(
-            steps,
-            {rank: ProfilerSummary(**row["summary"]) for rank, row in profiled.items()},
-            replace(Costs(**own["costs"]), **slowest),
-            _conditions(recipe, plan, built, world, recorder, trial.save_seconds),
-            traced_steps,
-            {rank: row["mark"] for rank, row in profiled.items()},
-        )
+        batch, seconds = trial.largest_batch, trial.save_seconds
+        return gather(built.engine, built.train, batch, plan, recorder, profiler, result, seconds)
+
+
+def gather(
+    engine: Engine,
+    loader: Loader,
+    batch: GlobalBatch,
+    plan: Plan,
+    recorder: SpanRecorder,
+    profiler: RankProfiler | None,
+    steps: tuple[list[Step], list[Step], float],
+    save_seconds: Sequence[float] = (),
+) -> Measurements:
+    """Gather the measurements of all ranks. Collective.
+
+    Args:
+        engine: the profiled engine.
+        loader: loader of the training data.
+        batch: the largest batch of the steps.
+        plan: plan of the profile.
+        recorder: recorder of this rank.
+        profiler: torch's profiler of this rank, if the rank has traced steps.
+        steps: measured steps, traced steps and the time of the clock mark.
+        save_seconds: seconds until each checkpoint was on disk.
+    """
+    world = engine.world
+    measured, traced, mark = steps
+    own: dict[str, Any] = {
+        "measured": [astuple(step) for step in measured],
+        "traced": [astuple(step) for step in traced],
+        "mark": mark,
+        "summary": asdict(profiler.summary) if profiler is not None and profiler.summary is not None else None,
+        "costs": asdict(_measure_costs(engine, loader, batch)),
+    }
+    rows = all_gather(own, world)
+    all_steps, traced_steps = (
+        [[Step.of(*step) for step in row[key]] for row in rows] for key in ("measured", "traced")
+    )
+    profiled = {rank: row for rank, row in enumerate(rows) if row["summary"] is not None}
+    slowest = {key: max(row["costs"][key] for row in rows) for key in ("batch", "gradients")}
+    return Measurements(
+        all_steps,
+        {rank: ProfilerSummary(**row["summary"]) for rank, row in profiled.items()},
+        replace(Costs(**own["costs"]), **slowest),
+        _conditions(engine, loader, batch, plan, recorder, save_seconds),
+        traced_steps,
+        {rank: row["mark"] for rank, row in profiled.items()},
+    )
 
 
 def _conditions(
-    recipe: Recipe, plan: Plan, built: Built, world: World, recorder: SpanRecorder, save_seconds: list[float]
+    engine: Engine,
+    loader: Loader,
+    batch: GlobalBatch,
+    plan: Plan,
+    recorder: SpanRecorder,
+    save_seconds: Sequence[float],
 ) -> Conditions:
+    world, config = engine.world, engine.config
     return Conditions(
-        workers=built.train.workers,
+        workers=loader.workers,
         cores=read_processors().usable,
         checkpoint_every=plan.options.checkpoint_every,
         save_seconds=mean(save_seconds) if save_seconds else None,
-        microbatches=recipe.microbatch_count,
-        batch_size=recipe.batch_size,
-        strategy=built.engine.strategy,
+        microbatches=batch.microbatches,
+        batch_size=loader.batch_size,
+        strategy=engine.strategy,
         device=world.device.type,
-        bucket_mb=recipe.strategy.bucket_mb,
-        hook=recipe.strategy.hook,
-        threads=recipe.step.threads,
-        is_compiled=recipe.step.compile,
+        bucket_mb=world.strategy.bucket_mb,
+        hook=world.strategy.hook,
+        threads=config.threads,
+        is_compiled=config.compile,
         is_apart=recorder.is_sequential,
         joins_norms=recorder.joins_norms,
         is_known_inside=not world.mesh_shape.splits_model,
@@ -175,16 +211,17 @@ def _conditions(
 # --- costs ---
 
 
-def _measure_costs(built: Built, batch: GlobalBatch, world: World) -> Costs:
+def _measure_costs(engine: Engine, loader: Loader, batch: GlobalBatch) -> Costs:
     """Time the loading of a batch and the all-reduce of all gradients. Collective."""
+    world = engine.world
     world.barrier()
-    loading = min(repeat(lambda: built.train.reload(batch), number=1, repeat=_LOADING_TRIALS))
-    size = sum(p.numel() * p.element_size() for p in built.engine.model.parameters() if p.requires_grad)
+    loading = min(repeat(lambda: loader.reload(batch), number=1, repeat=_LOADING_TRIALS))
+    size = sum(p.numel() * p.element_size() for p in engine.model.parameters() if p.requires_grad)
     buckets = bucket_count(size)
     seconds = 0.0
     if world.data.size > 1 and not world.mesh_shape.splits_model:
         world.barrier()
-        seconds = _all_reduce_seconds(world.data, batch.microbatches, built.engine.config.reduction, size, buckets)
+        seconds = _all_reduce_seconds(world.data, batch.microbatches, engine.config.reduction, size, buckets)
     return Costs(loading, seconds, buckets, size)
 
 

@@ -34,16 +34,12 @@ from samestep.engine.step_stats import StepResult
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.session import start
-from samestep.launcher.worker import run_script
+from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built, build
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
 from samestep.tools.verify.tensors import StepTensors, check_additivity, digest, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
-
-
-class EnoughSteps(BaseException):
-    """End of a subject after the requested steps or a stop request; no `except Exception` of a script catches it."""
 
 
 @dataclass
@@ -184,7 +180,7 @@ class Probe(Intervention):
 
     def _end_subject(self, engine: Engine) -> NoReturn:
         engine.world.barrier()  # no rank ends while another needs it
-        raise EnoughSteps
+        raise EndOfScript
 
     def _count_collective(self, description: str, is_blocking: bool) -> None:
         self._forwards[threading.get_ident()].collectives += 1
@@ -237,7 +233,7 @@ def run(subject: Subject, trial: Trial) -> bool:
         probe = Probe(trial, rank, size, file, ends_script=subject.script is not None)
         process_state.callbacks.append(probe)
         _watch_progress(probe, trial.patience)
-        with contextlib.suppress(EnoughSteps):
+        with contextlib.suppress(EndOfScript):
             if subject.recipe is not None:
                 _run_recipe(subject.recipe, trial, probe)
             else:
