@@ -35,7 +35,7 @@ from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.loggers.logger import format_metric
-from samestep.recipes.recipe_files import load_recipe, read_dataset_info
+from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
 
 _EXPORT_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 _CONVERTED_SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
@@ -121,9 +121,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     with reported_by_rank_0():
         overrides = all_overrides(arguments)
         launch, options = LaunchOptions.parse(arguments), run_options(arguments)
+    file = arguments.pretrained
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        return plan.recipe, options, plan.checkpoint, arguments.report
+        is_other_data = file is None and bool(arguments.overrides)
+        classes = read_dataset_info(arguments.folder).classes if is_other_data else None
+        return plan.recipe, options, plan.checkpoint, arguments.report, classes
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan, is_rank = _plan(arguments, overrides), launch.rendezvous is not None
@@ -168,15 +171,19 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
         with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
             arguments.report.mkdir(parents=True, exist_ok=True)
     if file is None:
-        if arguments.overrides:
-            raise option_conflict(
-                f"--set {arguments.overrides[0]} with a run",
-                "the recipe of the run",
-                "leave --set out, or evaluate the weights with a recipe: samestep eval RECIPE --set ... "
-                "--pretrained FILE",
-            )
+        for override in arguments.overrides:
+            if not override.startswith("data."):
+                raise option_conflict(
+                    f"--set {override} with a run",
+                    "the recipe of the run, apart from the data",
+                    "leave --set out, or evaluate the weights with a recipe: samestep eval RECIPE --set ... "
+                    "--pretrained FILE",
+                )
         # The evaluating machine can differ from the training machine: the strategy of the run does not apply.
-        return plan_from_checkpoint(folder, which or "best", ["strategy={}", *overrides], trust=arguments.trust)
+        layout = ["strategy={}", *(text for text in overrides if text not in arguments.overrides)]
+        plan = plan_from_checkpoint(folder, which or "best", layout, trust=arguments.trust)
+        recipe = make_recipe(recipe_data(plan.recipe), arguments.overrides, origin=str(folder))
+        return replace(plan, recipe=recipe)
     if which is not None:
         value = f"--checkpoint {which} with --pretrained {file}"
         raise option_conflict(value, "weights from a checkpoint or from a file")

@@ -1,5 +1,6 @@
 """Recipe `images` on generated images."""
 
+import json
 import shutil
 import signal
 import struct
@@ -74,6 +75,22 @@ SMALLER = ("model.name=torchvision:resnet18",)
 def one(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run on one process without data workers."""
     return train(pictures, tmp_path_factory.mktemp("one"), "one", "--workers", 0, overrides=SMALLER)
+
+
+def test_a_run_is_evaluated_on_another_dataset(one: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dataset with other classes is refused: their numbers would mean other names."""
+    for folder, names in (("more", SHAPES), ("other", ("circle", *SHAPES[1:]))):
+        for shape, name in zip(SHAPES, names, strict=True):
+            (tmp_path / folder / name).mkdir(parents=True)
+            for number in range(3):
+                drawn(shape, number).save(tmp_path / folder / name / f"{number}.png")
+    more, other = tmp_path / "more", tmp_path / "other"
+    capfd.readouterr()
+    assert here("eval", one, "--json", "--set", f"data.options.evaluation_path={more}", cwd=tmp_path) == 0
+    assert json.loads(capfd.readouterr().out)["samples"] == 9
+    both = (f"data.options.path={other}", f"data.options.evaluation_path={other}")
+    assert here("eval", one, "--set", *both, cwd=tmp_path) == 2
+    assert "[E_CLASSES]" in capfd.readouterr().err
 
 
 def test_evaluation_counts_every_image_once(pictures: Path, one: Path) -> None:
