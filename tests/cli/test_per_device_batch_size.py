@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.system import events, here, samestep, weights
+from samestep.errors import EXIT_INPUT
 from samestep.recipes.recipe_files import read_recipe
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -16,13 +17,26 @@ def test_global_batch_is_logged_and_saved_in_the_recipe(tmp_path: Path) -> None:
     arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1")
     done = samestep("train", RECIPE, *arguments, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert done.err.splitlines()[0] == "global batch 12 = 6 per device x 2 processes, saved in the recipe"
+    assert (
+        done.err.splitlines()[0]
+        == "global batch 12 = 6 per device x 2 processes, in 2 microbatches, saved in the recipe"
+    )
     run = tmp_path / "runs" / "a"
-    assert read_recipe(run / "recipe.yaml").batch_size == 12
-    assert here("resume", run, "--processes", 3, cwd=tmp_path) == 0
-    assert here("train", RECIPE, "--name", "b", "--set", "epochs=1", "batch_size=12", cwd=tmp_path) == 0
+    recipe = read_recipe(run / "recipe.yaml")
+    assert (recipe.batch_size, recipe.microbatches) == (12, 2)
+    assert here("resume", run, "--processes", 3, cwd=tmp_path) == EXIT_INPUT
+    settings = ("epochs=1", "batch_size=12", "microbatches=2")
+    assert here("train", RECIPE, "--name", "b", "--set", *settings, cwd=tmp_path) == 0
     assert weights(tmp_path / "runs" / "b") == weights(run)
     assert len(events(run, "step")) == 9
+
+
+@pytest.mark.slow
+def test_microbatches_can_be_set_too(tmp_path: Path) -> None:
+    arguments = ("--per-device-batch-size", 16, "--name", "a", "--set", "epochs=1", "microbatches=8")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    recipe = read_recipe(tmp_path / "runs" / "a" / "recipe.yaml")
+    assert (recipe.batch_size, recipe.microbatches) == (16, 8)
 
 
 def test_one_process_counts_as_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +56,7 @@ def test_learning_rate_scales_with_the_global_batch(tmp_path: Path) -> None:
     rule = "learning_rate={rule: linear, base_batch_size: 6}"
     arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1", rule)
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
-    (note,) = events(tmp_path / "runs" / "a", "note")
+    note, *_ = events(tmp_path / "runs" / "a", "note")
     assert note["text"] == "learning rate 0.02 = 0.01 x 12/6 (linear)"
 
 
@@ -60,8 +74,9 @@ def test_two_options_for_the_batch_size_are_an_error(refused: Refused) -> None:
 
 def test_batch_size_and_microbatches_are_validated(refused: Refused) -> None:
     assert "--per-device-batch-size 0" in refused("train", "digits", "--per-device-batch-size", 0)
-    assert "batch_size is 3 but there are 8 microbatches" in refused("train", "digits", "--per-device-batch-size", 3)
-    err = refused("train", "digits", "--per-device-batch-size", 3, "--processes", 9)
+    few = ("--per-device-batch-size", 3, "--set", "microbatches=8")
+    assert "batch_size is 3 but there are 8 microbatches" in refused("train", "digits", *few)
+    err = refused("train", "digits", *few, "--processes", 9)
     assert "9 ranks share the data" in err
 
 

@@ -24,6 +24,7 @@ WEIGHTS = {
     "images": (
         "epochs=1",
         "batch_size=24",
+        "microbatches=8",
         "metrics=[]",
         "model.name=torchvision:resnet18",
         "data.options.image_size=64",
