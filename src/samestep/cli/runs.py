@@ -17,7 +17,7 @@ from rich.text import Text
 
 from samestep.checkpoint.files import replacing
 from samestep.cli.options import add_options, add_run_argument, output_errors, print_json
-from samestep.errors import EXIT_DONE, InputError
+from samestep.errors import EXIT_DONE, InputError, printable
 from samestep.tools.top.display import render, render_svg
 from samestep.tools.top.run_status import RunReader
 from samestep.units import parse_duration
@@ -132,7 +132,7 @@ def _report(arguments: argparse.Namespace) -> int:
         print_json({"report": str(out), "bytes": out.stat().st_size, **summary(report)})
         return EXIT_DONE
     for remark in report.remarks:
-        print(f"{'note':<12}{remark}")
+        print(f"{'note':<12}{printable(remark)}")
     print(f"{'report':<12}{out}")
     return EXIT_DONE
 

@@ -12,12 +12,23 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from samestep.loggers.logger import parse_json_line
+from samestep.tools.run_lines import (
+    is_stored,
+    parse_count,
+    parse_finite,
+    parse_line,
+    parse_number,
+    parse_text,
+    read_lines,
+)
 
 DATA_SHARE = "data_share"
 _STEP_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
 _NOT_METRICS = ("time", "event", "step", "epoch", "epochs", "is_best", "samples", "samples_per_second", "skipped_steps")
 _NOTES = ("note", "skipped", "stop")
+_STEP_KINDS = ("step", "evaluation", "resume")
+_COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
+_MAX_METRICS = 100
 # Start of every line. A run that was killed can leave half a line, to which the resumed run appends.
 _LINE_START = b'{"time"'
 BUCKETS = 400  # minimum and maximum of each are drawn
@@ -165,42 +176,17 @@ class JsonLines:
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            for line in file:
-                value = parse_json_line(line)
+            if not is_stored(file):
+                self.unreadable += 1
+                return
+            for line in read_lines(file):
+                value = parse_line(line)
                 if value is None and line.strip(b"\0 \t\r\n"):
                     self.unreadable += 1
-                    value = parse_json_line(line[max(line.rfind(_LINE_START), 0) :])
+                    start = line.rfind(_LINE_START)
+                    value = parse_line(line[start:]) if start > 0 else None
                 if value is not None:
                     yield value
-
-
-def parse_number(value: object) -> float | None:
-    """Return a number of an event, in which strings represent NaN and infinities; None for any other value."""
-    if isinstance(value, str):
-        return float(value) if value in ("nan", "inf", "-inf") else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def parse_finite(value: object) -> float | None:
-    """Return a finite number; None for any other value."""
-    number = parse_number(value)
-    return number if number is not None and abs(number) < float("inf") else None
-
-
-def parse_count(value: object) -> int | None:
-    """Return a non-negative integer below 2^53; None for any other value."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-    return value if is_count else None  # type: ignore[return-value]
-
-
-def parse_text(value: object) -> str:
-    """Return a string; empty for any other value."""
-    return value if isinstance(value, str) else ""
 
 
 class EventLog:
@@ -232,22 +218,19 @@ class EventLog:
         self.times = array("d")
         self._batch_size = batch_size
         lines = JsonLines(path)
-        for event in lines:
-            self._add(event)
-        self.unreadable = lines.unreadable
+        self.unreadable = sum(not self._add(event) for event in lines) + lines.unreadable
 
-    def _add(self, event: dict[str, Any]) -> None:
-        time, kind, step = parse_finite(event.get("time")), event.get("event"), parse_count(event.get("step"))
-        if time is None:
-            return
+    def _add(self, event: dict[str, Any]) -> bool:
+        """Add an event; return whether the event is valid."""
+        time, kind, step = float(event["time"]), event.get("event"), parse_count(event.get("step"))
+        if not isinstance(kind, str) or (kind in _STEP_KINDS and step is None):
+            return False
         if kind == "step" and step is not None:
+            if any(name in event and parse_count(event[name]) is None for name in _COUNTS):
+                return False
             self._add_step(step, time, event)
         elif kind == "evaluation" and step is not None:
-            self.evaluations[step] = event
-            for name, value in event.items():
-                number = parse_number(value)
-                if name not in _NOT_METRICS and number is not None:
-                    self.metrics.setdefault(name, Points()).add(step, time, number)
+            self._add_evaluation(step, time, event)
         elif kind == "resume" and step is not None:
             self.resumed.append((self.times[-1] if self.times else time, time, step))
             self.step = step
@@ -255,6 +238,15 @@ class EventLog:
             self.notes.append((time, parse_text(event.get("text"))))
         self.end = event if kind == "end" else None
         self.times.append(time)
+        return True
+
+    def _add_evaluation(self, step: int, time: float, event: dict[str, Any]) -> None:
+        self.evaluations[step] = event
+        for name, value in event.items():
+            number = parse_number(value)
+            is_known = name in self.metrics or len(self.metrics) < _MAX_METRICS
+            if name not in _NOT_METRICS and number is not None and is_known:
+                self.metrics.setdefault(name, Points()).add(step, time, number)
 
     def _add_step(self, step: int, time: float, event: dict[str, Any]) -> None:
         self.step, self.steps_in_epoch = step, parse_count(event.get("steps_in_epoch"))

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from samestep.errors import InputError
 from samestep.loggers.logger import format_metric
 from samestep.metrics.class_report import ClassRow, class_rows
-from samestep.tools.report.events import parse_finite
+from samestep.tools.run_lines import parse_finite
 from samestep.tools.verify.verification import FORMAT, summary
 
 CERTIFICATE_FILE = "certificate.json"

@@ -15,6 +15,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from samestep.loggers.logger import format_metric
+from samestep.tools.run_lines import parse_finite
 from samestep.tools.top.run_status import RankRow, RunStatus
 from samestep.units import format_bytes
 
@@ -35,8 +36,8 @@ class _Column(NamedTuple):
 
     def cell(self, row: RankRow) -> str:
         values = row.line.get("gpu") or {} if self.is_gpu else {"rank": row.rank, **row.line}
-        value = values.get(self.key)
-        return "-" if value is None else self.format(value)
+        value = values.get(self.key) if isinstance(values, dict) else None
+        return "-" if parse_finite(value) is None else self.format(value)
 
 
 _COLUMNS = (

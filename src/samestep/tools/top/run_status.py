@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -16,15 +15,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
 from samestep.checkpoint.lock import is_locked
-from samestep.errors import InputError
-from samestep.loggers.logger import parse_json_line
+from samestep.errors import InputError, RecipeError, printable
+from samestep.recipes.recipe_files import read_yaml
+from samestep.tools.run_lines import (
+    MAX_LINE_BYTES,
+    parse_count,
+    parse_line,
+    parse_number,
+    read_objects,
+)
 
 SILENT_SECONDS = 10.0
-_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_NAME = re.compile(r"rank-(\d{1,6})\.jsonl")
 _BLOCK = 1 << 20
+_MAX_PROCESSES = 100_000
+_MAX_PID = 2**31
+_EVENT_BYTES = 1 << 30  # of the events of very long runs, the last ones
 _LAST_BYTES = 1 << 16  # some hundred lines, of which only the last is used
 _START_SECONDS = 10.0  # error of the start time of a process
 # A run creates its directory before the recipe is complete.
@@ -34,6 +42,7 @@ _STEP = b'"event": "step"'
 _HEAD = 80  # bytes at the start of a line that contain the kind of its event
 _STRIDE = 64  # lines; of steps that are read together, one per stride is parsed
 _SPEED_SECONDS = 600.0
+_COUNTS = ("step", "epoch", "step_in_epoch", "steps_in_epoch")
 _NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "skipped_steps", "samples_per_second")
 
 # silent: no line for some seconds. gone: the process was on this machine and has ended. missing: no line at all.
@@ -76,7 +85,7 @@ class LineFollower:
     A file that was truncated or replaced is read from its start. At first, at most `last_bytes` at the end are read.
     """
 
-    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, last_bytes: int = _EVENT_BYTES) -> None:
         self._path, self._last_bytes = path, last_bytes
         self._file: tuple[int, int] | None = None
         self._offset, self._rest = 0, b""
@@ -93,13 +102,15 @@ class LineFollower:
             identity = status.st_dev, status.st_ino
             if identity != self._file or status.st_size < self._offset:
                 self._file, self._offset, self._rest = identity, 0, b""
-                if self._last_bytes is not None and status.st_size > self._last_bytes:
+                if status.st_size > self._last_bytes:
                     file.seek(status.st_size - self._last_bytes)
-                    self._offset = file.tell() + len(file.readline())  # skip the rest of a line
+                    self._offset = file.tell() + len(file.readline(MAX_LINE_BYTES))  # skip the rest of a line
             file.seek(self._offset)
             while block := file.read(_BLOCK):
                 self._offset += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
+                *lines, rest = (self._rest + block).split(b"\n")
+                # A line that is too long stays too long without its beginning.
+                self._rest = rest if len(rest) <= MAX_LINE_BYTES else rest[-MAX_LINE_BYTES - 1 :]
                 yield from lines
 
 
@@ -119,11 +130,11 @@ class RankFile:
         """Read new lines."""
         previous = self.line
         for text in self._follower.new_lines():
-            line = parse_json_line(text)
-            if line is not None and isinstance(line.get("time"), int | float):
+            line = parse_line(text)
+            if line is not None:
                 self.line = line
             else:
-                self.unreadable += bool(text)
+                self.unreadable += bool(text.strip(b"\0 \t\r"))
         if self.line is not previous:
             # The clock of another machine can be wrong; the age of its first line has no other source.
             is_timed = not previous or self._is_local
@@ -135,7 +146,8 @@ class RankFile:
             return RankRow(rank, "missing", None, {})
         age = time.monotonic() - self._written
         sign: Sign = "active"
-        if is_running and self._is_local and not _is_alive(int(self.line["pid"]), float(self.line["time"])):
+        pid = parse_count(self.line.get("pid"))
+        if is_running and self._is_local and not _is_alive(pid, float(self.line["time"])):
             sign = "gone"
         elif is_running and age >= SILENT_SECONDS:
             sign = "silent"
@@ -146,8 +158,10 @@ class RankFile:
         return bool(self.line.get("host") == socket.gethostname())
 
 
-def _is_alive(pid: int, written: float) -> bool:
+def _is_alive(pid: int | None, written: float) -> bool:
     """Return whether the process that wrote a line still runs; a process started later has only reused its number."""
+    if pid is None or pid >= _MAX_PID:
+        return False
     try:
         process = psutil.Process(pid)
         return bool(process.create_time() <= written + _START_SECONDS and process.status() != psutil.STATUS_ZOMBIE)
@@ -178,6 +192,11 @@ def rank_rows(files: Mapping[int, RankFile], processes: int | None, since: float
 # --- run ---
 
 
+def _number(value: object) -> Any:
+    """Return a number, or the text of one that is not finite; None for any other value."""
+    return value if parse_number(value) is not None else None
+
+
 class LastEvents:
     """Last step, last evaluation and end of a run, and its speed."""
 
@@ -203,15 +222,17 @@ class LastEvents:
         self._add(skipped)
 
     def _add(self, line: bytes) -> None:
-        event = parse_json_line(line) if line else {}
-        if event is None:
-            self.unreadable += 1
+        if not line.strip(b"\0 \t\r"):
             return
-        kind = event.get("event")
-        if kind == "step":
-            self._add_step(event)
+        event = parse_line(line) or {}
+        kind, counts = event.get("event"), {name: parse_count(event.get(name)) for name in _COUNTS}
+        if not isinstance(kind, str) or (kind == "step" and None in counts.values()):
+            self.unreadable += 1
+        elif kind == "step":
+            self._add_step({**event, **counts, "loss": _number(event.get("loss"))})
         elif kind == "evaluation":
-            self.evaluation = {name: value for name, value in event.items() if name not in _NOT_VALUES}
+            values = {name: _number(value) for name, value in event.items() if name not in _NOT_VALUES}
+            self.evaluation = {name: value for name, value in values.items() if value is not None}
         elif kind == "resume":
             self.end = None
             self._samples.clear()
@@ -264,7 +285,7 @@ class RunReader:
         self._events.update(self._follower.new_lines())
         update_rank_files(self._run / "ranks", self._ranks)
         with suppress(FileNotFoundError, ValueError, IndexError):  # missing, or being written
-            self._start = json.loads((self._run / "environment.json").read_text(encoding="utf-8"))[-1]
+            self._start = read_objects(self._run / "environment.json")[-1]
         return self._status(self._state(lock))
 
     def _read_recipe(self) -> tuple[tuple[int, int, int], int] | None:
@@ -273,9 +294,11 @@ class RunReader:
         while self._run.exists():
             try:
                 status = os.stat(path)
-                epochs = int(yaml.safe_load(path.read_text(encoding="utf-8"))["epochs"])
-                return (status.st_dev, status.st_ino, status.st_ctime_ns), epochs
-            except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+                epochs = parse_count(read_yaml(path).get("epochs"))
+                if epochs is not None:
+                    return (status.st_dev, status.st_ino, status.st_ctime_ns), epochs
+                raise ValueError("no epochs")
+            except (OSError, RecipeError, ValueError) as error:
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"{self._run} is not a run",
@@ -303,11 +326,13 @@ class RunReader:
         steps = self._epochs * steps_in_epoch
         last_time = float(self._ranks[0].line.get("time", 0.0)) if 0 in self._ranks else 0.0
         pace = self._events.seconds_per_step(until=last_time) if state == "running" and steps > completed else None
-        started = self._start.get("started")
-        # A resolution of one second: lines of the same second can belong to an earlier start.
-        since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1 if started else 0.0
+        since = 0.0
+        with suppress(KeyError, TypeError, ValueError, OverflowError):  # unknown, or damaged
+            started = datetime.strptime(self._start["started"], "%Y-%m-%dT%H:%M:%S%z")
+            since = started.timestamp() + 1  # lines of the same second can belong to an earlier start
+        processes = parse_count(self._start.get("processes"))
         return RunStatus(
-            run=str(self._run),
+            run=printable(str(self._run)),
             state=state,
             epoch=int(last.get("epoch", -1)) + 1,
             epochs=self._epochs,
@@ -317,6 +342,11 @@ class RunReader:
             seconds_left=None if pace is None else round((steps - completed) * pace, 1),
             loss=last.get("loss"),
             evaluation=self._events.evaluation,
-            ranks=rank_rows(self._ranks, self._start.get("processes"), since, is_running=state in ("running", "dead")),
+            ranks=rank_rows(
+                self._ranks,
+                processes if processes is not None and processes <= _MAX_PROCESSES else None,
+                since,
+                is_running=state in ("running", "dead"),
+            ),
             unreadable_lines=self._events.unreadable + sum(file.unreadable for file in self._ranks.values()),
         )

@@ -1,0 +1,179 @@
+"""Hostile files. As a program: read each data file under a limit of memory, and print the results as JSON."""
+
+import gzip
+import io
+import json
+import pickle
+import resource
+import struct
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+
+TERABYTE = (10_000, 10_000, 10_000)
+_LIMIT_BYTES = 500_000_000
+
+
+def controls(text: str) -> set[str]:
+    """Return the control characters of a text, without newlines."""
+    return {character for character in text if ord(character) < 32 or 127 <= ord(character) < 160} - {"\n"}
+
+
+def _header(shape: tuple[int, ...], kind: str = "<f8") -> bytes:
+    buffer = io.BytesIO()
+    numpy.lib.format.write_array_header_1_0(buffer, {"descr": kind, "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+def _npz(*members: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for number, content in enumerate(members):
+            archive.writestr(f"{number}.npy", content)
+    return buffer.getvalue()
+
+
+def _nifti(shape: tuple[int, int, int], offset: float = 352.0) -> bytes:
+    header = bytearray(352)
+    struct.pack_into("<i", header, 0, 348)
+    struct.pack_into("<8h", header, 40, 3, *shape, 1, 1, 1, 1)
+    struct.pack_into("<hh", header, 70, 64, 64)  # float64
+    struct.pack_into("<8f", header, 76, *([1.0] * 8))
+    struct.pack_into("<f", header, 108, offset)
+    header[344:348] = b"n+1\0"
+    return bytes(header)
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def _png(width: int, height: int) -> bytes:
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + _chunk(b"IDAT", zlib.compress(bytes(3_000_000))) + _chunk(b"IEND", b"")
+
+
+_EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def _nested(levels: int) -> bytes:
+    """Return the operations of a tuple of tuples whose hash takes 2^levels steps."""
+    return b")" + b"2\x86" * levels
+
+
+FILES: dict[str, tuple[str, bytes]] = {
+    "a `.png` that is an EPS program": ("a.png", _EPS),
+    "a `.png` of 100,000 x 100,000 pixels": ("b.png", _png(100_000, 100_000)),
+    "a `.png` of 12,000 x 12,000 pixels": ("c.png", _png(12_000, 12_000)),
+    "a `.npy` whose header claims 8 TB": ("a.npy", _header(TERABYTE) + bytes(100)),
+    "a `.npy` with one element of 2 GB": ("b.npy", _header((1, 1, 1), "<U500000000") + bytes(100)),
+    "a `.npy` that is a pickle": ("c.npy", pickle.dumps({"a": 1})),
+    "an `.npz` whose header claims 8 TB": ("a.npz", _npz(_header(TERABYTE) + bytes(100))),
+    "an `.npz` that lists 10,000 arrays": ("b.npz", _npz(*[b""] * 10_000, method=zipfile.ZIP_STORED)),
+    "a `.nii` whose header claims 8 TB": ("a.nii", _nifti((10_000, 10_000, 10_000))),
+    "a `.nii.gz` whose header claims 8 TB": ("b.nii.gz", gzip.compress(_nifti((10_000, 10_000, 10_000)))),
+    "a `.nii.gz` with an extension of 1 GB": ("c.nii.gz", gzip.compress(_nifti((2, 2, 2), 1e9) + bytes(1_000_000))),
+    "a `.pdparams` with a key whose hash takes years": ("a.pdparams", b"\x80\x02}" + _nested(60) + b"K\x01s."),
+    "a `.pdparams` with object number 2^31": ("b.pdparams", b"\x80\x02]r\xff\xff\xff\x7f."),
+    "a `.pdparams` that claims bytes of 1 TB": ("c.pdparams", b"\x80\x04\x8e" + struct.pack("<Q", 10**12) + b"a."),
+    "a `.pdparams` with 5 million operations": ("d.pdparams", b"\x80\x02" + b"N0" * 2_500_000 + b"}."),
+    "a `.pdparams` with a long list, copied often": (
+        "e.pdparams",
+        b"\x80\x02}](" + b"N" * 100_000 + b"eq\x01cbuiltins\ntuple\nq\x02" + b"h\x02h\x01\x85R" * 50_000 + b".",
+    ),
+}
+
+_STEP = {"time": 1e9, "event": "step", "epoch": 0, "step_in_epoch": 3, "steps_in_epoch": 20, "loss": 0.5}
+LAST_STEP = 3
+_ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\n<script>alert(1)</script>"
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+BAD_EVENTS = (
+    b"\xff\xfe\x00",
+    b'{"time": 1, "event": "step", ',
+    b"[" * 100_000,
+    b'{"time": ' + b"9" * 5000 + b', "event": "step", "step": 1}',
+    b"[]",
+    b'"step"',
+    _line({**_STEP, "step": "three"}),
+    _line({**_STEP, "step": None}),
+    b'{"time": 1e9, "event": "step", "step": 1' + b"0" * 400 + b"}",
+    _line({**_STEP, "step": -5}),
+    _line({**_STEP, "step": [1]}),
+    _line({**_STEP, "step": 1, "time": "now"}),
+    _line({**_STEP, "step": 1, "time": 1e300}),
+    _line({**_STEP, "step": 1, "epoch": {}}),
+    _line({**_STEP, "step": 1, "steps_in_epoch": "20"}),
+    _line({"time": 1e9, "event": ["step"], "step": 1}),
+)
+EVENTS = (
+    _line({**_STEP, "step": 1}),
+    *BAD_EVENTS,
+    _line({"time": 1e9, "event": "note", "text": _ESCAPES}),
+    _line({"time": 1e9, "event": "note", "text": {"a": 1}}),
+    _line({"time": 1e9, "event": "evaluation", "step": 2, "epoch": 1, "loss": _ESCAPES, _ESCAPES: 0.5, "samples": "9"}),
+    _line({"time": 1e9, "event": "evaluation", "step": 2, "epoch": _ESCAPES, "loss": [1], "accuracy": 1e400}),
+    _line({"time": 1e9, "event": "evaluation", "step": 2, "epoch": 1, "loss": 0.25, "x" * 100_000: 0.5}),
+    _line({**_STEP, "step": LAST_STEP, "loss": _ESCAPES}),
+)
+_RANK = {"time": 1e9, "pid": 1, "host": "a", "step": 3, "doing": "in engine.step 3", "data_share": 0.1}
+BAD_RANK_LINES = (b"\x00\x01", b"[1]", b'{"time": "now"}', b'{"time": true}', b'{"time": 1' + b"0" * 400 + b"}")
+RANK_LINES = (
+    _line(_RANK),
+    *BAD_RANK_LINES,
+    _line({**_RANK, "doing": _ESCAPES * 1000, "host": _ESCAPES, "gpu": {"name": _ESCAPES, "memory_bytes": []}}),
+    _line({**_RANK, "memory_bytes": "many", "cpu_percent": 1e308, "data_share": -7, "wait_share": None, "gpu": [1]}),
+    _line({**_RANK, "pid": 10**30, "step": {}, "samples_per_second": [], "doing": _ESCAPES, "data_share": "all"}),
+)
+ENVIRONMENT = _line([{"started": _ESCAPES, "processes": "many", _ESCAPES: _ESCAPES}, 5, {"processes": 10**12}])
+RECIPES = {
+    "deep recipe": b"a: " + b"[" * 50_000,
+    "recipe of another type": b"- 1\n- 2\n",
+    "recipe that is not UTF-8": b"epochs: \xff\n",
+    "huge recipe": b"epochs: 1\na: " + b"x" * 30_000_000,
+}
+
+
+def _readers() -> dict[str, Callable[[Path], object]]:
+    from samestep.zoo.images.files import read_image
+    from samestep.zoo.paddle import read_arrays
+    from samestep.zoo.segmentation.volumes import read_shape, read_volume
+
+    def read_both(path: Path) -> object:
+        return read_shape(path), read_volume(path)
+
+    return {".png": read_image, ".pdparams": read_arrays} | dict.fromkeys((".npy", ".npz", ".nii", ".gz"), read_both)
+
+
+def _main(folder: Path) -> None:
+    from samestep.errors import SamestepError
+
+    readers, results = _readers(), {}
+    for name, content in FILES.values():
+        (folder / name).write_bytes(content)
+    import nibabel  # noqa: F401  # before the limit
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _LIMIT_BYTES, resource.RLIM_INFINITY))
+    for title, (name, _) in FILES.items():
+        begin = time.process_time()
+        try:
+            readers[Path(name).suffix](folder / name)
+            code, text = "read", ""
+        except SamestepError as error:
+            code, text = error.code, str(error)
+        results[title] = (code, time.process_time() - begin, text)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
