@@ -129,6 +129,15 @@ def test_auto_is_resolved_by_batch_norm(changes: dict[str, Any], has_batch_norm:
     )
 
 
+@pytest.mark.parametrize("name", ["f1", "train_loss"])
+def test_best_checkpoint_is_selected_by_a_result_of_the_evaluation(name: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(metrics=("accuracy", "top5"), best_by=name)
+    assert caught.value.code == "E_METRIC"
+    for valid in (None, "loss", "loss_tokens", "top5"):
+        assert recipe(metrics=("accuracy", "top5"), best_by=valid).best_by == valid
+
+
 @pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])
 def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:

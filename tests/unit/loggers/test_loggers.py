@@ -33,6 +33,7 @@ from samestep.loggers.logger import (
 )
 from samestep.loggers.rank_monitor import StepTimer
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.metrics.best import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.recipes.starts import append_start
@@ -446,6 +447,7 @@ def train_with_memory_logger(folder: Path) -> MemoryLogger:
             built.train,
             built.evaluation,
             list(built.metrics),
+            best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
             folder=CheckpointFolder(folder, 2),
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
