@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV, JSON, JSONL and Parquet files."""
+"""Rows of CSV, TSV, JSON, JSONL, Parquet and text files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Row:
 
 
 def read_table(path: Path) -> list[Row]:
-    """Return the rows of a `.csv` or `.tsv` with a header, a `.json` list, a `.jsonl` or a `.parquet`.
+    """Return the rows of a `.csv` or `.tsv` with a header, a `.json` list, a `.jsonl`, a `.parquet` or a `.txt`.
+
+    Lines of a `.txt` are those of PaddleViT's lists: a path and a class number, separated by white space.
 
     Invalid rows of a valid file are included, with a problem.
 
@@ -40,6 +42,7 @@ def read_table(path: Path) -> list[Row]:
         ".jsonl": _jsonl_rows,
         ".ndjson": _jsonl_rows,
         ".parquet": _parquet_rows,
+        ".txt": _txt_rows,
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -85,6 +88,15 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             columns = len(reader.fieldnames or ())
             problem = f"{columns + len(extra)} values in {columns} columns" if extra else ""
             yield Row(f"{path}, line {reader.line_num}", values, problem)
+
+
+def _txt_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            cells = line.strip().rsplit(maxsplit=1)
+            if cells:
+                problem = "" if len(cells) == 2 else "no path and class number, separated by white space"
+                yield Row(f"{path}, line {number}", dict(zip(("path", "label"), cells, strict=False)), problem)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:

@@ -253,6 +253,13 @@ def test_only_training_images_are_augmented(pictures: Path) -> None:
         assert torch.equal(splits.evaluation[0][0], splits.evaluation[0][0])
 
 
+def test_folders_of_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        (tmp_path / name).symlink_to(pictures)
+    with pytest.raises(DataError, match=r"path=\S+/train data\.options\.evaluation_path=\S+/val"):
+        load_images(str(tmp_path))
+
+
 def test_evaluation_path(pictures: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     for shape in SHAPES:

@@ -54,6 +54,23 @@ def entries(splits: Any) -> list[tuple[str, int]]:
     return sorted(pairs)
 
 
+def test_lists_of_paddlevit(folder: Path) -> None:
+    """Class numbers are numbers: as text, 10 would come before 2."""
+    rows = [(f"{number}.png", number) for number in range(12)]
+    (folder / "my images").mkdir()
+    (folder / "0.png").rename(folder / "my images" / "0.png")
+    lines = [f"{'my images/' * (not number)}{name} {number}\n" for name, number in rows]
+    (folder / "train_list.txt").write_text("".join(lines) + "\n", encoding="utf-8")
+    (folder / "val_list.txt").write_text("1.png\t11\n2.png\n", encoding="utf-8")
+    lists = {"path": str(folder / "train_list.txt"), "evaluation_path": str(folder / "val_list.txt")}
+    splits = load_image_list(**lists, **SMALL)
+    assert splits.classes == tuple(map(str, range(12)))
+    assert entries(splits) == sorted([*rows, ("1.png", 11)])
+    assert [target for _, target in map(splits.train.__getitem__, (0, 10))] == [0, 10]
+    with pytest.raises(DataError, match=r"val_list\.txt, line 2: no path and class number"):
+        splits.evaluation[1]
+
+
 @pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl"])
 def test_list_formats_give_equal_entries(folder: Path, ending: str) -> None:
     splits = load_image_list(write_list(folder / f"list.{ending}", ROWS), **SMALL)
@@ -109,7 +126,7 @@ def test_labels_can_be_class_numbers(folder: Path) -> None:
         ("a.csv", 'path,label\n"0.png,cat\n', "cannot be read"),
         ("a.json", '{"path": "0.png"}', "contains a dict"),
         ("a.csv", b"path,label\n\xff\xfe,cat\n", "cannot be read"),
-        ("a.txt", "", r"ends in \.txt"),
+        ("a.xlsx", "", r"ends in \.xlsx"),
         ("missing.csv", None, "no file"),
     ],
 )

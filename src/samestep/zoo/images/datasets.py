@@ -18,6 +18,7 @@ from samestep.zoo.splits import Splits, Task, top_classes, train_validation_spli
 from samestep.zoo.tables import Row, read_table, require_columns
 
 Labels = Literal["names", "numbers"]
+_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 class Sample(NamedTuple):
@@ -114,7 +115,7 @@ def load_image_list(
     image_root: str | None = None,
     path_column: str = "path",
     label_column: str = "label",
-    labels: Labels = "names",
+    labels: Labels | None = None,
     classes: Sequence[str] | None = None,
     image_size: int = 224,
     crop_fraction: float = 0.875,
@@ -125,8 +126,9 @@ def load_image_list(
 ) -> Splits:
     """Return the images of a list; see `samestep.zoo.tables` for its formats, and `load_images` for common options.
 
-    Relative paths begin in `image_root`, by default the folder of the list. With `labels="numbers"`, labels are class
-    numbers from 0. `classes` has the class names; by default the sorted labels, or 0 to the largest number.
+    Relative paths begin in `image_root`, by default the folder of the list. With `labels="numbers"`, the default for
+    `.txt`, labels are class numbers from 0. `classes` has the class names; by default the sorted labels, or 0 to the
+    largest number.
 
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
@@ -134,6 +136,8 @@ def load_image_list(
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
     augmentation = parse_augment(augment)
     columns, rows = (path_column, label_column), read_table(Path(path))
+    if labels is None:
+        labels = "numbers" if Path(path).suffix.lower() == ".txt" else "names"
     names = _classes(path, rows, columns, labels, classes)
     numbers = {name: number for number, name in enumerate(names)}
 
@@ -190,6 +194,14 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
             f"{root} has {len(classes)} class folders",
             expected="at least two class folders",
             fix=f"move images to {root}/CLASS/IMAGE.jpg",
+            code="E_CLASSES",
+        )
+    if set(classes) <= _SPLIT_NAMES:
+        first, *others = sorted(classes, key=lambda name: name != "train")
+        raise DataError(
+            f"the class folders of {root} are {', '.join(classes)}, which are names of splits",
+            expected="a folder with one folder per class",
+            fix=f"data.options.path={root / first} data.options.evaluation_path={root / others[-1]}",
             code="E_CLASSES",
         )
     samples: list[Sample] = []
