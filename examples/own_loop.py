@@ -20,7 +20,7 @@ def train() -> str:
 
     with samestep.start() as world:
         engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world)
-        batches = samestep.loader(dataset, batch_size=64, microbatches=8, shuffle=True, world=world)
+        batches = samestep.loader(dataset, batch_size=64, microbatches=4, shuffle=True, world=world)
         for _ in range(5):
             for batch in batches:
                 result = engine.step(batch)

@@ -2,7 +2,7 @@
 
     with samestep.start() as world:
         engine = samestep.Engine(model, optimizer, loss, world=world)
-        for batch in samestep.loader(dataset, batch_size=256, microbatches=8, shuffle=True, world=world):
+        for batch in samestep.loader(dataset, batch_size=256, shuffle=True, world=world):
             result = engine.step(batch)
 
 Names are imported when they are first used, so that `import samestep` does not import torch.

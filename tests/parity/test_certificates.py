@@ -35,7 +35,8 @@ def recipe_of(name: str, image_folder: Path) -> tuple[str, ...]:
         return (name, *(f"--set={setting}" for setting in (*settings, *model)))
     if name != "images":
         return (name,)
-    settings = (f"data.options.path={image_folder}", "data.options.image_size=64", "batch_size=24", "metrics=[]")
+    folder = f"data.options.path={image_folder}"
+    settings = (folder, "data.options.image_size=64", "batch_size=24", "microbatches=8", "metrics=[]")
     return (name, *(f"--set={setting}" for setting in (*settings, "model.name=torchvision:resnet18")))
 
 
