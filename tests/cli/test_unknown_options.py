@@ -38,7 +38,7 @@ KEYS = {
     "optimizer.lrr=0.1": "optimizer.options.lr=0.1",
     "optimizer.type=SGD": "optimizer.name=sgd",
     "sync_bn=true": "step.batch_norm=sync",
-    "freeze_layers=true": "model.freeze=",
+    "freeze_layers=true": "model.freeze_except=",
     "accumulation_steps=4": "--accumulate 4",
     "train.num_epochs=3": "epochs=3",
     "dataset.path=images": "data.options.path=images",

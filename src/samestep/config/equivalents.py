@@ -230,7 +230,11 @@ def _freeze(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
         return Equivalent("model.freeze", value if isinstance(value, list) else [value])
     if not _is_on(value):
         return Equivalent("model.freeze", [])
-    return Equivalent("model.freeze", ["layer1.*", "layer2.*"], "shell patterns of the parameters that are not trained")
+    return Equivalent("model.freeze_except", ["fc.*"], "shell patterns of the parameters that are trained, here a head")
+
+
+def _freeze_encoder(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
+    return Equivalent("model.freeze", ["encoder.*"] if _is_on(value) else [])
 
 
 def _pretrained(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
@@ -340,7 +344,8 @@ _TRANSLATED: dict[Callable[[Any, Mapping[str, Any]], Equivalent], str] = {
     _half: "fp16 use_fp16 half",
     _brain_float: "bf16 use_bf16",
     _sync_batch_norm: "sync_bn syncbn sync_batchnorm sync_batch_norm use_sync_bn use_syncbn convert_sync_bn",
-    _freeze: "freeze freeze_layers freeze_backbone freeze_encoder feature_extract freeze_features",
+    _freeze: "freeze freeze_layers freeze_backbone feature_extract freeze_features only_train_head",
+    _freeze_encoder: "freeze_encoder",
     _pretrained: "pretrained use_pretrained",
     _resume: "resume resume_from resume_from_checkpoint auto_resume continue start_epoch last_epoch ckpt_path",
     _evaluate: "eval evaluate eval_only test_only do_eval only_eval",
