@@ -3,6 +3,8 @@
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep import errors
 
@@ -32,6 +34,9 @@ def test_exit_codes(kind: type[errors.SamestepError], code: int) -> None:
         (errors.RunError("a", fix="c"), "a [E_RUN]\n  fix:      c"),
         (errors.RunError("a", expected="b", fix="c"), "a [E_RUN]\n  expected: b\n  fix:      c"),
         (errors.RunError("a\n  more", code="E_HANG"), "a [E_HANG]\n  more"),
+        (errors.RunError("a\nerror: b [E_X]"), "a [E_RUN]\n    error: b [E_X]"),
+        (errors.RunError("a", fix="c\nerror: b"), "a [E_RUN]\n  fix:      c\n            error: b"),
+        (errors.RunError("\x1b[31ma\r\u202e\udce9\t."), r"\x1b[31ma\r\u202e\udce9  . [E_RUN]"),
     ],
 )
 def test_text_has_code_expectation_and_fix(error: errors.SamestepError, text: str) -> None:
@@ -58,3 +63,29 @@ def test_every_default_code_is_documented() -> None:
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SamestepError)
     ]
     assert {kind.default_code for kind in kinds} <= errors.CODES.keys()
+
+
+@given(st.text(max_size=3000).map(lambda text: text * 9), st.integers(1, 200))
+def test_report_is_bounded_and_printable(text: str, times: int) -> None:
+    report = str(errors.InputError((text + "\n") * times, expected=text, fix=text))
+    lines = report.split("\n")
+    assert len(lines) <= 60
+    assert len(report.encode()) <= 8192
+    assert all(line.isprintable() and (line.startswith(" ") or not number) for number, line in enumerate(lines))
+
+
+def test_begin_end_and_code_of_a_long_report_are_kept() -> None:
+    lines = errors.bounded("\n".join(["x" * 100_000 + " [E_RUN]", *map(str, range(100_000))])).split("\n")
+    assert (lines[0][0], lines[0][-8:], lines[1], lines[-1]) == ("x", " [E_RUN]", "0", "99999")
+    assert any("99,9" in line and "left out" in line for line in lines)
+    assert errors.bounded("short\n  text") == "short\n  text"
+
+
+def test_message_of_an_exception_without_a_text() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    assert errors.message_of(Unprintable()) == "<no text: Unprintable.__str__ raised KeyError>"
+    assert errors.message_of(ValueError("a")) == "a"
+    assert errors.class_name(type("", (Exception,), {})()) == "<class without a name>"

@@ -7,6 +7,7 @@ import sys
 from typing import TextIO
 
 from samestep.distributed.env import read_log_level
+from samestep.errors import printable
 
 logger = logging.getLogger("samestep")
 
@@ -19,6 +20,13 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = "-" if self.rank is None else self.rank
         return True
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which a message can have from a file name or an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -55,5 +63,5 @@ def configure_logging(rank: int | None = None) -> None:
     if not logger.handlers and (rank is None or not logger.hasHandlers()):
         handler = _StderrHandler()
         text = "%(message)s" if level is None else "%(asctime)s %(levelname)s rank %(rank)s: %(message)s"
-        handler.setFormatter(logging.Formatter(text))
+        handler.setFormatter(_PrintableFormatter(text))
         logger.addHandler(handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from samestep.distributed.disk import disk_operations
-from samestep.errors import InputError, RunError
+from samestep.errors import InputError, RunError, printable
 from samestep.units import plural
 
 Event = Mapping[str, Any]
@@ -144,11 +145,20 @@ class JsonlLogger(Logger):
         with disk_operations.run("write", self._path):
             if self._file is None:
                 self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                if _ends_mid_line(self._path):  # an earlier process was killed during a write
+                    self._file.write("\n")
             self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _ends_mid_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read(1) not in (b"", b"\n")
 
 
 def to_json_line(value: Mapping[str, Any]) -> str:
@@ -242,7 +252,7 @@ class ProgressLogger(Logger):
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
-        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def evaluation_line(event: Event) -> str:
