@@ -43,6 +43,7 @@ from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
+from samestep.loggers.trackers import tensorboard_command
 from samestep.units import parse_duration, plural
 
 
@@ -134,6 +135,9 @@ def _train_recipe(arguments: argparse.Namespace) -> int:
     )
     try:
         return _train(options, partial(new_run.plan, options))
+    except KeyboardInterrupt:
+        new_run.remove_without_checkpoint()
+        raise
     except SamestepError as error:
         if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
             new_run.remove_without_checkpoint()
@@ -284,7 +288,7 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         lines.append(("stopped", f"after step {summary['step']}; resume with: samestep resume {folder}"))
     else:
         if (folder / "tensorboard").exists():
-            lines.append(("curves", f"tensorboard --logdir {folder / 'tensorboard'}"))
+            lines.append(("curves", tensorboard_command(folder / "tensorboard")))
         lines.append(("evaluate", f"samestep eval {folder}"))
     width = max(12, *(len(name) + 2 for name, _ in lines))
     print("\n".join(f"{name:<{width}}{text}" for name, text in lines))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,6 +48,12 @@ class TensorBoardLogger(MetricLogger):
             purge_step = self._first_step + 1 if self._first_step else None
             self._writer = SummaryWriter(self._path, purge_step=purge_step)
         return self._writer
+
+
+def tensorboard_command(folder: Path) -> str:
+    """Return the command that shows a folder in TensorBoard, with the path of a program that is not on PATH."""
+    program = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
+    return f"{program} --logdir {shlex.quote(str(folder))}"
 
 
 class WandbLogger(MetricLogger):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
+from samestep.loggers.trackers import tensorboard_command
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.profile.causes import Advice, advise
 from samestep.tools.profile.measurements import PHASES, Measurements, Phase
@@ -210,7 +211,7 @@ def show(profile: Profile, *, is_drawn: bool) -> None:
     lines += ["", f"{'written':<12}{folder / 'profile.json'}{', profile.png' if is_drawn else ''}"]
     if profile.trace is not None:
         lines.append(f"{'trace':<12}{profile.trace}: open in https://ui.perfetto.dev")
-        lines.append(f"{'tensorboard':<12}tensorboard --logdir {folder / TENSORBOARD}")
+        lines.append(f"{'tensorboard':<12}{tensorboard_command(folder / TENSORBOARD)}")
     print("", *lines, sep="\n")
 
 
