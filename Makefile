@@ -5,6 +5,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a new run.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
+# Of the soak: parts, pipeline or launcher (tests/helpers/soak.py).
+MODE ?= parts
 RESULTS ?= benchmarks/results
 STARTUP ?= --repeats 5
 STEP_TIME ?= --rounds 20
@@ -33,7 +35,7 @@ faults: .venv/.installed
 
 # Kills a run at random moments; about four seconds per kill.
 soak: .venv/.installed
-	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS)
+	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

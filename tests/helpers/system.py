@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, chdir
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ class Running:
     Args:
         terminal: what it prints to, in place of files.
         variables: what it finds in its environment besides.
+        command: the command before the arguments, such as a shell in which a pipeline runs.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class Running:
         cwd: Path,
         terminal: int | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        command: Sequence[str] = COMMAND,
     ) -> None:
         self._mark = uuid4().hex
         self._stack = ExitStack()
         self._files = [self._stack.enter_context(file) for file in map(tempfile.TemporaryFile, ("w+b", "w+b"))]
         out, err = self._files if terminal is None else (terminal, terminal)
         self._process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
+            [*command, *map(str, arguments)],
             cwd=cwd,
             env=environment() | {_MARK: self._mark, **variables},
             stdin=subprocess.DEVNULL,
