@@ -23,6 +23,13 @@ _NAMES = (
     *("vit_base_patch16_224", "vit_base_patch16_384", "vit_base_patch32_224", "vit_base_patch32_384"),
     *("vit_large_patch16_224", "vit_large_patch16_384", "vit_large_patch32_384"),
 )
+# Other models of PaddleViT with the same name in timm; their files are not converted.
+OTHER_MODELS = (
+    *(f"swin_{size}_224" for size in ("tiny_patch4_window7", "small_patch4_window7", "base_patch4_window7")),
+    *("swin_large_patch4_window7_224", "swin_base_patch4_window12_384", "swin_large_patch4_window12_384"),
+    *(f"deit_{size}_patch16_224" for size in ("tiny", "small", "base", "base_distilled")),
+    *("deit_base_patch16_384", "deit_base_distilled_patch16_384"),
+)
 _MAX_INCLUDES = 10
 _NUMBER, _INTEGER, _LIST = (int, float), (int,), (list, tuple)
 _COMPATIBLE_TYPES: Mapping[type, tuple[type, ...]] = {float: _NUMBER, list: _LIST, tuple: _LIST}
@@ -214,6 +221,7 @@ def _read_keys(file: Path, including: list[Path]) -> dict[str, Any]:
         if base:
             keys |= _read_keys(file.parent / str(base), [*including, file])
     own = dict(_leaves(raw))
+    _require_vit(file, own)
     known = [*KEYS, *OLD_NAMES]
     for key in own:
         if key not in known:
@@ -225,6 +233,15 @@ def _read_keys(file: Path, including: list[Path]) -> dict[str, Any]:
                 code="E_UNKNOWN_KEY",
             )
     return keys | own
+
+
+def _require_vit(file: Path, keys: Values) -> None:
+    """Raise an error for another model, which names timm's model if there is one."""
+    kind, name = str(keys.get("MODEL.TYPE", "ViT")), str(keys.get("MODEL.NAME", "")).lower()
+    same = f"samestep train images --set model.name=timm:{name}, with the other values of the file"
+    fix = same if name in OTHER_MODELS else "write a recipe with a model of timm, torchvision or your own"
+    problem, expected = f"{file}: MODEL.TYPE is {kind}", "ViT; files of other models are not converted"
+    require(kind.lower() == "vit", problem, expected, fix, code="E_PADDLE_FILE")
 
 
 def _leaves(raw: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -265,7 +282,6 @@ def _require_convertible(file: Path, values: Values) -> None:
     head_size, decay = values["MODEL.ATTN_HEAD_SIZE"], values["TRAIN.MODEL_EMA_DECAY"]
     schedule, optimizer = values["TRAIN.LR_SCHEDULER.NAME"], values["TRAIN.OPTIMIZER.NAME"]
     rules = {
-        "MODEL.TYPE": (str(values["MODEL.TYPE"]).lower() == "vit", "ViT; other models are not supported"),
         "DATA.IMAGE_CHANNELS": (values["DATA.IMAGE_CHANNELS"] == 3, "3 channels"),
         "MODEL.ATTN_HEAD_SIZE": (
             head_size is None or head_size * heads == dim,
@@ -286,7 +302,7 @@ def _recipe(values: Values, devices: int) -> dict[str, Any]:
     batch_size = values["DATA.BATCH_SIZE"] * values["TRAIN.ACCUM_ITER"] * devices
     warms_up = values["TRAIN.LR_SCHEDULER.NAME"] == "warmupcosine"
     recipe: dict[str, Any] = {
-        "data": {"name": "images", "options": _data(values)},
+        "data": _data(values),
         "model": _model(values),
         "loss": {"name": "cross_entropy", "options": {"label_smoothing": values["TRAIN.SMOOTHING"] or 0.0}},
         "optimizer": _optimizer(values),
@@ -323,8 +339,11 @@ def _data(values: Values) -> dict[str, Any]:
     }
     root = values["DATA.DATA_PATH"]
     if root is None:
-        return options
-    return {"path": str(Path(root) / "train"), "evaluation_path": str(Path(root) / "val"), **options}
+        return {"name": "images", "options": options}
+    has_lists = Path(root, "train_list.txt").is_file()
+    train, validation = ("train_list.txt", "val_list.txt") if has_lists else ("train", "val")
+    options |= {"path": str(Path(root, train)), "evaluation_path": str(Path(root, validation))}
+    return {"name": "image_list" if has_lists else "images", "options": options}
 
 
 def _model(values: Values) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import yaml
 from samestep.config import Recipe
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import load_recipe, make_recipe, recipe_data
-from samestep.tools.convert import KEYS, OLD_NAMES, ConvertedRecipe, convert_recipe
+from samestep.tools.convert import KEYS, OLD_NAMES, OTHER_MODELS, ConvertedRecipe, convert_recipe
+from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.paddle import NAMES
 
 TARGETS = {name: key.targets for name, key in KEYS.items() if key.targets}
@@ -261,6 +262,34 @@ def test_refused_file(tmp_path: Path, kind: str) -> None:
     flat, message = REFUSED[kind]
     with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
         convert(tmp_path, flat)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("swin_tiny_patch4_window7_224", "model.name=timm:swin_tiny_patch4_window7_224"), ("Swin", "write a recipe")],
+)
+def test_other_models_are_named(tmp_path: Path, name: str, fix: str) -> None:
+    """The keys are those of configs/swin_tiny_patch4_window7_224.yaml."""
+    values = {"MODEL.TYPE": "swin", "MODEL.NAME": name, "MODEL.DROP_PATH": 0.2, "MODEL.TRANS.WINDOW_SIZE": 7}
+    with pytest.raises(RecipeError, match=r"MODEL\.TYPE is swin") as error:
+        convert(tmp_path, values)
+    assert fix in str(error.value.fix)
+
+
+def test_named_models_exist_in_timm() -> None:
+    make_torchvision_importable()
+    timm = pytest.importorskip("timm")
+    assert all(map(timm.is_model, OTHER_MODELS))
+
+
+def test_lists_of_the_dataset_are_used(tmp_path: Path) -> None:
+    values = {"DATA.DATA_PATH": str(tmp_path)}
+    assert recipe_of(tmp_path, values).data.name == "images"
+    (tmp_path / "train_list.txt").touch()
+    data = recipe_of(tmp_path, values).data
+    assert data.name == "image_list"
+    assert data.options["path"] == str(tmp_path / "train_list.txt")
+    assert data.options["evaluation_path"] == str(tmp_path / "val_list.txt")
 
 
 # --- documentation --------------------------------------------------------------------------------------------
