@@ -8,6 +8,7 @@ from types import TracebackType
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder, read_state
@@ -64,7 +65,7 @@ class CheckpointManager:
         self._background, self._is_entered = background, False
         self._lock = FolderLock(self._folder.path) if engine.world.is_main else None
         if engine.world.is_main:
-            self._folder.hold(self._folder.path)
+            self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
         status = engine.world.context.status
         self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)

@@ -93,6 +93,7 @@ CODES = {
     "E_CHECKPOINT_FORMAT": "A checkpoint has an unknown format, or contents that Samestep does not write.",
     "E_CHECKPOINT_MODEL": "A checkpoint belongs to another model.",
     "E_CHECKPOINT_OPTIMIZER": "A checkpoint belongs to another optimizer or to other parameter groups.",
+    "E_CHECKPOINT_POSITION": "The position of a checkpoint does not exist in the data.",
     "E_KEEP": "Fewer than one checkpoint would be kept.",
     "E_UNJOINED_WRITER": "Background checkpointing was used without a `with` block.",
     "E_UNKNOWN_KEY": "A recipe or an override has a key that does not exist.",

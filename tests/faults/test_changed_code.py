@@ -79,6 +79,7 @@ def test_resume_of_changed_code_needs_acceptance(
     record_fault("code is edited before resume", "input error", "exit code 2; undone: the same weights")
 
 
+@pytest.mark.slow
 def test_restart_does_not_use_changed_code(
     tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
 ) -> None:
@@ -102,6 +103,7 @@ def test_restart_does_not_use_changed_code(
     record_fault("code is edited, then a rank is killed, restarts allowed", "report within 10 s", "exit code 2")
 
 
+@pytest.mark.long
 def test_changes_of_other_files_are_accepted(
     copy: Path, undisturbed: tuple[str, str], record_fault: RecordFault
 ) -> None:
@@ -135,6 +137,7 @@ with samestep.start(device="cpu") as world:
 """
 
 
+@pytest.mark.long
 def test_a_script_does_not_resume_with_changed_code(tmp_path: Path, record_fault: RecordFault) -> None:
     project(tmp_path)
     script = tmp_path / "loop.py"

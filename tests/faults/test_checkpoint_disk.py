@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.disk_faults import SAVES, content, fail_with, intercepting, names, run_saves
+from helpers.disk_faults import SAVES, content, fail_with, intercepting, mounted, names, run_saves
 from samestep.checkpoint.store import CheckpointFolder, verify
 from samestep.errors import EXIT_FAILED, CheckpointWriteError
 
@@ -60,21 +60,6 @@ def test_error_of_any_call_is_raised_and_preserves_checkpoints(
         assert names(folder) == ["best", "last", "step-000000004"], f"call {call}"
         assert content(folder.find("last")) == SAVES[-1][1]
     assert raised_errors > 60
-
-
-def mounted(place: Path, *arguments: str) -> Iterator[Path]:
-    """Mount a separate file system, if permitted."""
-    place.mkdir()
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("only root may mount")
-    done = subprocess.run([mount, *arguments, str(place)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Disk errors and kills at a chosen system call, and a sequence of saves to test them on."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,3 +85,18 @@ def content(checkpoint: Path) -> dict[str, bytes]:
 def names(folder: CheckpointFolder) -> list[str]:
     """Return all names in a folder of checkpoints."""
     return sorted(path.name for path in folder.path.iterdir())
+
+
+def mounted(place: Path, *arguments: str) -> Iterator[Path]:
+    """Mount a separate file system, if permitted."""
+    place.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("only root may mount")
+    done = subprocess.run([mount, *arguments, str(place)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)  # also after a test that left a process there

@@ -113,6 +113,10 @@ def _raise() -> None:
     raise ArithmeticError("the sum does not add up")
 
 
+def _raise_undecodable() -> None:
+    raise ArithmeticError(b"caf\xe9 \xff".decode(errors="surrogateescape"))
+
+
 def _exceed_memory() -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, resource.RLIM_INFINITY))
@@ -169,6 +173,7 @@ _STEP_FAULTS: dict[str, Callable[[], None]] = {
     "stop": lambda: _kill(signal.SIGSTOP),
     "pause": _pause,
     "raise": _raise,
+    "raise undecodable": _raise_undecodable,
     "sys.exit(0)": lambda: sys.exit(0),
     "sys.exit(3)": lambda: sys.exit(3),
     "os._exit(5)": lambda: os._exit(5),

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_TRIAL_SIZE = 2
 _MAX_NUMBER = 2.0**62
 # These need a closure or sparse gradients for a step.
 _WITHOUT_TRIAL = ("LBFGS", "SparseAdam")
@@ -76,12 +78,11 @@ def require_slots(
         like_current(value, None, f"{slot} of {name}")
     for slot, tensor in slots.items():
         own = expected[slot]
-        # A slot has the size of the parameter in every dimension, or one element, as in Adafactor.
-        sizes = shape if isinstance(own, torch.Tensor) and own.dim() else ()
-        fits = len(tensor.shape) == len(sizes) and all(
-            size in (1, full) for size, full in zip(tensor.shape, sizes, strict=True)
-        )
-        if not fits or not isinstance(own, torch.Tensor) or tensor.is_floating_point() != own.is_floating_point():
+        is_tensor = isinstance(own, torch.Tensor) and own.is_floating_point() == tensor.is_floating_point()
+        # The rows and columns of Adafactor have one element in some dimensions.
+        if not is_tensor or tensor.shape != tuple(
+            full if size == _TRIAL_SIZE else size for size, full in zip(own.shape, shape, strict=False)
+        ):
             raise ValueError(f"{slot} of {name} is {tensor.dtype} with shape {tuple(tensor.shape)}")
 
 
@@ -108,7 +109,7 @@ def _require_number(value: Any, where: str, *, allow_infinity: bool = False) -> 
 
 
 def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dimensions: int) -> dict[str, Any] | None:
-    """Return the state that the optimizer creates in one step for a parameter of one element.
+    """Return the state that the optimizer creates in one step for a parameter of `_TRIAL_SIZE` in every dimension.
 
     Returns:
         Tensors and other values by slot; None for an optimizer that is not torch's, whose state is unknown.
@@ -117,12 +118,12 @@ def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dime
         ValueError: an option of the group is out of its range.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _WITHOUT_TRIAL:
+    if not f"{kind.__module__}.".startswith("torch.optim.") or kind.__name__ in _WITHOUT_TRIAL:
         return None
     known = inspect.signature(kind).parameters
     options = {name: value for name, value in group.items() if name in known and name != "params"}
-    options |= {name: False for name in ("foreach", "fused", "capturable", "differentiable") if name in known}
-    parameter = torch.nn.Parameter(torch.zeros((1,) * dimensions))
+    options |= {name: False for name in IMPLEMENTATION_FLAGS if name in known}
+    parameter = torch.nn.Parameter(torch.zeros((_TRIAL_SIZE,) * dimensions))
     trial = kind([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
     trial.step()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
@@ -15,6 +16,8 @@ from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pydantic import TypeAdapter
 
 Contents = TypeVar("Contents")
 _Count = Annotated[int, Ge(0), Le(2**62)]
@@ -82,14 +85,15 @@ def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
     Raises:
         CheckpointError: the data are no JSON, or a value has another type or is out of range.
     """
-    from pydantic import TypeAdapter, ValidationError  # lazy: a program that reads no checkpoint does not need these
+    from pydantic import ValidationError  # lazy: a program that reads no checkpoint does not need the package
 
     try:
-        return TypeAdapter(kind).validate_json(data, strict=True)
+        contents: Contents = _adapter(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise invalid_contents(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
+    return contents
 
 
 def invalid_contents(path: Path, problem: str) -> CheckpointError:
@@ -113,3 +117,10 @@ def contents_errors(path: Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise invalid_contents(path, f"{type(error).__name__}: {error}") from error
+
+
+@cache
+def _adapter(kind: type[object]) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)

@@ -121,21 +121,19 @@ class HeldFolder:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def locate(self) -> Path:
-        """Return the present path of the folder. A folder that was removed is created again.
+        """Return a path that leads to the folder wherever it is. A folder that was removed is created again.
 
         Raises:
-            OSError: another folder has the path, and the present path is unknown.
+            OSError: another folder has the path, and the system has no path of a descriptor.
         """
-        held = os.fstat(self._descriptor)
-        moved = Path(f"/proc/self/fd/{self._descriptor}")  # exists on Linux
-        present = [self.path, *([moved.readlink()] if moved.is_symlink() else [])]
-        for path in present:
-            if path.is_dir() and os.path.samestat(path.stat(), held):
-                return path
-        if held.st_nlink == 0 and not os.path.lexists(self.path):
+        if os.fstat(self._descriptor).st_nlink == 0 and not os.path.lexists(self.path):
             make_folder(self.path)
             self._close()
             self._open()
+        place = Path(f"/proc/self/fd/{self._descriptor}")
+        if place.is_dir():  # on Linux
+            return place
+        if self.is_in_place():
             return self.path
         raise OSError(errno.ESTALE, f"another folder has replaced {self.path} since the start")
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.compatibility import like_current, require_slots, trial_state
+from samestep.checkpoint.compatibility import IMPLEMENTATION_FLAGS, like_current, require_slots, trial_state
 from samestep.checkpoint.contents import Progress, SavedOptimizer, contents_errors, invalid_contents
 from samestep.checkpoint.store import STATE, read_state
 from samestep.errors import CheckpointError
@@ -93,6 +93,7 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
     average = None if training.average is None else _gathered(training.average, parameters, keep=keep)
     if not keep:
         return {}
+    process_state.source_files.note_imports()
     state = {
         "progress": asdict(progress),
         "aliases": aliases,
@@ -264,7 +265,12 @@ def _load_optimizer(
         raise _other_optimizer("its settings are those of another optimizer, or of other parameter groups")
     if [group["params"] for group in groups] != [group["params"] for group in saved.groups]:
         raise _other_optimizer("it trained other parameters")
-    groups = like_current(saved.groups, groups, "groups")
+    # How a step is computed depends on the machine.
+    implementation = [{flag: group[flag] for flag in IMPLEMENTATION_FLAGS if flag in group} for group in groups]
+    groups = [
+        {**group, **flags}
+        for group, flags in zip(like_current(saved.groups, groups, "groups"), implementation, strict=True)
+    ]
     index = {name: i for i, name in names.items()}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in slots.items():

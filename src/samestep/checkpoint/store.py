@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from samestep.checkpoint.contents import Manifest, SavedFile, SavedState, invalid_contents, parse
@@ -31,7 +31,6 @@ from samestep.checkpoint.files import (
     write_file,
 )
 from samestep.distributed.disk import disk_operations
-from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -59,15 +58,10 @@ class CheckpointFolder:
             raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_KEEP")
         self.path, self.keep = path, keep
         self._held: HeldFolder | None = None
-        self._parts: tuple[str, ...] = ()
 
-    def hold(self, root: Path) -> None:
-        """Write to the present folder even if it is moved and another one takes its path.
-
-        Args:
-            root: the folder of the checkpoints or a parent of it; must exist.
-        """
-        self._held, self._parts = HeldFolder(root), self.path.relative_to(root).parts
+    def hold(self, root: HeldFolder) -> None:
+        """Write below the held folder, a parent of `path` or `path` itself, even if another one takes its path."""
+        self._held = root
 
     def write(self, step: int, files: Mapping[str, bytes], *, is_best: bool = False, epoch: int | None = None) -> Path:
         """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
@@ -78,35 +72,32 @@ class CheckpointFolder:
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are unchanged.
         """
-        manifest = _manifest(files)
+        epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
+        links = ["last", *(["best"] if is_best else []), *epoch_name]
         with disk_errors(
             f"the checkpoint of step {step} cannot be written to {self.path}",
             expected="a checkpoint is written completely or not at all; earlier ones are unchanged",
         ):
-            self._follow()
-            final = self.path / f"{_PREFIX}{step:09d}"
-            with disk_operations.run("update", self.path):
-                make_folder(self.path)
-                self._recover()
-            if not _has_contents(final, manifest):
-                self._write(final, files, manifest)
-            epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
-            for name in ["last", *(["best"] if is_best else []), *epoch_name]:
-                with disk_operations.run("link", self.path / name):
-                    link_name(self.path / name, final.name)
-            sync_folder(self.path)
-        with disk_errors(
-            f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
-            expected=f"the newest {self.keep} and the best are kept; others are removed",
+            present = self._present()
+            final = present._save(f"{_PREFIX}{step:09d}", files, links)
+        with (
+            disk_errors(
+                f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
+                expected=f"the newest {self.keep} and the best are kept; others are removed",
+            ),
+            disk_operations.run("removal in", self.path),
         ):
-            self._follow()
-            with disk_operations.run("removal in", self.path):
-                self._prune(final)
-        return final
+            present._prune(final)
+        return self.path / final.name
 
     def steps(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        return list(self._by_step().values())
+        """Return the complete checkpoints, oldest first.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        with self._read_errors():
+            return list(self._by_step().values())
 
     def find(self, which: str) -> Path:
         """Return the checkpoint `last`, `best`, `epoch-N`, or that of a step number.
@@ -114,12 +105,13 @@ class CheckpointFolder:
         Raises:
             CheckpointError: no such checkpoint.
         """
-        checkpoints = self._by_step()
+        with self._read_errors():
+            checkpoints, folder, target = self._by_step(), self.path / which, self._link_target(which)
+            is_folder = folder.is_dir() and not folder.is_symlink()
         if which in ("last", "best") or _EPOCH_NAME.fullmatch(which):
-            folder = self.path / which
-            if folder.is_dir() and not folder.is_symlink():
+            if is_folder:
                 return folder  # a copy of the run in which links became folders
-            step = self._link_target(which)
+            step = target
             if which == "last" and checkpoints and step not in checkpoints:
                 step = max(checkpoints)
         else:
@@ -139,7 +131,8 @@ class CheckpointFolder:
         The newest is the last one written. Higher steps remain from before a return to an earlier step; they are
         considered only if no other checkpoint is valid.
         """
-        checkpoints, last = self._by_step(), self._link_target("last")
+        with self._read_errors():
+            checkpoints, last = self._by_step(), self._link_target("last")
         newest_first = sorted(checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True)
         return next((checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None)
 
@@ -158,13 +151,32 @@ class CheckpointFolder:
                 if path not in checkpoints:
                     remove(path)
 
-    def _follow(self) -> None:
-        """Update the path of a folder that was moved."""
-        if self._held is not None:
-            path = self._held.locate().joinpath(*self._parts)
-            if path != self.path:
-                logger.warning("%s was moved: checkpoints are written to %s", self.path, path)
-                self.path = path
+    def _present(self) -> CheckpointFolder:
+        """Return this folder at its present place."""
+        if self._held is None:
+            return self
+        return CheckpointFolder(self._held.locate() / self.path.relative_to(self._held.path), self.keep)
+
+    @contextmanager
+    def _read_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _damaged(self.path, f"cannot be read: {error.strerror}") from error
+
+    def _save(self, name: str, files: Mapping[str, bytes], links: Sequence[str]) -> Path:
+        """Write a checkpoint and its links, and return its folder."""
+        final, manifest = self.path / name, _manifest(files)
+        with disk_operations.run("update", self.path):
+            make_folder(self.path)
+            self._recover()
+        if not _has_contents(final, manifest):
+            self._write(final, files, manifest)
+        for link in links:
+            with disk_operations.run("link", self.path / link):
+                link_name(self.path / link, name)
+        sync_folder(self.path)
+        return final
 
     def _by_step(self) -> dict[int, Path]:
         """Return checkpoints by ascending step; one renamed for replacement counts if its step has no other."""

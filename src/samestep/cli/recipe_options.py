@@ -23,6 +23,10 @@ from samestep.tools.tune.settings import TunedSetting
 from samestep.units import plural
 
 
+# Data whose modules import torchvision: once for the worker that builds the model, and for the ranks.
+_DATA_OF_TORCHVISION = ("images", "image_list", "hub_images")
+
+
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     """Add `--strategy` and `--mesh`."""
     group = parser.add_argument_group("strategy (results are equal: to the bit under ddp, otherwise to rounding)")
@@ -133,6 +137,8 @@ def with_microbatches(
 
             has_norm = has_batch_norm(recipe)
         else:
+            if recipe.data.name in _DATA_OF_TORCHVISION:
+                preload = (*preload, "samestep.zoo.images.transforms")
             function = ByName("samestep.recipes.builder", "has_batch_norm")
             has_norm = launch(function, recipe, processes=1, preload=preload)
         resolved = recipe.with_microbatches(has_norm)
@@ -214,7 +220,7 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
 
 
 def _require_run(folder: Path) -> None:
-    if not (folder / "recipe.yaml").is_file() and not CheckpointFolder(folder / "checkpoints").steps():
+    if not CheckpointFolder(folder / "checkpoints").steps() and not (folder / "recipe.yaml").is_file():
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from pathlib import Path
 from samestep.distributed.status import RankStatus
 
 _SHOWN_CHARACTERS = 90
+_DESCRIPTOR = re.compile(r"^/proc/self/fd/\d+")  # path of a folder that can be moved
 
 
 class DiskOperations:
@@ -27,7 +30,7 @@ class DiskOperations:
     @contextmanager
     def run(self, name: str, path: Path | str) -> Iterator[None]:
         """Record an operation for the duration of the block."""
-        thread, text = threading.get_ident(), str(path)
+        thread, text = threading.get_ident(), _DESCRIPTOR.sub(_present_path, str(path))
         outer = self._pending.get(thread)
         self._count += 1
         self._pending[thread] = (self._count, f"{name} of {text if len(text) < _SHOWN_CHARACTERS else _tail(text)}")
@@ -50,6 +53,13 @@ class DiskOperations:
         if self.rank_status is not None:
             texts = [text for _, text in sorted(self._pending.copy().values())]
             self.rank_status.show_disk_operation(texts[-1] if texts else "")
+
+
+def _present_path(match: re.Match[str]) -> str:
+    try:
+        return os.readlink(match[0])
+    except OSError:
+        return match[0]
 
 
 def _tail(text: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 import samestep.checkpoint.state as checkpoints
+from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
@@ -165,7 +166,7 @@ def train(
         notes = [f"continuing with changed code: {change}" for change in changes]
         built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
-        folder = CheckpointFolder(run / "checkpoints", options.keep)
+        held, folder = HeldFolder(run), CheckpointFolder(run / "checkpoints", options.keep)
         trainer = Trainer(
             built.engine,
             built.train,
@@ -176,11 +177,11 @@ def train(
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
             options=options,
-            loggers=_loggers(options, run, first_step),
+            loggers=_loggers(options, run, held.locate(), first_step),
         )
         if world.is_main:
             notes += machine_notes(run, built.train.workers)
-            folder.hold(run)
+            folder.hold(held)
             folder.clean()
         if checkpoint is not None:
             trainer.resume(checkpoint)
@@ -237,10 +238,11 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
-def _loggers(options: RunOptions, run: Path, first_step: int) -> list[Logger]:
+def _loggers(options: RunOptions, run: Path, place: Path, first_step: int) -> list[Logger]:
+    """Return the loggers of a run; TensorBoard opens its files again and again, at a `place` that leads to the run."""
     create: dict[str, Callable[[], Logger]] = {
         "jsonl": lambda: JsonlLogger(run / "events.jsonl"),
-        "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),
+        "tensorboard": lambda: TensorBoardLogger(place / "tensorboard", first_step),
         "progress": lambda: ProgressLogger(Console(stderr=True, quiet=options.quiet)),
         "wandb": lambda: WandbLogger(run, resume=first_step > 0),
         "mlflow": lambda: MLflowLogger(run, resume=first_step > 0),
