@@ -22,7 +22,6 @@ from samestep.recipes.trust import require_trusted
 from samestep.tools.tune.settings import TunedSetting
 from samestep.units import plural
 
-
 # Data whose modules import torchvision: once for the worker that builds the model, and for the ranks.
 _DATA_OF_TORCHVISION = ("images", "image_list", "hub_images")
 
