@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import sys
 
+_EXIT_STOPPED = 130  # as in samestep.errors, which is not imported yet
+
 
 def entry() -> int:
     """Run the command; its exit code."""
+    import os
     import signal
 
+    def end(number: int, frame: object) -> None:
+        os._exit(_EXIT_STOPPED)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    is_first = os.getpid() == 1  # of a container: the kernel ignores signals whose action is the default
     # Ctrl-C before there is anything to end: no page of imports that it interrupted.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, end if is_first else signal.SIG_DFL)
+    if is_first:
+        signal.signal(signal.SIGTERM, end)
     from samestep.distributed.streams import open_standard_descriptors, protect_output
 
     open_standard_descriptors()
@@ -19,6 +31,8 @@ def entry() -> int:
     from samestep.cli.main import main
 
     signal.signal(signal.SIGINT, before)
+    if is_first:
+        signal.signal(signal.SIGTERM, interrupt)
     return main()
 
 

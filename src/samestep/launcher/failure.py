@@ -33,8 +33,17 @@ _SIGNAL_FIXES = {
 }
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
-_OUT_OF_SHARED_MEMORY = re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE)
-_SHARED_MEMORY_FIX = "docker run --shm-size=8g or --ipc=host; or --workers 0, which needs no shared memory"
+_RESOURCE_FIXES = (
+    (
+        re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE),
+        "docker run --shm-size=8g or --ipc=host; or --workers 0, which needs no shared memory",
+    ),
+    (
+        re.compile("Resource temporarily unavailable|can't start new thread"),
+        "raise the limits of processes and address space (ulimit -u, ulimit -v, docker run --pids-limit)",
+    ),
+    (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
+)
 _CODE = re.compile(r" \[E_\w+\]$")
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
@@ -82,8 +91,9 @@ class Failure:
         text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
         if is_memory:
             text += f"\n  fix:      {_MEMORY_FIX}"
-        elif _OUT_OF_SHARED_MEMORY.search(message):
-            text += f"\n  fix:      {_SHARED_MEMORY_FIX}"
+        for pattern, fix in _RESOURCE_FIXES:
+            if pattern.search(message):
+                text += f"\n  fix:      {fix}"
         return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity, is_out_of_memory=is_memory)
 
     @classmethod

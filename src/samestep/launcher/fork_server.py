@@ -61,7 +61,7 @@ def start_server() -> ForkServer:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pid = int(server._forkserver_pid)
-    return ForkServer(pid, _variables(psutil.Process(pid)).get(FORK_SERVER, ""))
+    return ForkServer(pid, _variables(pid).get(FORK_SERVER, ""))
 
 
 def _abandon(server: Any) -> None:
@@ -106,17 +106,17 @@ def _wait_for_end(processes: Callable[[], list[psutil.Process]]) -> list[psutil.
 
 def _orphans(server: ForkServer) -> list[psutil.Process]:
     """Return the marked processes that do not descend from a rank of another launch that still runs."""
-    marked = [process for process in psutil.process_iter() if _variables(process).get(FORK_SERVER) == server.mark]
+    marked = [process for process in psutil.process_iter() if _variables(process.pid).get(FORK_SERVER) == server.mark]
     descendants = {server.pid}
     with suppress(psutil.NoSuchProcess):
         descendants |= {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
     return [process for process in marked if process.pid not in descendants]
 
 
-def _variables(process: psutil.Process) -> dict[str, str]:
+def _variables(process: int) -> dict[str, str]:
     try:
-        return dict(process.environ())
-    except (psutil.Error, OSError):  # the process has ended, or belongs to another user
+        return dict(psutil.Process(process).environ())
+    except (psutil.Error, OSError):  # the process has ended or belongs to another user, or there is no /proc
         return {}
 
 

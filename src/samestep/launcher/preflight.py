@@ -12,9 +12,12 @@ from multiprocessing import util
 
 from samestep.distributed.resources import read_processors
 from samestep.errors import InputError
+from samestep.units import format_bytes
 
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
+# Measured with torch for CPUs: ranks fail with 0.9 GiB, and train a small model with 1.4 GiB.
+_MIN_ADDRESS_SPACE = 5 << 28
 # unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
 _SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 34
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -28,6 +31,7 @@ def require_machine(processes: int) -> None:
     """
     _require_processors(processes)
     _require_open_files(processes)
+    _require_address_space()
     use_short_temporary_folder()
 
 
@@ -58,6 +62,17 @@ def _require_open_files(processes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
+def _require_address_space() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _MIN_ADDRESS_SPACE:
+        raise InputError(
+            f"the address space of a process is limited to {format_bytes(limit)} (ulimit -v)",
+            expected=f"at least {format_bytes(_MIN_ADDRESS_SPACE)} for torch and a small model; a GPU needs far more",
+            fix="ulimit -v unlimited",
+            code="E_MACHINE",
+        )
+
+
 def use_short_temporary_folder() -> None:
     """Let `multiprocessing` create its sockets in another folder if the path of the temporary folder is too long.
 
@@ -68,7 +83,8 @@ def use_short_temporary_folder() -> None:
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder = tempfile.gettempdir()
-    if config.get("tempdir") is not None or len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES:
+    is_short = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
+    if is_short or os.path.isdir(config.get("tempdir") or ""):
         return
     for parent in _SHORT_FOLDERS:
         with suppress(OSError):

@@ -54,7 +54,7 @@ class RankMonitor:
         self._world, self._interval = world, interval
         # Waits inside GPU collectives, and inside torch's communication for a split model, cannot be observed.
         self._observes_waits = world.device.type == "cpu" and not world.mesh_shape.splits_model
-        self._host, self._process = socket.gethostname(), psutil.Process()
+        self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._read_progress: Callable[[], RankProgress] = lambda: RankProgress(first_step, 0, 0.0)
         self._last = self._read()
@@ -116,12 +116,12 @@ class RankMonitor:
             "time": round(time.time(), 3),
             "rank": self._world.rank,
             "host": self._host,
-            "pid": self._process.pid,
+            "pid": os.getpid(),
             "step": now.progress.step,
             "doing": status.activity,
             "waits": status.is_waiting,
             **rates,
-            "memory_bytes": _read_or_none(lambda: self._process.memory_info().rss),
+            "memory_bytes": _read_or_none(lambda: psutil.Process().memory_info().rss),
             "gpu": gpu_stats(self._world.device),
         }
 
@@ -139,7 +139,7 @@ class RankMonitor:
         }
 
     def _read(self) -> _Reading:
-        cpu_seconds = _read_or_none(lambda: sum(self._process.cpu_times()[:2]))
+        cpu_seconds = _read_or_none(lambda: sum(psutil.Process().cpu_times()[:2]))
         return _Reading(time.monotonic(), self._read_progress(), self._world.context.status.waited_seconds, cpu_seconds)
 
     def _warn(self, error: OSError) -> None:

@@ -1,0 +1,117 @@
+"""Ranks end with their launcher, and with the store of their job."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from helpers.started import as_mpirun, as_srun, as_torchrun, free_port, python, ranks
+from helpers.surroundings import END_SECONDS, RecordFault
+from helpers.system import COMMAND, TESTS, Running, here, state_of, until, weights
+
+RECIPE = TESTS / "helpers" / "recorded.yaml"
+TRAIN = ("train", RECIPE, "--name", "a")
+# Starts one command per set of variables, as srun and mpirun do, and waits.
+LAUNCHER = """
+import json, os, subprocess, sys
+ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, **variables}) for variables in json.loads(sys.argv[1])]
+for rank in ranks:
+    rank.wait()
+"""
+SLEEPS = """
+import time
+from pathlib import Path
+import samestep
+
+with samestep.start() as world:
+    world.barrier()
+    Path(f"joined-{world.rank}").touch()
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    path = tmp_path_factory.mktemp("undisturbed")
+    assert here(*TRAIN, cwd=path) == 0
+    return weights(path / "runs/a")
+
+
+def launcher(name: str) -> list[str]:
+    """Return a command that starts two ranks of the command that follows."""
+    if name == "torchrun":
+        port = str(free_port())
+        return python("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "samestep")
+    of_rank = as_srun("815") if name == "srun" else as_mpirun
+    variables: list[Mapping[str, str]] = [of_rank(rank, 2) for rank in range(2)]
+    return [sys.executable, "-c", LAUNCHER, json.dumps(variables), *COMMAND]
+
+
+def calls(path: Path) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in path.glob("seen-0-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_stuck"),
+    [
+        pytest.param("torchrun", False, marks=pytest.mark.slow),
+        pytest.param("torchrun", True, marks=pytest.mark.long),
+        pytest.param("srun", False, marks=pytest.mark.long),
+        pytest.param("mpirun", False, marks=pytest.mark.long),
+        pytest.param("mpirun", True, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_end_with_their_launcher(
+    name: str, is_stuck: bool, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
+) -> None:
+    hold, run = tmp_path / "hold", tmp_path / "runs/a"
+    hold.write_text("0 20", encoding="utf-8")
+    with Running(*TRAIN, "--checkpoint-every", 3, cwd=tmp_path, command=launcher(name)) as running:
+        running.until(lambda: calls(tmp_path) == 20, "call 20")
+        running.kill(signal.SIGKILL)
+        began = time.monotonic()
+        if not is_stuck:
+            hold.unlink()
+        until(lambda: not running.processes(), "the ranks have ended", END_SECONDS, running.processes)
+        seconds = time.monotonic() - began
+        done = running.wait(5)
+    assert done.err.count("error: ") == 1, done.err
+    assert "E_LAUNCHER_GONE" in done.err
+    step = state_of(run)["step"]
+    hold.unlink(missing_ok=True)
+    assert here("resume", run, cwd=tmp_path) == 0
+    assert weights(run) == undisturbed
+    stuck = ", while a rank is stuck" if is_stuck else ""
+    expected = "the ranks end within 10 s; resumed to the same weights"
+    record_fault(f"{name} is killed{stuck}", expected, "the ranks ended; resumed on 1: the same weights")
+    assert seconds < END_SECONDS
+    assert step >= (3 if is_stuck else 9), "a rank that is not stuck saves before it ends"
+
+
+@pytest.mark.long
+def test_ranks_that_wait_for_others_end_with_their_launcher(tmp_path: Path, record_fault: RecordFault) -> None:
+    variables = json.dumps([as_srun("816")(0, 2)])  # rank 1 is missing
+    command = [sys.executable, "-c", LAUNCHER, variables, *COMMAND]
+    with Running(*TRAIN, cwd=tmp_path, command=command) as running:
+        running.until(lambda: len(running.processes()) == 2, "the rank")
+        time.sleep(6)  # it imports, then waits for rank 1
+        running.kill(signal.SIGKILL)
+        until(lambda: not running.processes(), "the rank has ended", END_SECONDS, running.processes)
+    record_fault("srun is killed while a rank waits for others", "the ranks end within 10 s", "the ranks ended")
+
+
+@pytest.mark.long
+def test_rank_in_user_code_ends_with_the_store(tmp_path: Path, record_fault: RecordFault) -> None:
+    """Ranks that were started by hand: rank 0 hosts the store."""
+    (tmp_path / "script.py").write_text(SLEEPS, encoding="utf-8")
+    with ranks(as_torchrun(free_port()), 2, "script.py", cwd=tmp_path, command=python()) as started:
+        until(lambda: len(list(tmp_path.glob("joined-*"))) == 2, "both ranks have joined", 60)
+        started.processes[0].kill()
+        assert started.processes[1].wait(END_SECONDS) == 1
+        _, done = started.wait()
+    assert done.err.startswith("error: rank 0 has ended"), done.err
+    record_fault("rank 0, which hosts the store, is killed", "the ranks end within 10 s", "the ranks ended")
