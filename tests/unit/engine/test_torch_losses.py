@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -191,3 +192,28 @@ def test_ignored_targets_of_a_whole_microbatch_count_nothing(alone: World) -> No
     result = engine_of(alone, nn.CrossEntropyLoss()).step(batch_of(alone, INPUTS, targets, 4))
     assert result.loss == pytest.approx(value, rel=1e-12)
     assert not math.isnan(result.loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        samestep.MultiLoss([samestep.LossTerm("only", plain_sum, weight=SAMPLES - 1)]),  # a mean over 12 samples
+    ],
+)
+def test_samples_that_are_left_out_change_no_divisor(alone: World, loss: Any) -> None:
+    """As with `bad_samples: skip`: a microbatch has fewer samples than its slice of the global batch."""
+    batch = batch_of(alone, INPUTS, NUMBERS, 4)
+    first, *rest = batch.local_microbatches
+    inputs, targets = first.data
+    short = first._replace(size=first.size - 1, data=(inputs[:-1], targets[:-1]))
+    kept = torch.arange(SAMPLES) != first.size - 1
+    net = model()
+    expected = plain_sum(net(INPUTS[kept]), NUMBERS[kept])
+    expected.backward()
+    engine = engine_of(alone, loss)
+    result = engine.step(replace(batch, local_microbatches=(short, *rest)))
+    assert result.loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert result.grad_norm == pytest.approx(
+        float(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).norm()), rel=1e-12
+    )
