@@ -46,12 +46,12 @@ def measure(model: str, batch_size: int, microbatches: int, rounds: int, steps: 
                     engine.step(batch)
                 world.barrier()
                 times[word].append((time.perf_counter() - began) / steps)
-        return {"times": times, "growth": peaks["sync"] - peaks["shard"]}
+        return {"times": times, "growth": peaks["sync"] - peaks["microbatch"]}
 
 
 def row(found: Found, name: str) -> list[str]:
     times = found["times"]
-    ratio = Spread.of([sync / microbatch for microbatch, sync in zip(times["shard"], times["sync"], strict=True)])
+    ratio = Spread.of([sync / microbatch for microbatch, sync in zip(times["microbatch"], times["sync"], strict=True)])
     medians = [f"{1000 * Spread.of(times[word]).median:.0f}" for word in WORDS]
     return [name, *medians, f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})", f"{found['growth']:+.0f}"]
 
