@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import pickle
 import resource
 import struct
@@ -82,6 +83,8 @@ FILES: dict[str, tuple[str, bytes]] = {
     "a `.pdparams` with object number 2^31": ("b.pdparams", b"\x80\x02]r\xff\xff\xff\x7f."),
     "a `.pdparams` that claims bytes of 1 TB": ("c.pdparams", b"\x80\x04\x8e" + struct.pack("<Q", 10**12) + b"a."),
     "a `.pdparams` with 5 million operations": ("d.pdparams", b"\x80\x02" + b"N0" * 2_500_000 + b"}."),
+    "a list of images with a deeply nested value": ("a.json", b"[" * 100_000),
+    "a list of images of 1 TB without stored contents": ("b.csv", b"path,label\n"),
     "a `.pdparams` with a long list, copied often": (
         "e.pdparams",
         b"\x80\x02}](" + b"N" * 100_000 + b"eq\x01cbuiltins\ntuple\nq\x02" + b"h\x02h\x01\x85R" * 50_000 + b".",
@@ -147,11 +150,17 @@ def _readers() -> dict[str, Callable[[Path], object]]:
     from samestep.zoo.images.files import read_image
     from samestep.zoo.paddle import read_arrays
     from samestep.zoo.segmentation.volumes import read_shape, read_volume
+    from samestep.zoo.tables import read_table
 
     def read_both(path: Path) -> object:
         return read_shape(path), read_volume(path)
 
-    return {".png": read_image, ".pdparams": read_arrays} | dict.fromkeys((".npy", ".npz", ".nii", ".gz"), read_both)
+    tables = dict.fromkeys((".json", ".csv"), read_table)
+    return (
+        {".png": read_image, ".pdparams": read_arrays}
+        | tables
+        | dict.fromkeys((".npy", ".npz", ".nii", ".gz"), read_both)
+    )
 
 
 def _main(folder: Path) -> None:
@@ -160,6 +169,7 @@ def _main(folder: Path) -> None:
     readers, results = _readers(), {}
     for name, content in FILES.values():
         (folder / name).write_bytes(content)
+    os.truncate(folder / "b.csv", 10**12)
     import nibabel  # noqa: F401  # before the limit
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -13,6 +13,7 @@ from samestep.config.equivalents import find_equivalent
 from samestep.errors import DataError, RecipeError
 from samestep.torchvision_import import make_torchvision_importable
 
+_SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -80,6 +81,23 @@ def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix
     """
     if not (path.is_file() if kind == "file" else path.is_dir()):
         raise DataError(f"there is no {kind} {path}", expected=expected, fix=fix, code="E_FILE_MISSING")
+
+
+def require_stored(path: Path) -> int:
+    """Return the size of a file in bytes; reading the holes of a large sparse file would take hours.
+
+    Raises:
+        DataError: most of a large file is not stored.
+    """
+    status = path.stat()
+    if status.st_size > _SPARSE_BYTES and status.st_blocks * 512 < status.st_size // 2:
+        raise DataError(
+            f"{path} has {status.st_size:,} bytes, most of which are not stored",
+            expected="a file without large holes",
+            fix="copy or download the file again",
+            code="E_UNREADABLE",
+        )
+    return status.st_size
 
 
 def import_optional(module: str, needed_by: str) -> Any:

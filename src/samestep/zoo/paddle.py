@@ -9,7 +9,6 @@ of the file: a pickle of a few bytes can ask for terabytes, or for a key whose h
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.errors import DataError
+from samestep.zoo.options import require_stored
 
 # Paddle's additions to a state dict: its own names of the arrays, and parts of arrays above a gigabyte.
 _OWN_NAMES, _PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
@@ -29,7 +29,6 @@ _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "f2", "f4", "f8")
 # Operations of one pickle; an array takes some 30, whatever its size.
 _MAX_OPERATIONS = 300_000
 _MAX_TUPLE = 8
-_SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
 _SAVE_AGAIN = "save the weights again: paddle.save(model.state_dict(), FILE)"
 
 # Paddle's names to timm's names, for both versions of PaddleViT: in `transformer.py` the class token and the position
@@ -112,7 +111,7 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """
     try:
         with file.open("rb") as stream:
-            size = _require_stored(stream)
+            size = require_stored(file)
             content = _Unpickler(stream, size).load()
     except DataError:
         raise
@@ -139,14 +138,6 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
             if size < 0:
                 raise _error(f"{file} contains the same data several times", "arrays that the file contains once")
     return arrays, left_out
-
-
-def _require_stored(stream: BinaryIO) -> int:
-    """Return the size of a file; raise `ValueError` if most of a large file is not stored."""
-    status = os.fstat(stream.fileno())
-    if status.st_size > _SPARSE_BYTES and status.st_blocks * 512 < status.st_size // 2:
-        raise ValueError("most of the file is not stored")
-    return status.st_size
 
 
 class _DType:

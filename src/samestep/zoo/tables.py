@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import DataError
-from samestep.zoo.options import import_optional, require_path
+from samestep.zoo.options import import_optional, require_path, require_stored
 
 # The csv module refuses cells above 128 KiB by default.
 _MAX_CELL = 2**31 - 1
@@ -53,6 +53,7 @@ def read_table(path: Path) -> list[Row]:
             code="E_UNREADABLE",
         )
     require_path(path, "file", "data.options.path is a table")
+    require_stored(path)
     try:
         rows = list(reader(path))
     except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
@@ -100,7 +101,10 @@ def _txt_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    content = json.loads(path.read_text(encoding="utf-8-sig"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError as error:
+        raise OSError("the values are nested too deeply") from error
     if not isinstance(content, list):
         raise DataError(
             f"{path} contains a {type(content).__name__}",

@@ -269,7 +269,7 @@ def _label_text(value: object) -> str | None:
 
 
 def _is_class_number(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,9}", text) is not None
+    return re.fullmatch("[0-9]{1,6}", text) is not None  # there is a name for each number up to the largest
 
 
 def _require_columns(rows: list[Row], path: str, columns: tuple[str, str]) -> None:
