@@ -13,7 +13,8 @@ from helpers.surroundings import RecordFault, require_bounded, require_single_re
 from helpers.system import TESTS, Running, events, here, steps_saved, until, weights
 
 RECIPE = TESTS / "helpers" / "recorded.yaml"
-SAVING = ("--checkpoint-every", 3, "--hang-after", "3s")
+SAVING = ("--checkpoint-every", 3)
+HANG = ("--hang-after", "4s")
 MISSING = {
     "folder fsync": ("fsync_folder", errno.EINVAL, "without folder fsync"),
     "symbolic links": ("symlink", errno.EPERM, "without symbolic links"),
@@ -102,7 +103,7 @@ def test_disk_that_never_answers(
     part, call = UNANSWERED[operation]
     trigger, hold, run = tmp_path / "dead", tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("0 20", encoding="utf-8")
-    with train(tmp_path, faulty_disk(tmp_path, part, f"{call}=0", trigger=trigger)) as running:
+    with train(tmp_path, faulty_disk(tmp_path, part, f"{call}=0", trigger=trigger), *HANG) as running:
         running.until(lambda: calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
         trigger.touch()
         hold.unlink()
@@ -131,7 +132,7 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
     hold.write_text("0 20", encoding="utf-8")
     with small_disk(tmp_path) as disk:
         run = disk / "runs/a"
-        with train(tmp_path, {}, runs=str(disk / "runs")) as running:
+        with train(tmp_path, {}, *HANG, runs=str(disk / "runs")) as running:
             running.until(lambda: calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
             hold.unlink()
