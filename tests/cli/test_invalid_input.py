@@ -414,10 +414,10 @@ def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: st
     assert "steps: 13" in refused(command, run, f"--checkpoint={which}")
 
 
-@pytest.mark.parametrize("command", ["resume", "eval"])
-def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [("resume", "--checkpoint=13"), ("resume", "--checkpoint=best"), ("eval",)])
+def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, command: tuple[str, ...]) -> None:
     shutil.rmtree(run / "checkpoints")
-    assert "steps: none" in refused(command, run)
+    assert "steps: none" in refused(command[0], run, *command[1:])
 
 
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1", "epochs=5"])

@@ -7,6 +7,7 @@ name, so that a project can move between a stop and a resumption.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -111,16 +112,17 @@ def _code_changed(names: Sequence[str]) -> InputError:
 
 
 def _is_users(file: str) -> bool:
-    path = Path(file).absolute()
-    if not path.name.endswith(tuple(all_suffixes())) or any(part in _PACKAGE_FOLDERS for part in path.parts):
+    if not file.endswith(tuple(all_suffixes())) or any(f"/{name}/" in file for name in _PACKAGE_FOLDERS):
         return False
-    return not any(path.is_relative_to(folder) for folder in _library_folders())
+    return not os.path.abspath(file).startswith(_library_folders())
 
 
 @cache
-def _library_folders() -> tuple[Path, ...]:
-    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    return (*installed, *(path.resolve() for path in installed), Path(__file__).parents[1])
+def _library_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    installed = [path for name in names if (path := sysconfig.get_path(name))]
+    folders = [*installed, *map(os.path.realpath, installed), str(Path(__file__).parents[1])]
+    return tuple(os.path.join(folder, "") for folder in folders)
 
 
 def _find(name: str) -> str | None:
