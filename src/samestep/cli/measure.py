@@ -105,7 +105,7 @@ def add_profile(commands: Any) -> None:
         description="Train some steps of a recipe or a script and measure their phases: data loading, forward, "
         "backward, communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible "
         "savings. Writes traces for Perfetto and TensorBoard.",
-        epilog="examples: samestep profile digits --processes 2 --active 20 --ranks 0; "
+        epilog="example: samestep profile digits --processes 2 --active 20 --ranks 0; for a script: "
         "samestep profile train.py --processes 2 -- --epochs 1",
     )
     add_subject_argument(parser)
