@@ -236,7 +236,6 @@ def _read_keys(file: Path, including: list[Path]) -> dict[str, Any]:
 
 
 def _require_vit(file: Path, keys: Values) -> None:
-    """Raise an error for another model, which names timm's model if there is one."""
     kind, name = str(keys.get("MODEL.TYPE", "ViT")), str(keys.get("MODEL.NAME", "")).lower()
     same = f"samestep train images --set model.name=timm:{name}, with the other values of the file"
     fix = same if name in OTHER_MODELS else "write a recipe with a model of timm, torchvision or your own"
