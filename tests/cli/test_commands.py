@@ -263,7 +263,16 @@ def test_json_of_train_is_one_object(tmp_path: Path) -> None:
     done = samestep("train", RECIPE, "--processes", 2, "--name", "a", "--json", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     value = one_object(done.out)
-    assert value.keys() == {"stopped", "step", "evaluation", "best", "seconds", "samples_per_second", "run", "skipped_steps"}
+    assert value.keys() == {
+        "stopped",
+        "step",
+        "evaluation",
+        "best",
+        "seconds",
+        "samples_per_second",
+        "run",
+        "skipped_steps",
+    }
     assert (value["stopped"], value["step"], value["run"]) == (False, 39, "runs/a")
     last = events(tmp_path / "runs" / "a", "evaluation")[-1]
     assert value["evaluation"] == {"loss": last["loss"], "samples": 30}

@@ -122,7 +122,9 @@ def test_hang_is_the_first_cause() -> None:
 
 def test_out_of_memory_has_a_fix() -> None:
     result = Failure.of_exception(0, raised(MemoryError("1 TB")), "in engine.step 2")
-    assert result.text.startswith("error: rank 0 failed in engine.step 2: MemoryError: 1 TB [E_RANK_FAILED]\n    Traceback")
+    assert result.text.startswith(
+        "error: rank 0 failed in engine.step 2: MemoryError: 1 TB [E_RANK_FAILED]\n    Traceback"
+    )
     assert result.text.splitlines()[-1].startswith("  fix:      use less memory per rank")
 
 
