@@ -28,7 +28,7 @@ from samestep.launcher.worker import exit_process
 _MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
 _SILENT_INTERVALS = 4
 _TIMEOUT_SECONDS = 1.0
-_STORE_GONE_SECONDS = 5.0
+_STORE_GONE_SECONDS = 3.0
 _HANG = "hang"
 
 
