@@ -1,5 +1,7 @@
 """Checkpoint manager in a custom loop: in the background or not, one process at a time."""
 
+import errno
+import math
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from helpers.batches import random_data
+from helpers.disk_faults import fail_with, intercepting
 from helpers.models import Normed, seeded
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.engine.engine import Engine
@@ -96,14 +99,11 @@ def test_background_saves_the_state_of_the_call(alone: World, tmp_path: Path) ->
 
 
 @contextmanager
-def broken(folder: Path) -> Iterator[None]:
-    """Replace the folder by a file."""
-    away = folder.with_name("away")
-    folder.rename(away)
-    folder.touch()
-    yield
-    folder.unlink()
-    away.rename(folder)
+def broken() -> Iterator[None]:
+    """Let every change of a disk fail."""
+    fail = fail_with(errno.ENOSPC, removing=False)
+    with pytest.MonkeyPatch.context() as patch, intercepting(patch, 0, math.inf, fail):
+        yield
 
 
 def test_failed_save_raises(alone: World, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_failed_save_raises(alone: World, tmp_path: Path) -> None:
     engine, batches = loop(alone)
     checkpoints = samestep.CheckpointManager(folder, engine, batches)
     checkpoints.save()
-    with broken(folder), pytest.raises(CheckpointWriteError, match="step 0"):
+    with broken(), pytest.raises(CheckpointWriteError, match="step 0"):
         checkpoints.save()
 
 
@@ -119,9 +119,9 @@ def test_end_of_block_raises_a_failed_save(alone: World, tmp_path: Path) -> None
     folder = tmp_path / "checkpoints"
     engine, batches = loop(alone)
     checkpoints = samestep.CheckpointManager(folder, engine, batches, background=True)
-    with broken(folder), pytest.raises(CheckpointWriteError, match="step 0"), checkpoints:
+    with broken(), pytest.raises(CheckpointWriteError, match="step 0"), checkpoints:
         checkpoints.save()
-    with broken(folder), pytest.raises(CheckpointWriteError, match="step 0"), checkpoints:
+    with broken(), pytest.raises(CheckpointWriteError, match="step 0"), checkpoints:
         checkpoints.save()
         checkpoints.save()
         pytest.fail("the failure of the first save was not raised")
