@@ -289,7 +289,7 @@ def test_checkpoint_of_another_model_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         load_model(path, other)
     assert raised.value.code == "E_CHECKPOINT_MODEL"
-    assert "4 tensors missing or of another shape (out.weight, out.bias, more.weight)" in raised.value.value
+    assert "4 tensors missing or of another shape or type (out.weight, out.bias, more.weight)" in raised.value.value
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
