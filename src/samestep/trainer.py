@@ -86,7 +86,7 @@ class Trainer:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
         self.logger = RunLogger(loggers if engine.world.is_main else ())
         self._epochs, self._best = epochs, best
-        self._progress = Progress(recipe=recipe)
+        self._progress = Progress(step=0, recipe=recipe)
         self._timer = StepTimer()
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every

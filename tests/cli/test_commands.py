@@ -32,6 +32,7 @@ SMALL = ("epochs=3", "model.options.width=8", "batch_size=256")
 STEPS = 18  # of 1,437 samples, six an epoch
 ENVIRONMENT = {
     "started",
+    "sources",
     "samestep",
     "from_step",
     "processes",
@@ -387,5 +388,9 @@ def test_terminal_shows_one_progress_line_and_completed_epochs(tmp_path: Path) -
     assert all(len(line) <= 80 for lines in moving for line in lines)
     final = screen.frames[-1]
     assert not [line for line in final if MOVING.match(line)]
-    assert [line.split("  ")[0] for line in final[:3]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    assert final[3].startswith("evaluated")
+    assert [line.split("  ")[0] for line in final if line.startswith("epoch")] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
+    assert any(line.startswith("evaluated") for line in final)

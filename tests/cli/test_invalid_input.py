@@ -420,7 +420,7 @@ def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, comma
     assert "steps: none" in refused(command[0], run, *command[1:])
 
 
-@pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1", "epochs=5"])
+@pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])
 def test_resume_with_another_recipe_lists_the_differences(refused: Refused, run: Path, change: str) -> None:
     key, _, new = change.partition("=")
     err = refused("resume", run, "--set", change)
@@ -443,7 +443,7 @@ def test_fix_for_another_recipe_works(run: Path, tmp_path: Path) -> None:
     overrides = ("epochs=1", "batch_size=16", f"model.pretrained={weights_file}")
     assert here("train", RECIPE, "--name", "b", "--set", *overrides, cwd=tmp_path) == 0
     notes = [event["text"] for event in events(tmp_path / "runs" / "b", "note")]
-    assert notes == [f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"]
+    assert notes[0] == f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")

@@ -38,7 +38,7 @@ def training(seed: int = 0) -> Training:
 
 
 def bytes_of(run: Training) -> dict[str, bytes]:
-    return pack(run, Progress())
+    return pack(run, Progress(step=0))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import Running, events, state_of, until, weights
+from helpers.system import Running, events, state_of, until, weights, without_warnings
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 NO_PROCESS = "every process of the run has ended"
@@ -57,7 +57,7 @@ def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
         done = running.wait(10)
         assert done.code == 1
         assert done.out == ""
-        first = done.err.splitlines()[0]
+        first = without_warnings(done.err)[0]
         # Rank 0 waits in step 7; rank 2 may be on its way there.
         assert re.fullmatch(
             r"error: rank 2 was killed by SIGKILL (in engine.step 7|after engine.step 6) \[E_RANK_KILLED\]", first
@@ -74,7 +74,7 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
         done = running.wait(10)
         assert done.code == 1
         assert done.out == ""
-        lines = done.err.splitlines()
+        lines = without_warnings(done.err)
         problem = "ArithmeticError: the sum does not add up"
         assert lines[0] == f"error: rank 1 failed in engine.step 3: {problem} [E_RANK_FAILED]"
         assert lines[1] == "    Traceback (most recent call last):"

@@ -149,6 +149,11 @@ class Running:
         return texts[0], texts[1]
 
 
+def without_warnings(text: str) -> list[str]:
+    """Return the lines of an output without warnings about the small batches of test recipes."""
+    return [line for line in text.splitlines() if not line.startswith("warning: batch norm")]
+
+
 def answer(capture: pytest.CaptureFixture[str]) -> Any:
     """What a command run by `here(..., "--json")` has answered."""
     out, errors = capture.readouterr()

@@ -58,7 +58,7 @@ def train(options: dict[str, Any], ema: float | None = None) -> tuple[str, float
                 engine.step(batch)
         values = engine.evaluate(samestep.loader(data(), batch_size=BATCH, microbatches=MICROBATCHES, world=world))
         average = engine.averaged.tensors if engine.averaged is not None else None
-        files = pack(Training(engine.model, engine.optimizer, None, engine.scaler, average), Progress())
+        files = pack(Training(engine.model, engine.optimizer, None, engine.scaler, average), Progress(step=0))
         tensors = b"".join(files[name] for name in sorted(files) if name.endswith(".safetensors"))
         return hashlib.sha256(tensors).hexdigest(), values["loss"], list(engine.model.state_dict())
 

@@ -50,7 +50,7 @@ class Manifest(_Strict):
 class Progress(_Strict):
     """Progress of a run, without tensors."""
 
-    step: _Count = 0  # completed optimizer steps
+    step: _Count  # completed optimizer steps
     cursor: Cursor = field(default_factory=Cursor)  # position in the data
     best: float | None = None  # best value of the monitored metric so far, or None
     loss_sum: _Finite = 0.0  # sum of the losses of the current epoch so far

@@ -108,7 +108,7 @@ def test_checkpoint_contains_the_average(alone: samestep.World, tmp_path: Path) 
 
 def test_checkpoint_without_an_average_is_refused(alone: samestep.World, tmp_path: Path) -> None:
     plain = engine_of(alone)
-    files = pack(Training(plain.model, plain.optimizer, None, plain.scaler), Progress())
+    files = pack(Training(plain.model, plain.optimizer, None, plain.scaler), Progress(step=0))
     saved = CheckpointFolder(tmp_path / "checkpoints").write(1, files, is_best=False)
     with pytest.raises(CheckpointError, match=r"average\.safetensors"):
         load(saved, training(engine_of(alone, DECAY)))

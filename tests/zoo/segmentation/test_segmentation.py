@@ -60,7 +60,7 @@ def test_weights_are_equal_on_one_and_three_processes(cells: Path, tmp_path: Pat
     assert weights(one) == weights(three)
     assert weights(one, "best") == weights(three, "best")
     assert logged(one) == logged(three)
-    [note] = events(one, "note")
+    note = events(one, "note")[0]
     assert note["text"].startswith("foreground weight ")
     assert [event["samples"] for event in events(one, "evaluation")] == [4, 4]
     for event in events(one, "evaluation"):
