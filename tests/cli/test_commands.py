@@ -235,8 +235,8 @@ def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> No
 @pytest.mark.parametrize("keep", [1, 3])
 def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> None:
     arguments = ("--keep", keep, "--checkpoint-every", 5, "--name", "a")
-    # With this learning rate the first epoch is the best.
-    assert here("train", RECIPE, *arguments, "--set", "optimizer.options.lr=3", cwd=tmp_path) == 0
+    # With this learning rate the last epoch is not the best.
+    assert here("train", RECIPE, *arguments, "--set", "optimizer.options.lr=0.2", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     best = min(events(run, "evaluation"), key=lambda event: event["loss"])["step"]
     assert best < 30
