@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import Running, samestep, tree, until, without_warnings
+from helpers.system import Running, samestep, tree, until
 from samestep.cli.main import main
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
@@ -99,10 +99,8 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
     done = samestep("verify", script, "--processes", "2,1", "--steps", "2", "--", "{folder}", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
     assert "holds: 2 runs computed the same, bit for bit" in done.out
-    assert without_warnings(done.err) == [
-        "running right_resume.py on 2 processes",
-        "running right_resume.py on 1 process",
-    ]
+    progress = [line for line in done.err.splitlines() if line.startswith("running")]
+    assert progress == ["running right_resume.py on 2 processes", "running right_resume.py on 1 process"]
     [folder] = (tmp_path / "runs").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["certificate.html", "certificate.json"]
     certificate = json.loads((folder / "certificate.json").read_text())
