@@ -65,7 +65,7 @@ def test_no_problems_in_ranks(tmp_path: Path) -> None:
     ("fault", "value"),
     [
         (Fault("", "", "", {"GLOO_SOCKET_IFNAME": "nosuch0"}), "nosuch0"),
-        (Fault("", "", "", shell="ulimit -v 600000"), "fork server"),
+        (Fault("", "", "", shell="ulimit -v 600000"), "address space"),
     ],
     ids=["in a rank", "before ranks start"],
 )

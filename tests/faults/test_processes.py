@@ -92,7 +92,7 @@ def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers:
         done = running.wait(60)
         assert done.code == 1
         assert done.out == ""
-        assert re.match(r"error: rank \d failed [^:]*: KeyError: ", done.err)
+        assert re.match(r"error: rank \d failed [^:]*: KeyError: ", without_warnings(done.err)[0])
         assert done.err.count('raise KeyError("no such colour")') == 1
         assert "while loading sample 40 of the dataset" in done.err
         none_left(running)

@@ -180,7 +180,7 @@ def test_bad_files_are_skipped(cells: Path, tmp_path: Path) -> None:
         ("training", 2),
         ("evaluation", 1),
     ]
-    [note] = events(one, "note")
+    note = events(one, "note")[0]
     assert note["text"].endswith(" % of the training masks is foreground; 1 masks cannot be used")
 
 
