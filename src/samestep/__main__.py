@@ -19,7 +19,7 @@ def entry() -> int:
         raise KeyboardInterrupt
 
     is_first = os.getpid() == 1  # of a container: the kernel ignores signals whose action is the default
-    # Ctrl-C before there is anything to end: no page of imports that it interrupted.
+    # Ctrl-C during the imports ends the process without a traceback.
     before = signal.signal(signal.SIGINT, end if is_first else signal.SIG_DFL)
     if is_first:
         signal.signal(signal.SIGTERM, end)

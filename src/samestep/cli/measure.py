@@ -190,7 +190,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         "bench",
         f"samestep run --processes N {arguments.recipe}, for each number N; the script can measure its own steps",
     )
-    recipe = _load_recipe(arguments, arguments.overrides, PRELOAD)
+    recipe = _load_recipe(arguments, arguments.overrides)
     strategies = [parse_strategy(text) for text in arguments.layout]
     if not arguments.no_picture:
         require_matplotlib("comparison")
@@ -239,7 +239,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     else:
         size, accumulate = arguments.per_device_batch_size, arguments.accumulate
         overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
-        subject = _load_recipe(arguments, overrides, PRELOAD)
+        subject = _load_recipe(arguments, overrides)
         _, processes = launch.process_range(subject)
     ranks, options = parse_ranks(arguments.ranks, processes), run_options(arguments)
     if not arguments.no_picture:
@@ -271,7 +271,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     require_single_process("tune")
     advice = "try samestep.loader(workers=N, prefetch=K) in the script, or tune a recipe with the same data"
     refuse_script(arguments, "tune", advice)
-    recipe = _load_recipe(arguments, all_overrides(arguments), PRELOAD)
+    recipe = _load_recipe(arguments, all_overrides(arguments))
     launch = LaunchOptions.parse(arguments)
     config = _tune_config(arguments, launch)
     if ":" in launch.processes:
@@ -307,9 +307,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _load_recipe(arguments: argparse.Namespace, overrides: list[str], preload: tuple[str, ...]) -> Recipe:
+def _load_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Recipe:
     """Return the recipe with a number of microbatches, and print the choice of `auto`."""
-    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides), preload=preload)
+    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides))
     if text is not None:
         progress(arguments)(text)
     return recipe

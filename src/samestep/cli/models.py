@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
-from samestep.cli.launch_options import PRELOAD, LaunchOptions, call_in_worker, launch_ranks
+from samestep.cli.launch_options import LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
     add_machine_options,
     add_number,
@@ -130,7 +130,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan, is_rank = _plan(arguments, overrides), launch.rendezvous is not None
-        recipe, _ = with_microbatches(plan.recipe, preload=PRELOAD, is_rank=is_rank)
+        recipe, _ = with_microbatches(plan.recipe, is_rank=is_rank)
         return replace(plan, recipe=recipe)
 
     if launch.rendezvous is not None:

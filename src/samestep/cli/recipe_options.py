@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -119,13 +118,11 @@ def with_batch_size(overrides: list[str], size: int | None, processes: str, accu
     return [f"microbatches={microbatches}", *overrides, *sizes]
 
 
-def with_microbatches(
-    recipe: Recipe, *, preload: Sequence[str] = PRELOAD, is_rank: bool = False
-) -> tuple[Recipe, str | None]:
+def with_microbatches(recipe: Recipe, *, is_rank: bool = False) -> tuple[Recipe, str | None]:
     """Return the recipe with a number in place of `microbatches: auto`, and a line of text about the number.
 
     The number is a function of the recipe alone. The model is built only if the number depends on batch norm: in a
-    worker process, or here if this process `is_rank`. `preload` is for ranks that start afterwards.
+    worker process, or here if this process `is_rank`.
     """
     if recipe.microbatches != "auto":
         return recipe, None
@@ -136,10 +133,10 @@ def with_microbatches(
 
             has_norm = has_batch_norm(recipe)
         else:
-            if recipe.data.name in _DATA_OF_TORCHVISION:
-                preload = (*preload, "samestep.zoo.images.transforms")
+            uses_torchvision = recipe.data.name in _DATA_OF_TORCHVISION
+            modules = (*PRELOAD, "samestep.zoo.images.transforms") if uses_torchvision else PRELOAD
             function = ByName("samestep.recipes.builder", "has_batch_norm")
-            has_norm = launch(function, recipe, processes=1, preload=preload)
+            has_norm = launch(function, recipe, processes=1, preload=modules)
         resolved = recipe.with_microbatches(has_norm)
         reason = f"auto: the model has {'' if has_norm else 'no '}batch norm"
     count = resolved.microbatch_count

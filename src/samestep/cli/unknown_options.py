@@ -74,13 +74,13 @@ def _is_known(argument: str, options: Sequence[str]) -> bool:
 
 
 def _unknown(names: Sequence[str], arguments: Sequence[str], command: argparse.ArgumentParser) -> InputError:
-    given = [_with_value(name, arguments) for name in names]
-    fixes = [_suggestion(name, text, command) for name, text in given]
-    texts = [f"{name} {text}".rstrip() for name, text in given]
-    if len(given) > 1:
+    options = [_with_value(name, arguments) for name in names]
+    fixes = [_suggestion(name, text, command) for name, text in options]
+    texts = [f"{name} {text}".rstrip() for name, text in options]
+    if len(options) > 1:
         fixes = [f"{text}: {fix}" for text, fix in zip(texts, fixes, strict=True)]
     return InputError(
-        f"{command.prog}: unknown option{'s' if len(given) > 1 else ''} {', '.join(texts)}",
+        f"{command.prog}: unknown option{'s' if len(options) > 1 else ''} {', '.join(texts)}",
         expected=f"options of {command.prog} --help",
         fix="\n".join(fixes),
         code="E_UNKNOWN_OPTION",

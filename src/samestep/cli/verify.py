@@ -111,7 +111,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if script is not None:
         return Subject(name=script.name, script=script, arguments=tuple(arguments.script_arguments))
     recipe = load_recipe(arguments.recipe, all_overrides(arguments))
-    recipe, text = with_microbatches(recipe, preload=PRELOAD)
+    recipe, text = with_microbatches(recipe)
     if text is not None:
         progress(arguments)(text)
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)

@@ -94,7 +94,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def update_recipe(path: Path, recipe: Recipe) -> None:
-    """Write the epochs of `recipe` to the file of a run, for a later resumption; write a damaged file anew."""
+    """Write the epochs of `recipe` to the file of a run, for a later resumption; replace a damaged file."""
     try:
         saved = read_recipe(path)
     except RecipeError:

@@ -58,9 +58,9 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s cannot be read and is written anew without its earlier entries: %s", path, error)
+        logger.warning("%s cannot be read and is replaced; its earlier entries are lost: %s", path, error)
         return []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        logger.warning("%s is no list of entries and is written anew without its earlier entries", path)
+        logger.warning("%s is no list of entries and is replaced; its earlier entries are lost", path)
         return []
     return entries

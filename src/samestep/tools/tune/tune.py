@@ -187,17 +187,17 @@ def tune(
         recipe, config.memory, lambda variant: run("inspect_recipe", variant, config.options, config.memory), report
     )
     rules: list[dict[str, Any]] = []
-    found: dict[str, Any] = {}
+    searched: dict[str, Any] = {}
     if inspection is not None:
         report("workers and prefetch:")
-        found = _search(recipe, config, Setting(inspection.workers), run)
+        searched = _search(recipe, config, Setting(inspection.workers), run)
         for option in step_options(recipe, inspection, config.step_options, machine["cores"], target.processes):
             if not option.reason:
                 report(f"effect of {option}, which changes bits")
             rules.append(_measure_option(recipe, option, config, run))
     seconds = time.perf_counter() - began
     first = {"place": asdict(target), "machine": machine, "memory": memory, "seconds": seconds, "rules": rules}
-    return {**first, **found}
+    return {**first, **searched}
 
 
 def _search(recipe: Recipe, config: TuneConfig, default: Setting, run: Callable[..., Any]) -> dict[str, Any]:
