@@ -27,7 +27,7 @@ def measure(model: str, batch_size: int, microbatches: int, rounds: int, steps: 
             rules = StepConfig(batch_norm=word)
             engine = samestep.Engine(net, build_optimizer(net), samestep.cross_entropy, world=world, config=rules)
             loader = samestep.loader(
-                build_dataset(), batch_size=batch_size, microbatches=microbatches, world=world, workers=0
+                build_dataset(), batch_size=batch_size, microbatches=microbatches, world=world, num_workers=0
             )
             batches = [batch for batch, _ in zip(loader, range(steps), strict=False)]
             contenders[word] = (engine, batches)

@@ -1,4 +1,4 @@
-"""What it costs to compare ranks while they train: steps with and without `check_every`.
+"""What it costs to compare ranks while they train: steps without checks, with the default ones and with `check_every`.
 
 All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
 round by round. `roll call` checks no weights at all, so the rest of `every step` is what a comparison of weights costs;
@@ -19,8 +19,8 @@ import samestep
 from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
-OFF, AGAIN, ROLL, EVERY, TENTH = "off", "off, again", "roll call", "every step", "every 10 steps"
-VARIANTS: dict[str, int | None] = {OFF: None, AGAIN: None, ROLL: 10**9, TENTH: 10, EVERY: 1}
+OFF, AGAIN, DEFAULT, ROLL, EVERY, TENTH = "off", "off, again", "default", "roll call", "every step", "every 10 steps"
+VARIANTS: dict[str, int | None] = {OFF: None, AGAIN: None, DEFAULT: 0, ROLL: 10**9, TENTH: 10, EVERY: 1}
 BLOCKS = {"resnet": 10, "small": 40}  # multiples of 10, so that each turn has as many comparisons
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
 from samestep.data.batch import GlobalBatch
+from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.world import RunContext
 from samestep.engine.engine import Engine
 
 READY = 8  # global batches that every engine goes round
@@ -22,7 +25,7 @@ class Plan:
     """One measurement.
 
     Attributes:
-        variants: `check_every` by name; None is an engine that is not checked.
+        variants: `check_every` by name; None is an engine that is not checked, 0 one with the default checks.
         rounds: how often each variant has a turn.
         block: steps a turn; a multiple of what the variants check.
     """
@@ -56,11 +59,15 @@ def measure(plan: Plan) -> list[dict[str, float]]:
 
 
 def _engine(model: str, world: samestep.World, every: int | None) -> Engine:
-    # One that is not checked has a world of its own, in which nobody calls the roll.
-    silent = samestep.World(rank=world.rank, size=world.size, device=world.device)
+    # Engines without `check_every` have worlds of their own: it enables the collective check for a whole world.
+    rank, size, context = world.rank, world.size, RunContext.local()
+    if every == 0:
+        check = CollectiveCheck(dist.HashStore(), context.status, rank=rank, size=size, timeout=world.timeout)
+        context = replace(context, collective_check=check)
+    if not every:
+        world = samestep.World(rank=rank, size=size, device=world.device, context=context)
     made = build_model(model)
-    its_world = silent if every is None else world
-    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=its_world, check_every=every)
+    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=world, check_every=every or None)
 
 
 def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> float:

@@ -30,12 +30,16 @@ Rule = Callable[..., list[str]]
 
 SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
+    "Accuracy",
+    "Callback",
     "CheckpointManager",
     "Engine",
+    "FunctionMetric",
     "Loss",
     "LossTerm",
     "MeshConfig",
     "MultiLoss",
+    "OverlapMetric",
     "StepResult",
     "StepConfig",
     "StrategyConfig",
@@ -44,6 +48,9 @@ PUBLIC = {
     "all_gather",
     "reduce_dict",
     "cross_entropy",
+    "epochs",
+    "evaluate",
+    "init",
     "launch",
     "loader",
     "scaled_lr",

@@ -6,6 +6,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def identifiers(text: str) -> Iterator[str]:
             yield from token.string.lower().strip("_").split("_")
 
 
+@cache
 def prose(path: Path) -> str:
     """Return comments, docstrings and strings of at least three words; or Markdown without code blocks."""
     text = path.read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import samestep
+from samestep.microbatches import Cursor
 
 EPOCHS = 3
 Orders = list[list[int]]  # first samples of each epoch
@@ -31,8 +32,11 @@ def usual_way() -> Orders:
 def samestep_way(world: samestep.World) -> Orders:
     """Return the first samples of the first global batch in three epochs."""
     batches = samestep.loader(DATA, batch_size=20, microbatches=4, shuffle=True, world=world)
-    epochs = [[batch.indices for batch in batches] for _ in range(EPOCHS)]
-    return [indices[0][:4].tolist() for indices in epochs]
+    orders = []
+    for epoch in range(EPOCHS):
+        batches.cursor = Cursor(epoch)  # as after the steps of the earlier epochs
+        orders.append(next(iter(batches)).indices[:4].tolist())
+    return orders
 
 
 def on_ranks() -> tuple[Orders, Orders]:

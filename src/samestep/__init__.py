@@ -22,11 +22,14 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.config import MeshConfig as MeshConfig
     from samestep.config import StepConfig as StepConfig
     from samestep.config import StrategyConfig as StrategyConfig
+    from samestep.data.loader import epochs as epochs
     from samestep.data.loader import loader as loader
     from samestep.distributed.world import World as World
     from samestep.distributed.world import all_gather as all_gather
     from samestep.distributed.world import reduce_dict as reduce_dict
+    from samestep.engine.callbacks import Callback as Callback
     from samestep.engine.engine import Engine as Engine
+    from samestep.engine.evaluation import evaluate as evaluate
     from samestep.engine.learning_rate import scaled_lr as scaled_lr
     from samestep.engine.loss import Loss as Loss
     from samestep.engine.loss import cross_entropy as cross_entropy
@@ -34,23 +37,34 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.engine.multi_loss import MultiLoss as MultiLoss
     from samestep.engine.step_stats import StepResult as StepResult
     from samestep.launcher.launch import launch as launch
+    from samestep.launcher.session import init as init
     from samestep.launcher.session import start as start
+    from samestep.metrics.counts import Accuracy as Accuracy
+    from samestep.metrics.metrics import FunctionMetric as FunctionMetric
+    from samestep.metrics.segmentation import OverlapMetric as OverlapMetric
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Accuracy": "metrics.counts",
+    "Callback": "engine.callbacks",
     "CheckpointManager": "checkpoint_manager",
     "Engine": "engine.engine",
     "Loss": "engine.loss",
     "LossTerm": "engine.multi_loss",
     "MeshConfig": "config",
     "MultiLoss": "engine.multi_loss",
+    "OverlapMetric": "metrics.segmentation",
     "StepConfig": "config",
     "StepResult": "engine.step_stats",
     "StrategyConfig": "config",
     "World": "distributed.world",
     "all_gather": "distributed.world",
     "cross_entropy": "engine.loss",
+    "epochs": "data.loader",
+    "evaluate": "engine.evaluation",
+    "FunctionMetric": "metrics.metrics",
+    "init": "launcher.session",
     "launch": "launcher.launch",
     "loader": "data.loader",
     "reduce_dict": "distributed.world",

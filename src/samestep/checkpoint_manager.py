@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
-from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.compatibility import Tensors, encode_objects, require_savable
+from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.state import load, pack
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.state import Training, load, pack, read_verified
+from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
 from samestep.data.loader import Loader
 from samestep.distributed.logging import logger
+from samestep.distributed.world import all_gather
+from samestep.engine.consistency import checksum
 from samestep.engine.engine import Engine
-from samestep.errors import InputError
+from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.best import BestRule, Mode
 from samestep.microbatches import require_position
+
+Part = TypeVar("Part", Engine, Loader)
 
 
 class CheckpointManager:
@@ -38,22 +47,27 @@ class CheckpointManager:
     Args:
         folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
             or deleted.
-        batches: training data; the cursor is the position of the loop.
+        engine: the engine, or several by name: `{"generator": generator, "critic": critic}`. The number of a checkpoint
+            is the largest number of steps.
+        batches: training data, or several loaders by name; the cursor of the first is the position of the loop.
+        state: other objects by name: with `state_dict` and `load_state_dict`, such as schedulers that the loop steps;
+            generators of torch; dicts, which are restored in place. Equal on every rank.
         keep: number of newest checkpoints to keep, in addition to the best.
         best_by: key among the results of an evaluation that selects the best checkpoint: `loss` or a metric.
         best_mode: `min` or `max`; None for `min` of losses and `max` of the built-in metrics.
         background: write checkpoints in a background thread.
 
     Raises:
-        InputError: another process writes to the folder.
+        InputError: another process writes to the folder, or the state has values that a checkpoint cannot hold.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        engine: Engine,
-        batches: Loader,
+        engine: Engine | Mapping[str, Engine],
+        batches: Loader | Mapping[str, Loader],
         *,
+        state: Mapping[str, Any] | None = None,
         keep: int = 2,
         best_by: str = "loss",
         best_mode: Mode | None = None,
@@ -61,17 +75,21 @@ class CheckpointManager:
     ) -> None:
         self._rule = BestRule.of(best_by, best_mode)
         self._best: float | None = None
-        self._folder, self._engine, self._batches = CheckpointFolder(Path(folder), keep), engine, batches
+        self._engines, self._loaders, self._objects = _by_name(engine), _by_name(batches), dict(state or {})
+        self._world = world = next(iter(self._engines.values())).world
+        for each in self._engines.values():
+            require_savable(each.model, each.optimizer, each.scheduler, self._objects)
+        self._folder = CheckpointFolder(Path(folder), keep)
         self._background, self._is_entered = background, False
-        self._lock = FolderLock(self._folder.path) if engine.world.is_main else None
-        if engine.world.is_main:
+        self._lock = FolderLock(self._folder.path) if world.is_main else None
+        if world.is_main:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
-        status = engine.world.context.status
+        status = world.context.status
         self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
-        """Save model, optimizer, schedule, scaler and position. Call on every rank; rank 0 writes.
+        """Save engines, schedules, objects and positions. Call on every rank; rank 0 writes.
 
         Args:
             values: results of `engine.evaluate` for this state. The checkpoint becomes `best` if they are the best so
@@ -82,6 +100,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
+            RankMismatchError: ranks hold different state.
         """
         if self._background and not self._is_entered:
             raise InputError(
@@ -90,20 +109,21 @@ class CheckpointManager:
                 fix="with samestep.CheckpointManager(..., background=True) as checkpoints: around the loop",
                 code="E_UNJOINED_WRITER",
             )
-        engine = self._engine
-        engine.check()  # ranks must agree on the saved state, if consistency checks are on
+        self._require_equal_state()
+        for engine in self._engines.values():
+            engine.check()  # ranks must agree on the saved state
         is_best = values is not None and self._rule.is_best(values, self._best)
         if values is not None and is_best:
             self._best = values[self._rule.by]
-        cursor = self._batches.cursor
-        progress = Progress(step=engine.steps, cursor=cursor, best=self._best)
-        if engine.world.is_main:
-            epoch = cursor.epoch if engine.steps and not cursor.samples else None
-            self._writer.save(engine.steps, lambda: pack(engine.training, progress), is_best=is_best, epoch=epoch)
+        step = max(engine.steps for engine in self._engines.values())
+        cursor = next(iter(self._loaders.values())).cursor
+        if self._world.is_main:
+            epoch = cursor.epoch if step and not cursor.samples else None
+            self._writer.save(step, self._pack, is_best=is_best, epoch=epoch)
             if not self._background:
                 self._writer.wait()
-        elif engine.local_parameters.is_divided:
-            pack(engine.training, progress, keep=False)
+        else:
+            self._pack(keep=False)
         return is_best
 
     def resume(self, checkpoint: str = "last", *, accept_changes: bool = False) -> bool:
@@ -111,27 +131,112 @@ class CheckpointManager:
 
         Args:
             checkpoint: `last`, `best`, `epoch-N`, or the number of a step.
-            accept_changes: continue although the script, or a module that it imports, has changed since the checkpoint.
+            accept_changes: continue although the script, or a module that it imports, has changed since the checkpoint;
+                or the batch size, microbatches, seeds, the number and order of the samples, or the step options; or
+                although `state` has additional objects, which keep their present state.
 
         Raises:
             CheckpointError: the checkpoint does not exist, is damaged, or is of another model or optimizer.
-            InputError: the code has changed, or differs between ranks.
+            InputError: the code, the data or an option has changed, or the code differs between ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
-        if self._engine.world.is_main:
+        if self._world.is_main:
             self._folder.clean()
-        self._engine.world.barrier()
+        self._world.barrier()
         if not self._folder.steps():
             return False
         path, sources = self._folder.find(checkpoint), process_state.source_files
-        if self._engine.world.is_main:
-            for name in sources.require(read_state(path).sources, accept_changes=accept_changes):
+        self._require_engines(path)
+        saved = {name: read_verified(path, training, _prefix(name)) for name, training in self._trainings()}
+        changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
+        _require_unchanged(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
+        if self._world.is_main:
+            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
-        sources.check_ranks(self._engine.world)
-        progress = load(path, self._engine.training)
-        require_position(progress.cursor, self._batches.samples, self._batches.batch_size)
-        self._engine.steps, self._batches.cursor, self._best = progress.step, progress.cursor, progress.best
+        sources.check_ranks(self._world)
+        for name, training in self._trainings():
+            load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
+        self._restore(saved)
         return True
+
+    def _trainings(self) -> Iterator[tuple[str, Training]]:
+        """Yield the objects of each engine; those of the loop belong to the first engine in alphabetical order."""
+        first = min(self._engines)
+        for name, engine in self._engines.items():
+            yield name, replace(engine.training, objects=self._objects if name == first else {})
+
+    def _pack(self, *, keep: bool = True) -> dict[str, bytes]:
+        loaders = {
+            name: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
+            for name, loader in self._loaders.items()
+        }
+        files: dict[str, bytes] = {}
+        for name, training in self._trainings():
+            engine = self._engines[name]
+            progress = Progress(
+                step=engine.steps,
+                cursor=next(iter(loaders.values())).cursor,
+                best=self._best,
+                settings=asdict(engine.config),
+                engine=engine.number,
+                loaders=loaders,
+            )
+            packed = pack(training, progress, keep=keep)
+            files |= {f"{_prefix(name)}{file}": data for file, data in packed.items()}
+        return files
+
+    def _require_equal_state(self) -> None:
+        """Compare state that ranks compute on their own; a collective."""
+        by_rank = all_gather(self._hashes(), self._world) if self._world.size > 1 else [{}]
+        differing = [name for name in by_rank[0] if len({row.get(name) for row in by_rank}) > 1]
+        if differing:
+            raise RankMismatchError(
+                f"ranks have a different {differing[0]}",
+                expected="schedules, modules and objects in state change in the same way on every rank",
+                fix="compute them from values of all ranks, such as result.loss or those of engine.evaluate",
+            )
+
+    def _hashes(self) -> dict[str, str]:
+        hashes = {}
+        for name, training in self._trainings():
+            tensors: Tensors = {}
+            state = encode_objects(training.model, training.scheduler, training.objects, tensors)
+            for kind in (state, state["objects"]):
+                for key in sorted(set(kind) - {"objects"}):
+                    text = json.dumps(kind[key]).encode()
+                    hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(text, digest_size=4).hexdigest()
+            hashes[f"tensors in the state of {name or 'the engine'}"] = str(checksum(t for _, t in tensors.values()))
+        return hashes
+
+    def _require_engines(self, path: Path) -> None:
+        names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
+        if names != set(self._engines):
+            saved, own = (", ".join(sorted(filter(None, part))) or "one engine" for part in (names, self._engines))
+            raise _changed(f"the checkpoint is of {saved}, and the loop of {own}", "engines by the same names")
+
+    def _changes(self, name: str, saved: Progress) -> Iterator[str]:
+        """Yield the options that differ from those of a checkpoint."""
+        yield from _differences(name or "engine", saved.settings, asdict(self._engines[name].config))
+        if saved.loaders and set(saved.loaders) != set(self._loaders):
+            raise _changed(
+                f"the checkpoint has the loaders {sorted(saved.loaders)}, and the loop {sorted(self._loaders)}",
+                "loaders by the same names",
+            )
+        for key, loader in saved.loaders.items():
+            settings = self._loaders[key].settings_of(loader.cursor.epoch)
+            yield from _differences(key or "loader", loader.settings, settings)
+
+    def _restore(self, saved: Mapping[str, SavedState]) -> None:
+        for name, state in saved.items():
+            progress = state.progress
+            self._engines[name].steps, self._best = progress.step, progress.best
+            if progress.step:
+                self._engines[name].number = progress.engine
+            positions = {key: loader.cursor for key, loader in progress.loaders.items()}
+            for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
+                loader = self._loaders[key]
+                require_position(cursor, loader.samples_of(cursor.epoch), loader.batch_size)
+                loader.cursor = cursor
 
     def __enter__(self) -> CheckpointManager:
         self._is_entered = True
@@ -144,3 +249,46 @@ class CheckpointManager:
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+
+def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
+    """Return engines or loaders by name; a single one has no name."""
+    if not isinstance(parts, Mapping):
+        return {"": parts}
+    if not parts or not all(name.isidentifier() for name in parts):
+        raise InputError(
+            f"the names of engines or loaders are {list(parts)}",
+            expected="at least one, by names of letters, digits and underscores",
+            fix='CheckpointManager(folder, {"generator": generator, "critic": critic}, batches)',
+            code="E_CHECKPOINT_STATE",
+        )
+    return dict(parts)
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _differences(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings with another value; a checkpoint of another version can lack some."""
+    current = json.loads(json.dumps(current))
+    for key in current:
+        if key in saved and saved[key] != current[key]:
+            yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
+
+
+def _require_unchanged(changes: Mapping[str, None], is_main: bool, *, accept_changes: bool) -> None:
+    if changes and not accept_changes:
+        raise _changed("; ".join(changes), "the values with which the run began, so that the result is that of one run")
+    for change in changes if is_main else ():
+        logger.warning("continuing with a change: %s", change)
+
+
+def _changed(problem: str, expected: str) -> InputError:
+    return InputError(
+        f"the loop differs from that of the checkpoint: {problem}",
+        expected=expected,
+        fix="restore them; or continue with the new values, if the names are the same: "
+        "checkpoints.resume(accept_changes=True)",
+        code="E_RESUME_CHANGED",
+    )

@@ -88,6 +88,31 @@ def require_enough_microbatches(
     )
 
 
+def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks: int) -> tuple[int, int]:
+    """Return the batch size and the number of microbatches of a loader.
+
+    Raises:
+        InputError: the batch size is missing or too small, or ranks outnumber microbatches.
+    """
+    if batch_size is None:
+        raise InputError(
+            "the loader has no batch_size",
+            "the samples of a global batch, over all ranks",
+            "samestep.loader(..., batch_size=64)",
+            code="E_BATCH_SIZE",
+        )
+    number = auto_microbatches(batch_size, batch_norm=True) if microbatches == "auto" else microbatches
+    require_enough_microbatches(number, data_ranks, batch_size)
+    if batch_size < number:
+        raise InputError(
+            f"batch_size is {batch_size} but there are {number} microbatches, so some would be empty",
+            "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
+            f"batch_size={number} or more, or microbatches={max(1, batch_size)} or fewer",
+            code="E_BATCH_SIZE",
+        )
+    return batch_size, number
+
+
 # Position of a run in the training data.
 
 

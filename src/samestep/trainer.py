@@ -29,7 +29,7 @@ from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress, StepTimer
 from samestep.metrics.best import BestRule
 from samestep.metrics.metrics import LossMetric, Metric
-from samestep.microbatches import Cursor, require_position
+from samestep.microbatches import require_position
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
@@ -114,7 +114,7 @@ class Trainer:
             "at least the epochs that are complete",
             f"--set epochs={cursor.epoch} or more",
         )
-        require_position(cursor, self._train.samples, self._train.batch_size)
+        require_position(cursor, self._train.samples_of(cursor.epoch), self._train.batch_size)
         if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
             apply_schedule(self._engine.scheduler)
         self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
@@ -253,7 +253,6 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""
-        self._evaluation.cursor = Cursor()
         began = time.perf_counter()
         with self._save_on_bad_data():
             values = self._engine.evaluate_until_stop(self._evaluation_batches(), self._metrics)

@@ -40,6 +40,7 @@ def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: py
     assert (tmp_path / "output/bench.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

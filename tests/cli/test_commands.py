@@ -97,6 +97,7 @@ def test_help_of_a_command_explains_every_option(capsys: pytest.CaptureFixture[s
         assert explanation.strip(), option
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_examples_of_the_help_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("L", (8, 8), 200).save(tmp_path / "picture.png")
@@ -172,6 +173,7 @@ def test_resolved_recipe_is_the_recipe_with_the_overrides(trained: Trained) -> N
     assert state_of(trained.run)["recipe"]["epochs"] == 3
 
 
+@pytest.mark.slow
 def test_resolved_recipe_trained_again_gives_the_same_bits(tmp_path: Path) -> None:
     assert here("train", RECIPE, "--name", "a", "--set", "epochs=2", "step.seed=5", cwd=tmp_path) == 0
     first, again = (tmp_path / "runs" / name for name in ("a", "again"))
@@ -380,6 +382,7 @@ def read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_terminal_shows_one_progress_line_and_completed_epochs(tmp_path: Path) -> None:
     screen = in_terminal("train", RECIPE, "--processes", 2, "--name", "a", cwd=tmp_path)
     moving = [[line for line in frame if MOVING.match(line)] for frame in screen.frames]

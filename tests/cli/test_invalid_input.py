@@ -322,6 +322,7 @@ def test_images_none_of_which_can_be_read(refused: Refused, pictures: Path, kind
     assert re.search(r"error: .*pictures/(dark|light)/\d+\.jpg cannot be read", err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_unreadable_image_loses_no_completed_step(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, check_error: CheckError
@@ -344,6 +345,7 @@ def test_unreadable_image_loses_no_completed_step(
     assert weights(tmp_path / "runs" / "a") == weights(tmp_path / "runs" / "reference")
 
 
+@pytest.mark.slow
 def test_unreadable_image_in_evaluation_loses_no_completed_step(pictures: Path, tmp_path: Path) -> None:
     files = load_images(str(pictures), image_size=16).evaluation
     assert isinstance(files, ImageFiles)

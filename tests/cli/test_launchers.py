@@ -22,7 +22,7 @@ import samestep, torch
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
 with samestep.start() as world:
-    left = iter(samestep.loader(data, batch_size=16, microbatches=4, workers=1, world=world))
+    left = iter(samestep.loader(data, batch_size=16, microbatches=4, num_workers=1, world=world))
     next(left)
 print("done")
 """
@@ -52,7 +52,10 @@ def single_error(ended: list[Done], code: int) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("name", launchers())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "srun" else pytest.mark.long) for name in launchers()]
+)
 def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
     variables = launchers()[name](place)
     with ranks(variables, 2, "train", RECIPE, *PLAIN, "--name", name, cwd=place) as started:
@@ -89,6 +92,7 @@ def test_mpirun_itself_trains_to_the_same_bits(place: Path) -> None:
     assert weights(place / "runs" / "mpi") == weights(place / "runs" / "launched")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
     run = place / "runs" / "stopped"
@@ -111,6 +115,7 @@ def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
     assert json.loads(first.out)["samples"] == 30
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
     run = place / "runs" / "requeued"
@@ -130,15 +135,21 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
     assert weights(run) == weights(place / "runs" / "launched")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", RECIPE, "--name", "launched"], "the run runs/launched exists"),
         (["train", RECIPE, "--processes", 3], "--processes 3, but Slurm has started 2 processes"),
-        (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started this process"),
-        (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started this process"),
-        (["train", RECIPE, "--set", "microbatches=1"], "2 ranks share the data"),
-        (["resume", "runs/none"], "runs/none is not a run"),
+        *(
+            pytest.param(arguments, message, marks=pytest.mark.long)
+            for arguments, message in (
+                (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started this process"),
+                (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started this process"),
+                (["train", RECIPE, "--set", "microbatches=1"], "2 ranks share the data"),
+                (["resume", "runs/none"], "runs/none is not a run"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_told_once(arguments: list[object], message: str, place: Path) -> None:
@@ -150,7 +161,8 @@ def test_bad_input_is_told_once(arguments: list[object], message: str, place: Pa
     assert sorted((place / "runs").iterdir()) == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_fails_is_told_once(rank: int, place: Path) -> None:
     name = f"fails-{rank}"
     failing = ["loss.name=helpers.recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
@@ -182,6 +194,7 @@ def test_variables_in_part_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_loader_workers_behind_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAVES_WORKERS, encoding="utf-8")
@@ -190,6 +203,7 @@ def test_a_script_that_leaves_loader_workers_behind_ends(tmp_path: Path) -> None
     assert [(each.code, each.out) for each in ended] == [(0, "done\n")] * 2, str(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net")
 def test_nothing_listens_beyond_this_machine(place: Path) -> None:
     hold = place / "hold"

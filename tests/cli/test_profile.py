@@ -43,7 +43,7 @@ def run_profile(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
 
 
 @pytest.mark.parametrize(
-    "cause", [pytest.param(cause, marks=[] if cause == Cause.RANK else pytest.mark.slow) for cause in PLANTED]
+    "cause", [pytest.param(cause, marks=[] if cause == Cause.RANK else pytest.mark.long) for cause in PLANTED]
 )
 def test_planted_bottleneck_is_the_first_advice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, cause: Cause

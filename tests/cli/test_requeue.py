@@ -39,6 +39,7 @@ def stop_in_step_7(folder: Path, number: signal.Signals, variables: dict[str, st
         return running.wait(20)
 
 
+@pytest.mark.slow
 def test_job_is_requeued_and_resumes_its_run(tmp_path: Path) -> None:
     done = stop_in_step_7(tmp_path, signal.SIGUSR1, job(tmp_path))
     assert done.code == 130
@@ -55,12 +56,14 @@ def test_job_is_requeued_and_resumes_its_run(tmp_path: Path) -> None:
     assert weights(tmp_path / "runs/a") == weights(undisturbed / "runs/a")
 
 
+@pytest.mark.slow
 def test_other_signals_do_not_requeue(tmp_path: Path) -> None:
     done = stop_in_step_7(tmp_path, signal.SIGTERM, job(tmp_path))
     assert done.code == 130
     assert not (tmp_path / "requests").exists()
 
 
+@pytest.mark.slow
 def test_failed_requeue_is_an_error_after_the_checkpoint(tmp_path: Path) -> None:
     done = stop_in_step_7(tmp_path, signal.SIGUSR1, job(tmp_path, code=1))
     assert done.code == 1

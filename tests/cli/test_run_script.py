@@ -71,12 +71,14 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_script_receives_its_arguments(tmp_path: Path) -> None:
     done = samestep("run", "--processes", 3, script(tmp_path, WITH_START), "--epochs", 3, "--help", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out) == {"size": 3, "arguments": ["--epochs", "3", "--help"], "main": "__main__"}
 
 
+@pytest.mark.slow
 def test_script_for_torchrun_has_its_variables(tmp_path: Path) -> None:
     done = samestep("run", "--processes", 4, script(tmp_path, FOR_TORCHRUN), cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
@@ -112,6 +114,7 @@ def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) ->
     assert "script.py" in done.err
 
 
+@pytest.mark.slow
 def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS_ONCE)
     message = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.start(): OSError: the switch was off\n"
@@ -120,6 +123,7 @@ def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
     assert done.err == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None:
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path) as running:
@@ -130,6 +134,7 @@ def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None
         until(lambda: not running.processes(), "no process is left", 30)
 
 
+@pytest.mark.slow
 def test_closed_terminal_stops_the_script(tmp_path: Path) -> None:
     outer, inner = pty.openpty()
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path, terminal=inner) as running:

@@ -94,6 +94,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_divided_run_equals_one_process_to_rounding(two_runs: Path) -> None:
     single, divided = (two_runs / "runs" / name for name in ("single", "divided"))
     (one,), (four,) = events(single, "evaluation"), events(divided, "evaluation")
@@ -108,6 +109,7 @@ def test_divided_run_equals_one_process_to_rounding(two_runs: Path) -> None:
     assert facts["strategy"] == "fsdp"
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_divided_run_has_the_same_format(two_runs: Path) -> None:
     single, divided = (two_runs / "runs" / name / "checkpoints" / "last" for name in ("single", "divided"))
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -120,6 +122,7 @@ def test_checkpoint_of_a_divided_run_has_the_same_format(two_runs: Path) -> None
     assert one["aliases"] == four["aliases"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_is_evaluated_and_resumed_with_another_strategy(two_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = two_runs / "runs" / "divided"

@@ -112,6 +112,7 @@ def test_numbers_of_workers_that_fail_are_listed_and_the_rest_is_compared(
     assert "worker" in absent["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_another_launcher_use_the_setting(tmp_path: Path, saved: Path) -> None:
     path = {"PYTHONPATH": environment()["PYTHONPATH"]}
@@ -122,6 +123,7 @@ def test_ranks_of_another_launcher_use_the_setting(tmp_path: Path, saved: Path) 
     assert (facts["workers"], facts["prefetch"], facts["tuned"]) == (2, 1, str(saved.relative_to(tmp_path)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_options_that_change_bits_are_reported_and_not_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -142,6 +144,7 @@ def test_option_that_cannot_run_is_reported_with_the_reason(tmp_path: Path, caps
     assert "step.compile with step.batch_norm: sync" in rule["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_microbatches_that_do_not_fit_are_reported_and_no_file_remains(tmp_path: Path) -> None:
     # Activations of 8 images take 128 MiB per layer, and several layers are in memory at once.
@@ -171,6 +174,7 @@ def test_memory_limit_below_the_current_use_is_rejected(tmp_path: Path, capsys: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_processes_or_files(tmp_path: Path) -> None:
     slow = ("--set", "data.options.seconds=0.05", "data.options.samples=512")

@@ -13,11 +13,12 @@ from samestep import launch
 from workers import layouts as ranks_layouts
 from workers.layouts import EIGHT_RANKS, LAYOUTS, LAYOUTS_OF_MODEL
 
+pytestmark = pytest.mark.slow
 Outcomes = Callable[[str], dict[str, dict[str, Any]]]
 
 
 CASES = [
-    pytest.param(model, name, marks=[] if model == "chain" else pytest.mark.slow)
+    pytest.param(model, name, marks=[] if model == "chain" else pytest.mark.long)
     for model, names in LAYOUTS_OF_MODEL.items()
     for name in names
 ]
@@ -60,7 +61,6 @@ def test_names_of_layouts(outcomes: Outcomes, name: str) -> None:
     assert outcomes("chain")[name]["layout"] == name.partition(" (")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_results_on_eight_ranks(outcomes: Outcomes, folder: Path) -> None:
     single = outcomes("chain")["single"]
@@ -83,8 +83,8 @@ def test_a_rank_stores_only_its_shard(outcomes: Outcomes, name: str) -> None:
 TOLERANCE = {"fp32": (5e-6, 5e-6), "bf16": (1e-6, 5e-2), "fp16": (1e-6, 3e-3)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_results_in_lower_precision(precision: str) -> None:
     single = launch(ranks_layouts.in_precision, ["single"], precision, processes=1)["single"]
     tolerance, tolerance_tp = TOLERANCE[precision]
@@ -111,7 +111,7 @@ def require_matrix(outcomes: Outcomes, folder: Path, model: str, names: list[str
         require_same(outcome, expected, HALF)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_kind_of_layout_resumes_the_checkpoints_of_all_kinds(outcomes: Outcomes, folder: Path) -> None:
     require_matrix(outcomes, folder, "chain", KINDS)

@@ -23,6 +23,8 @@ PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswit
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a busy machine has to say besides.
+# Pages with Python blocks in the quick tests.
+QUICK = ("README.md", "own-loop.md")
 SLOW = re.compile(r"rank \d is slow: ")
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
 # What only a shell understands.
@@ -80,9 +82,16 @@ def shown_of(line: str, out: str, err: str) -> str:
     return "".join(shown_lines) + out if "train" in line else out
 
 
+def marks_of_blocks(document: Path) -> list[pytest.MarkDecorator]:
+    """The Python blocks of the strategies' pages have their turn in the long tests."""
+    if document.name in QUICK:
+        return []
+    return [pytest.mark.long if document.parent.name == "strategies" else pytest.mark.slow]
+
+
 def marked(document: Path) -> Any:
-    """The page of one strategy has its turn in the long tests: `strategies.md` has a command for each."""
-    is_long = document.parent.name == "strategies"
+    """The commands of most pages have their turn in the long tests."""
+    is_long = document.name not in ("README.md", "first-run.md")
     return pytest.param(document, marks=pytest.mark.long if is_long else pytest.mark.slow, id=document.name)
 
 
@@ -119,7 +128,14 @@ def test_commands_do_what_is_shown(document: Path, place: Path, in_turn: Callabl
     assert len(hashes) <= 1, "a document trains the same thing in several ways, to the same bits"
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(document, marks=marks_of_blocks(document), id=document.name)
+        for document in DOCUMENTS
+        if blocks(document, "python")
+    ],
+)
 def test_python_blocks_run(document: Path, place: Path) -> None:
     for number, block in enumerate(blocks(document, "python")):
         script = place / f"block{number}.py"

@@ -48,6 +48,7 @@ def is_saved(run: Path, step: int) -> bool:
 # --- two runs in one directory ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_second_run_in_the_same_directory_is_refused_without_changes(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "runs" / "a"
@@ -69,6 +70,7 @@ def test_second_run_in_the_same_directory_is_refused_without_changes(tmp_path: P
     assert final_events(run) == final_events(undisturbed)
 
 
+@pytest.mark.slow
 def test_killed_run_does_not_keep_the_lock(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 13)
@@ -85,6 +87,7 @@ def test_killed_run_does_not_keep_the_lock(tmp_path: Path, undisturbed: Path) ->
 # --- a lost disk --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failed_background_save_ends_the_run_with_one_report(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 13)
@@ -111,6 +114,8 @@ def test_failed_background_save_ends_the_run_with_one_report(tmp_path: Path, und
     assert final_events(run) == final_events(undisturbed)
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_failed_last_save_fails_the_run(tmp_path: Path) -> None:
     arguments = ("--set", "epochs=1", "loss.name=helpers.recorded:blocking_in_evaluation")
     run = tmp_path / "runs" / "a"
@@ -125,6 +130,8 @@ def test_failed_last_save_fails_the_run(tmp_path: Path) -> None:
     assert not events(run, "end")
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_data_error_is_reported_first_with_the_failed_save_as_a_note(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 1)
@@ -192,6 +199,7 @@ def test_stop_request_ends_an_evaluation_and_resume_repeats_it(
 # --- a bound on lost work ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, undisturbed: Path, processes: int) -> None:
     run = tmp_path / "runs" / "a"
@@ -207,6 +215,7 @@ def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, undisturb
     assert [step for step in saved if saved.count(step) == 2] == [13, 13, 26, 26, 39, 39]  # before its evaluation too
 
 
+@pytest.mark.slow
 def test_a_large_bound_adds_no_saves(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "runs" / "a"
     assert here("train", RECIPE, "--name", "a", *BLOCKING, "--max-lost-work", "1h", cwd=tmp_path) == 0

@@ -11,6 +11,7 @@ RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 DRIFT = ("--set", "model.name=helpers.drifting:Drifting", "model.options={rank: 2, call: 7}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "step", "saved"),
     [((), 10, []), (("--checkpoint-every", 4), 8, [4])],
@@ -36,11 +37,14 @@ def test_different_weights_end_the_run_with_one_report_and_no_process_left(
     assert events(run, "step")[-1]["step"] == (9 if step == 10 else 8)
 
 
-def test_run_without_checks_succeeds(tmp_path: Path) -> None:
-    """Control: the fault alone does not end a run."""
-    assert here("train", RECIPE, "--name", "a", "--processes", 4, *DRIFT, "epochs=1", cwd=tmp_path) == 0
+def test_difference_is_reported_at_the_save_without_checks_of_steps(tmp_path: Path) -> None:
+    done = samestep("train", RECIPE, "--name", "a", "--processes", 4, *DRIFT, "epochs=1", cwd=tmp_path)
+    assert done.code == 1
+    assert "error: after step 13, rank 2 differs from ranks 0, 1 and 3; last equal after step 0" in done.err
+    assert steps_saved(tmp_path / "runs" / "a") == []
 
 
+@pytest.mark.slow
 def test_correct_run_has_the_same_bits_with_checks_also_after_a_resume(tmp_path: Path) -> None:
     for name, options in {"plain": (), "checked": ("--check-every", 3)}.items():
         arguments = ("--name", name, "--processes", 3, *options, "--set", "epochs=2")

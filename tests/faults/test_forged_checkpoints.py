@@ -164,6 +164,14 @@ REFUSED: list[tuple[tuple[str | int, ...], Any]] = [
     (("aliases", "2.weight"), "no such tensor"),
     (("sources",), {"my_model": "short"}),
     (("unknown",), 1),
+    (("optimizer", "groups", 0, "lr"), {"$type": "tensor", "name": "no such tensor"}),
+    (("optimizer", "groups", 0, "betas"), {"$type": "set", "items": [0.9, 0.99]}),
+    (("optimizer", "groups", 0, "eps"), {"$type": "complex", "items": [1.0, 0.0]}),
+    (("optimizer", "shared"), [["calls", 1]]),
+    (("scheduler", "base_lrs"), {"$type": "deque", "items": [[0.1], 10**30]}),
+    (("scheduler", "last_epoch"), {"$type": "function", "items": []}),
+    (("extra",), {"0._extra_state": 1}),
+    (("objects",), {"average": {}}),
 ]
 
 

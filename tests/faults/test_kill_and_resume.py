@@ -16,6 +16,7 @@ from helpers.recorded import read_calls
 from helpers.system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
 from samestep.microbatches import microbatches_of_short_batch, owned_microbatches
 
+pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 SAMPLES, BATCH_SIZE, MICROBATCHES, STEPS_AN_EPOCH, STEPS = 102, 8, 4, 13, 39
 
@@ -176,7 +177,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_leads_to_the_same_weight
     assert weights(damaged) == story.whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_there(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     code = stopped_in(1, place, "resume", damaged, "--checkpoint", 13, number=signal.SIGTERM)
@@ -185,7 +186,6 @@ def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_the
     assert weights(damaged) == story.whole
 
 
-@pytest.mark.slow
 def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
@@ -195,7 +195,7 @@ def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Sto
     assert weights(damaged) == story.whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_again_and_again_at_any_moment_it_arrives(story: Story, tmp_path: Path) -> None:
     """Every step is saved, so that kills hit writing as well as computing; what a killed write left is removed."""
     run = tmp_path / "runs" / "a"

@@ -61,7 +61,12 @@ def one_report(ended: list[Done]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "stopped", [None, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)]
+    "stopped",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param(0, marks=pytest.mark.long),
+        pytest.param(2, marks=pytest.mark.long),
+    ],
 )
 def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | None) -> None:
     """Rank 1 hangs in step 7, or a signal stops a rank; rank 0 hosts the store."""
@@ -99,6 +104,7 @@ def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | 
     assert weights(run) == weights(tmp_path / "runs/undisturbed")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_script_of_the_user_is_watched(tmp_path: Path) -> None:
     """Rank 0, whose barrier fails when the others end, does not report that failure."""
@@ -113,6 +119,7 @@ def test_script_of_the_user_is_watched(tmp_path: Path) -> None:
     assert any(line.endswith(f"script.py:{line_of_sleep} <module>") for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_healthy_and_finished_ranks_are_not_ended(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -98,7 +98,8 @@ def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers:
         none_left(running)
 
 
-@pytest.mark.parametrize("call", [pytest.param(0, marks=pytest.mark.slow), 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [pytest.param(0, marks=pytest.mark.long), 7])
 def test_launcher_that_is_killed_leaves_no_process(tmp_path: Path, call: int) -> None:
     """In the middle of training, and (call 0) while its ranks are being started."""
     hold(tmp_path, rank=0, call=call)
@@ -113,7 +114,8 @@ def test_launcher_that_is_killed_leaves_no_process(tmp_path: Path, call: int) ->
         none_left(running)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_request_to_end_to_all_processes_ends_at_a_step_with_a_checkpoint(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -137,6 +139,7 @@ def test_request_to_end_to_all_processes_ends_at_a_step_with_a_checkpoint(
         none_left(running)
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     hold(tmp_path, rank=0, call=7)
     with train(tmp_path, "--processes", 2) as running:
@@ -153,11 +156,12 @@ def test_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 
 # Launcher and resource tracker; then the fork server, which imports; then the first rank.
-STAGES = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+STAGES = [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", STAGES)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_request_to_end_during_start_up_ends_and_leaves_nothing(
     tmp_path: Path, processes: int, number: signal.Signals
 ) -> None:
@@ -222,6 +226,7 @@ def listening(processes: list[int]) -> dict[str, list[str]]:
     return addresses
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_keep_to_themselves(tmp_path: Path) -> None:
     """They listen on the loopback interface only, do not clash, and leave no shared memory."""
     places = [tmp_path / "one", tmp_path / "two"]

@@ -213,6 +213,7 @@ def test_files_named_like_modules(
     record_fault(f"files named like modules in the current folder, `{name}`", CONTINUES, observed)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_temporary_folder_is_emptied_before_a_restart(
     tmp_path: Path, reference: tuple[str, str], record_fault: RecordFault

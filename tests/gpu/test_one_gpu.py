@@ -44,7 +44,9 @@ def train(reduction: str, precision: str, workers: int) -> tuple[str, float, str
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         rules = samestep.StepConfig(reduction=reduction, precision=precision, clip_norm=1.0)
         engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, config=rules)
-        batches = samestep.loader(Noisy(), batch_size=16, microbatches=4, shuffle=True, world=world, workers=workers)
+        batches = samestep.loader(
+            Noisy(), batch_size=16, microbatches=4, shuffle=True, world=world, num_workers=workers
+        )
         for _ in range(3):
             for batch in batches:
                 result = engine.step(batch)

@@ -7,7 +7,7 @@ from helpers.recorded import Net
 
 
 class Drifting(Net):
-    """Flips one bit of the last layer on one rank, in the training forward number `call`."""
+    """Flips one bit of the last layer on one rank, in the backward of the training forward number `call`."""
 
     def __init__(self, *, rank: int, call: int) -> None:
         super().__init__()
@@ -17,6 +17,8 @@ class Drifting(Net):
         if self.training:
             self._calls += 1
             if dist.get_rank() == self._rank and self._calls == self._call:
-                with torch.no_grad():
-                    self[5].weight.view(torch.int32)[0, 0] ^= 1
+                self[5].weight.register_hook(self._flip)
         return super().forward(images)
+
+    def _flip(self, gradient: torch.Tensor) -> None:
+        self[5].weight.data.view(torch.int32)[0, 0] ^= self._calls == self._call

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from helpers.orphans import kill_launcher_of_blocked_rank
-from helpers.pipelines import exit_code, pipeline
+from helpers.pipelines import CODE, exit_code, pipeline
 from helpers.system import Running, events, samestep, steps_saved, until, weights
 
 RECIPE = ("digits",)
@@ -79,6 +79,7 @@ class Soak:
         """
         run = self.place / "runs/soaked"
         begin = self._begin(run)
+        (self.place / CODE).unlink(missing_ok=True)
         with pipeline(*begin, "--processes", self.chance.randint(1, 3), cwd=self.place) as running:
             if self.chance.random() < START_UP_SHARE:
                 time.sleep(self.chance.random() * START_UP_SECONDS)
@@ -91,6 +92,8 @@ class Soak:
                 self.kills[number.name] = self.kills.get(number.name, 0) + 1
             running.wait(60)
             until(lambda: not running.processes(), "no process is left", 20)
+        if not (self.place / CODE).exists():
+            return False  # the shell was ended before it started the command
         code, log = exit_code(self.place), (self.place / "log").read_text(encoding="utf-8")
         assert code in ENDS_IN_PIPELINE, f"{code}\n{log}"
         steps = [event["step"] for event in events(run, "step")]

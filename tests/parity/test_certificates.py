@@ -55,8 +55,8 @@ def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
     [
         ("digits", EIGHT),
         pytest.param("images", (1, 2, 3, 4), marks=pytest.mark.long),
-        ("tokens", EIGHT),
-        ("vit_tiny_patch16_224", (1, 2, 3)),
+        pytest.param("tokens", EIGHT, marks=pytest.mark.long),
+        pytest.param("vit_tiny_patch16_224", (1, 2, 3), marks=pytest.mark.long),
     ],
 )
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(

@@ -59,6 +59,7 @@ def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
     assert first["steps"][0]["loss"] != second["steps"][0]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_shipped_recipe_learns_on_two_processes(tmp_path: Path) -> None:
     run = train(tmp_path, 2)

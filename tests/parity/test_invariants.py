@@ -90,7 +90,7 @@ def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]
 
 
 @pytest.mark.parametrize(
-    "name", ["digits", pytest.param("tokens", marks=pytest.mark.slow), pytest.param("images", marks=pytest.mark.slow)]
+    "name", ["digits", pytest.param("tokens", marks=pytest.mark.long), pytest.param("images", marks=pytest.mark.long)]
 )
 def test_weights_on_1_2_and_3_processes(
     request: pytest.FixtureRequest, tmp_path: Path, pictures: Path, name: str
@@ -106,7 +106,10 @@ def test_weights_on_1_2_and_3_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CERTIFICATES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in ("images", "language") else []) for name in CERTIFICATES],
+)
 def test_certificate(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,

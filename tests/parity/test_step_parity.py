@@ -13,15 +13,17 @@ from samestep.checkpoint.store import CheckpointFolder
 from workers import parity as ranks_parity
 from workers.parity import CASES, DOUBLE, SIZE, STEPS
 
-RANKS = [1, 2, 3, 4, 5, 8]
+RANKS = [1, 3, 4]
+MORE_RANKS = [1, 2, 5, 8]
 FAST_RANKS = [1, 3, 4, 8]
 WORKERS = {3: 1}  # loader processes per rank: one of the worlds has one, without effect on results
 Outcomes = dict[int, dict[str, list[dict[str, Any]]]]
 
 
-@pytest.fixture(scope="module")
-def exact() -> Outcomes:
-    return {ranks: launch(ranks_parity.train, CASES, WORKERS.get(ranks, 0), processes=ranks) for ranks in RANKS}
+@pytest.fixture(scope="module", params=[RANKS, pytest.param(MORE_RANKS, marks=pytest.mark.long)], ids=str)
+def exact(request: pytest.FixtureRequest) -> Outcomes:
+    worlds = request.param
+    return {ranks: launch(ranks_parity.train, CASES, WORKERS.get(ranks, 0), processes=ranks) for ranks in worlds}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def fast() -> Outcomes:
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(exact: Outcomes, case: str) -> None:
     alone = exact[1][case][0]
     assert alone["bits"].keys() == {MODEL, OPTIMIZER, STATE}
-    for ranks in RANKS:
+    for ranks in exact:
         assert [outcome["bits"] for outcome in exact[ranks][case]] == [alone["bits"]] * ranks, ranks
 
 
@@ -48,7 +50,7 @@ def test_exact_gives_the_same_bits_on_any_number_of_ranks(exact: Outcomes, case:
 def test_exact_gives_equal_losses(exact: Outcomes, case: str) -> None:
     alone = exact[1][case][0]["losses"]
     assert len(alone) == STEPS
-    for ranks in RANKS:
+    for ranks in exact:
         assert [outcome["losses"] for outcome in exact[ranks][case]] == [alone] * ranks, ranks
 
 
@@ -57,7 +59,7 @@ def test_exact_gives_equal_evaluations(exact: Outcomes, case: str) -> None:
     alone = exact[1][case][0]["evaluation"]
     assert alone["samples"] == SIZE
     assert alone.keys() == {"loss", "samples", "hits"}
-    for ranks in RANKS:
+    for ranks in exact:
         assert [outcome["evaluation"] for outcome in exact[ranks][case]] == [alone] * ranks, ranks
 
 
@@ -70,6 +72,7 @@ def test_trainings_reduce_the_loss_and_differ(exact: Outcomes) -> None:
         assert sum(outcome["losses"][3:]) < sum(outcome["losses"][:3]), case
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_gives_equal_weights_except_for_rounding(
@@ -82,6 +85,7 @@ def test_fast_gives_equal_weights_except_for_rounding(
             assert distance < 1e-12, ranks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_gives_equal_losses_except_for_rounding(
@@ -93,6 +97,7 @@ def test_fast_gives_equal_losses_except_for_rounding(
             assert outcome["evaluation"] == pytest.approx(reference[case][0]["evaluation"], rel=1e-12), ranks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DOUBLE)
 def test_fast_gives_the_same_bits_on_all_ranks_of_a_world(fast: Outcomes, case: str) -> None:

@@ -57,8 +57,7 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
     "name",
     [
         "language",
-        "transformers:roberta",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("transformers:bert", "transformers:gpt2")),
+        *(pytest.param(f"transformers:{name}", marks=pytest.mark.long) for name in ("roberta", "bert", "gpt2")),
     ],
 )
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(
@@ -76,6 +75,7 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
         assert run["first_difference"] is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["language", "transformers:roberta"])

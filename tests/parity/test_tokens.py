@@ -24,6 +24,7 @@ def train(root: Path, processes: int, *overrides: str, name: str | None = None) 
     }
 
 
+@pytest.mark.slow
 def test_1_2_3_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
     one, *others = (train(tmp_path, processes, *SMALL) for processes in (1, 2, 3, 4))
     assert [event["event"] for event in one["events"]] == [*["step"] * 14, *["evaluation"] * 2]
@@ -40,6 +41,7 @@ def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
     assert first["events"] != second["events"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_shipped_recipe_learns_on_one_and_three_processes(tmp_path: Path) -> None:
     one, *others = (train(tmp_path, processes) for processes in (1, 3))

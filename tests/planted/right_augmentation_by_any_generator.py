@@ -18,4 +18,4 @@ class Noisy(Points):
 with samestep.start() as world:
     model = seeded(Net)
     engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Noisy(), workers=1))
+    fit(engine, batches_of(world, Noisy(), num_workers=1))

@@ -20,38 +20,50 @@ MISTAKES = {
     "batch_norm_by_world_size": (Cause.BATCH_NORM, "batch_norm microbatch and sync"),
     "batch_norm_over_ranks": (Cause.BATCH_NORM, "module 2"),
     "batch_size_by_world_size": (Cause.DATA_ORDER, "16 samples and 32 samples"),
+    "break_on_main": (Cause.DIVERGED, "rank 0"),
     "buffer_as_attribute": (Cause.UNSYNCHRONISED, "2.largest"),
     "buffer_for_evaluation": (Cause.UNSYNCHRONISED, "2.mean"),
     "buffer_not_saved": (Cause.UNSYNCHRONISED, "2.mean"),
     "clipping_by_world_size": (Cause.SETTINGS, "clip_norm 0.1 and 0.2"),
+    "collate_own_generator": (Cause.AUGMENTATION, "collated twice"),
     "data_order_by_hand": (Cause.DATA_ORDER, "position"),
+    "data_order_contents_by_rank": (Cause.DATA_ORDER, "targets differ together with inputs"),
+    "data_order_length_by_rank": (Cause.DATA_ORDER, "different global batch"),
     "data_order_lengths": (Cause.DATA_ORDER, "step 1"),
     "data_order_permuted": (Cause.DATA_ORDER, "other samples of the dataset"),
     "data_order_seed": (Cause.DATA_ORDER, "step 1"),
+    "data_order_skipped_on_main": (Cause.DATA_ORDER, "different global batch"),
     "data_order_unseeded": (Cause.DATA_ORDER, "run twice"),
     "evaluation_mean_of_ranks": (Cause.EVALUATION, "accuracy"),
     "evaluation_on_main_only": (Cause.DIVERGED, "rank 0"),
     "evaluation_padded": (Cause.EVALUATION, "samples 31 and 32"),
+    "extra_step_on_main": (Cause.DIVERGED, "rank 0"),
     "gradient_summed_twice": (Cause.LOSS, "2 times as long"),
+    "initial_weights_by_rank": (Cause.INITIAL_WEIGHTS, "never equal"),
     "initial_weights_by_size": (Cause.INITIAL_WEIGHTS, "step 1"),
-    "initial_weights_unseeded": (Cause.INITIAL_WEIGHTS, "run twice"),
+    "initial_weights_unseeded": (Cause.INITIAL_WEIGHTS, "never equal"),
     "kernel_in_any_order": (Cause.KERNEL, "module 2"),
     "last_batch_dropped": (Cause.LAST_BATCH, "21 samples"),
     "last_batch_padded": (Cause.LAST_BATCH, "21 samples and 22 samples"),
+    "learning_rate_by_rank": (Cause.LEARNING_RATE, "[0.1] and [0.05]"),
     "learning_rate_by_world_size": (Cause.LEARNING_RATE, "[0.05] and [0.1]"),
     "loss_by_world_size": (Cause.LOSS, "not rounding"),
     "loss_mean_over_tokens": (Cause.LOSS, "the two pieces give"),
     "loss_regularised_by_microbatch": (Cause.LOSS, "the two pieces give"),
+    "loss_with_running_average": (Cause.LOSS_STATE, "called twice"),
+    "microbatches_by_world_size": (Cause.MICROBATCHES, "1 microbatches and 2"),
     "model_global_generator": (Cause.MODEL_RANDOM, "advances with every call"),
     "model_own_generator": (Cause.MODEL_RANDOM, "module 2"),
     "model_seeds_by_rank": (Cause.MODEL_RANDOM, "module 2"),
     "model_unseeded": (Cause.MODEL_RANDOM, "run twice"),
     "momentum_by_world_size": (Cause.SETTINGS, "momentum 0.9 and 0.8"),
+    "optimizer_by_rank": (Cause.SETTINGS, "different optimizer"),
+    "order_of_a_directory": (Cause.ARBITRARY_ORDER, "directory listings"),
+    "order_of_a_set": (Cause.ARBITRARY_ORDER, "hash seed"),
     "parameter_on_one_rank": (Cause.UNSYNCHRONISED, "0.bias is a parameter"),
     "reduction_plain": (Cause.REDUCTION, "with the exact reduction"),
     "resume_weights_only": (Cause.RESUME, "step 3"),
     "schedule_by_world_size": (Cause.LEARNING_RATE, "step 3"),
-    "microbatches_by_world_size": (Cause.MICROBATCHES, "1 microbatches and 2"),
     "threads_by_world_size": (Cause.THREADS, "with one thread per rank"),
     "unused_parameters": (Cause.UNUSED, "second.weight"),
 }
@@ -60,8 +72,8 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 
 
 def marked(names: Sequence[str]) -> list[Any]:
-    """Mark every second test as slow, the others as long."""
-    marks = {name: pytest.mark.long if index % 2 else pytest.mark.slow for index, name in enumerate(names)}
+    """Mark every fourth test as slow, the others as long."""
+    marks = {name: pytest.mark.long if index % 4 else pytest.mark.slow for index, name in enumerate(names)}
     return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
 
 

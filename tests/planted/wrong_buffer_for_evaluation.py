@@ -1,4 +1,4 @@
-"""A running mean for evaluation, kept as a number."""
+"""A running mean for evaluation, kept as a plain tensor."""
 
 import torch
 from parts import Plain, Points, batches_of, evaluation, fit, seeded, sgd
@@ -10,11 +10,11 @@ import samestep
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean = 0.0
+        self.mean = torch.zeros(())
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * float(values.detach().mean())
+            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean()
             return values - values.mean()
         return values - self.mean
 

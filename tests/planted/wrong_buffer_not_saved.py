@@ -1,4 +1,4 @@
-"""A running mean in a non-persistent buffer, which steps do not average over microbatches."""
+"""A running mean in a tensor that is no buffer, which steps do not average over microbatches."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd
@@ -10,7 +10,7 @@ import samestep
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(16), persistent=False)
+        self.mean = torch.zeros(16)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.training:

@@ -57,6 +57,7 @@ def test_class_weights_are_a_list_in_a_recipe(alone: World) -> None:
     batches = list(made.evaluation)
     value = made.engine.evaluate(batches)["loss"]
     microbatches = [microbatch.data for batch in batches for microbatch in batch.local_microbatches]
+    made.engine.model.eval()
     total = count = 0.0
     with torch.no_grad():
         for inputs, targets in microbatches:

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bytes_and_memory_agree_with_formulas(tmp_path: Path) -> None:
     layouts = ["ddp exact", "ddp fp16", "ddp powersgd", "fsdp"]

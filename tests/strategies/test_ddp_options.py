@@ -62,6 +62,7 @@ def test_16_bit_gradients_are_equal_to_rounding(
     assert result["evaluation"]["loss"] == pytest.approx(reference["evaluation"]["loss"], rel=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_of_a_divided_model_support_compression() -> None:
     results = launch(ranks_ddp_options.train_divided, processes=RANKS)
@@ -174,6 +175,7 @@ def test_an_unused_parameter_in_one_microbatch_ends_the_run_on_all_ranks(case: s
     assert time.monotonic() - start < 100, "no rank waits for the timeout of a collective"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["collective", "message"])
 def test_groups_of_a_mesh_have_the_timeout_of_the_world(kind: str) -> None:

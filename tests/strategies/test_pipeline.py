@@ -52,6 +52,7 @@ def test_results_are_those_of_one_process(outcomes: Outcomes, name: str, task: s
     assert all(values == result["of ranks"][0] for values in result["of ranks"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in REST.items() for name in names])
 def test_results_of_other_schedules(outcomes: Outcomes, more: Outcomes, name: str, task: str) -> None:
@@ -91,6 +92,7 @@ def test_checkpoints_move_between_one_process_and_stages(outcomes: Outcomes, fol
         require_same(outcome, outcomes["text"]["single"], HALF)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["deep", pytest.param("text", marks=pytest.mark.long)])
 def test_every_mesh_resumes_the_checkpoints_of_others(outcomes: Outcomes, folder: Path, task: str) -> None:

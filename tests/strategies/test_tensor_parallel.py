@@ -39,7 +39,7 @@ def require_layout(results: Outcomes, layout: str, model: str) -> None:
 
 
 def _mark(model: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow if model in ("layers", "gpt", "bert", "timm vit") else pytest.mark.long
+    return pytest.mark.slow if model == "layers" else pytest.mark.long
 
 
 def test_ddp_x_tp_gives_the_results_of_one_process(tmp_path: Path) -> None:

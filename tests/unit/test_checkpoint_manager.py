@@ -19,7 +19,8 @@ from helpers.disk_faults import fail_with, intercepting
 from helpers.models import Normed, seeded
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.engine.engine import Engine
-from samestep.errors import CheckpointWriteError, InputError
+from samestep.errors import CheckpointError, CheckpointWriteError, InputError
+from samestep.microbatches import Cursor
 
 World = samestep.World
 Loop = tuple[Engine, samestep.loader]
@@ -159,3 +160,115 @@ def test_another_process_is_refused_and_another_object_is_not(alone: World, tmp_
 def test_keep_below_one_raises(alone: World, tmp_path: Path, keep: int) -> None:
     with pytest.raises(InputError, match=f"keep is {keep}"):
         samestep.CheckpointManager(tmp_path, *loop(alone), keep=keep)
+
+
+class Seen:
+    """State of a loop with keys that are no text."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+
+    def state_dict(self) -> dict[int, int]:
+        return self.counts
+
+    def load_state_dict(self, state: dict[int, int]) -> None:
+        self.counts = state
+
+
+def test_several_engines_are_in_one_checkpoint(alone: World, tmp_path: Path) -> None:
+    (one, batches), (other, more) = loop(alone), loop(alone, seed=1)
+    seen, generator, progress = Seen(), torch.Generator().manual_seed(3), {"best": 0.5, 3: ()}
+    state = {"seen": seen, "generator": generator, "progress": progress}
+    checkpoints = samestep.CheckpointManager(
+        tmp_path, {"one": one, "other": other}, {"a": batches, "b": more}, state=state
+    )
+    for batch in batches:
+        one.step(batch)
+        other.step(batch)
+        other.step(batch)
+        if one.steps == 3:
+            break
+    seen.counts[7] = 1
+    torch.rand(2, generator=generator)
+    checkpoints.save()
+    path = CheckpointFolder(tmp_path).find("last")
+    assert path.name == "step-000000006"
+    assert {file.name for file in path.iterdir()} == {"manifest.json", "one.others.safetensors"} | {
+        f"{name}.{file}"
+        for name in ("one", "other")
+        for file in ("model.safetensors", "optimizer.safetensors", "state.json")
+    }
+    before, position, drawn = [*weights(one), *weights(other)], batches.cursor, torch.rand(2, generator=generator)
+    for batch in more:
+        one.step(batch)
+        other.step(batch)
+    seen.counts[8] = 2
+    progress.clear()
+    assert checkpoints.resume()
+    assert equal([*weights(one), *weights(other)], before)
+    assert (one.steps, other.steps, batches.cursor, more.cursor) == (3, 6, position, Cursor())
+    assert seen.counts == {7: 1}
+    assert progress == {"best": 0.5, 3: ()}
+    assert torch.equal(torch.rand(2, generator=generator), drawn)
+
+
+def test_a_resumption_of_another_loop_lists_the_differences_and_changes_nothing(alone: World, tmp_path: Path) -> None:
+    engine, batches = loop(alone)
+    samestep.CheckpointManager(tmp_path, engine, batches).save()
+    other, _ = loop(alone, seed=1)
+    other.config = samestep.StepConfig(seed=4)
+    data = TensorDataset(*random_data(60))
+    checkpoints = samestep.CheckpointManager(
+        tmp_path, other, samestep.loader(data, batch_size=12, microbatches=4, world=alone)
+    )
+    before = weights(other)
+    with pytest.raises(InputError) as raised:
+        checkpoints.resume()
+    assert raised.value.code == "E_RESUME_CHANGED"
+    for text in (
+        "engine: seed is 4, and was 0",
+        "loader: batch_size is 12, and was 8",
+        "shuffle is False, and was True",
+    ):
+        assert text in raised.value.value
+    assert equal(weights(other), before)
+    assert checkpoints.resume(accept_changes=True)
+    assert equal(weights(other), weights(engine))
+
+
+def test_objects_can_be_added_to_a_resumed_loop(alone: World, tmp_path: Path) -> None:
+    engine, batches = loop(alone)
+    samestep.CheckpointManager(tmp_path, engine, batches, state={"seen": Seen()}).save()
+    added = {"new": 1}
+    checkpoints = samestep.CheckpointManager(tmp_path, engine, batches, state={"seen": Seen(), "added": added})
+    with pytest.raises(CheckpointError, match="added") as raised:
+        checkpoints.resume()
+    assert raised.value.code == "E_RESUME_CHANGED"
+    assert checkpoints.resume(accept_changes=True)
+    assert added == {"new": 1}
+    without = samestep.CheckpointManager(tmp_path, engine, batches)
+    with pytest.raises(CheckpointError, match="seen"):
+        without.resume(accept_changes=True)
+
+
+@pytest.mark.parametrize("names", [[], ["a.b"], ["../a"], [""]])
+def test_names_that_are_no_file_names_are_refused(alone: World, tmp_path: Path, names: list[str]) -> None:
+    engine, batches = loop(alone)
+    with pytest.raises(InputError) as raised:
+        samestep.CheckpointManager(tmp_path, dict.fromkeys(names, engine), batches)
+    assert raised.value.code == "E_CHECKPOINT_STATE"
+
+
+def test_a_resumed_engine_draws_the_numbers_of_the_saved_one(alone: World, tmp_path: Path) -> None:
+    (first, batches), (second, more) = loop(alone), loop(alone)
+    batch = next(iter(batches))
+    first.step(batch)
+    second.step(batch)
+    assert (first.number, second.number) == (0, 1)
+    samestep.CheckpointManager(tmp_path, second, more).save()
+    resumed, position = loop(alone)
+    samestep.CheckpointManager(tmp_path, resumed, position).resume()
+    assert resumed.number == 1
+    later, _ = loop(alone)
+    later.step(batch)
+    assert later.number == 0

@@ -55,7 +55,7 @@ def trained(bad: frozenset[int], workers: int = 0, plain: bool = False) -> tuple
             "microbatches": MICROBATCHES,
             "world": world,
             "bad_samples": "skip",
-            "workers": workers,
+            "num_workers": workers,
         }
         batches = samestep.loader(Faulty(bad), shuffle=True, **arguments)  # type: ignore[arg-type]
         for _ in range(2):

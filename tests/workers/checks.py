@@ -18,7 +18,7 @@ from samestep.errors import InputError, RankMismatchError
 from workers.loader import gathered
 
 World = samestep.World
-Change = Callable[[Engine], None]
+Change = Callable[[Engine], Any]
 EVERY, CHANGED_AFTER = 5, 7  # the check after step 5 passes, the check after step 10 fails
 
 
@@ -48,7 +48,7 @@ CHANGES: dict[str, Change] = {
     "averaged buffer": lambda engine: flip(engine.model[1].running_mean),
     "other buffer": lambda engine: engine.model.table.add_(1),
     "optimizer": lambda engine: flip(step_slot(engine, "exp_avg_sq")),
-    "learning rate": lambda engine: engine.optimizer.param_groups[0].update(lr=0.02),
+    "all parameters": lambda engine: [flip(parameter) for parameter in engine.model.parameters()],
 }
 
 

@@ -41,12 +41,15 @@ def passes(workers: int) -> list[list[Seen]]:
             world=world,
             seed=3,
             shuffle=True,
-            workers=workers,
-            collate=jittered,
+            num_workers=workers,
+            collate_fn=jittered,
         )
-        seen = [draws_of(loader), draws_of(loader)]
-        batches = iter(loader)
-        first = next(batches)
+        seen = [draws_of(loader)]
+        loader.cursor = Cursor(1, 0)
+        seen.append(draws_of(loader))
+        loader.cursor = Cursor(2, 0)
+        first = next(iter(loader))
+        loader.end_step(first)
         seen.append({int(i): [] for microbatch in first.local_microbatches for i in microbatch.data[0]})
         seen.append(draws_of(loader))
         loader.cursor = Cursor(1, 0)
@@ -57,7 +60,7 @@ def passes(workers: int) -> list[list[Seen]]:
 def failure(workers: int, error: str) -> tuple[str, str]:
     """Return type and text of the error that the loader raises for an unreadable sample."""
     with samestep.start(device="cpu") as world:
-        loader = Loader(Faulty(16, 11, error), batch_size=8, microbatches=4, world=world, workers=workers)
+        loader = Loader(Faulty(16, 11, error), batch_size=8, microbatches=4, world=world, num_workers=workers)
         batches = iter(loader)
         assert [microbatch.data.tolist() for microbatch in next(batches).local_microbatches] == [
             [0, 1],
@@ -85,7 +88,7 @@ class ProcessIds:
 def fail_with_workers_alive() -> None:
     """Fail with a message that lists the workers of the loader."""
     with samestep.start(device="cpu") as world:
-        loader = Loader(ProcessIds(), batch_size=8, microbatches=8, world=world, workers=2)
+        loader = Loader(ProcessIds(), batch_size=8, microbatches=8, world=world, num_workers=2, persistent_workers=True)
         workers = {int(process) for batch in loader for m in batch.local_microbatches for process in m.data}
         raise RuntimeError(f"workers: {' '.join(str(process) for process in workers)}")
 
@@ -93,7 +96,7 @@ def fail_with_workers_alive() -> None:
 def end_with_workers_alive() -> int:
     """Keep a reference to a loader with workers beyond the end of the function."""
     with samestep.start(device="cpu") as world:
-        loader = Loader(ProcessIds(), batch_size=8, microbatches=8, world=world, workers=2)
+        loader = Loader(ProcessIds(), batch_size=8, microbatches=8, world=world, num_workers=2, persistent_workers=True)
         _loaders.append(loader)
         return sum(batch.size for batch in loader)
 

@@ -132,7 +132,7 @@ class CloseLengths:
 
 def loader_of(world: World, *, shuffle: bool) -> Loader:
     return Loader(
-        Lines(), batch_size=BATCH, microbatches=MICROBATCHES, world=world, seed=SEED, shuffle=shuffle, collate=padded
+        Lines(), batch_size=BATCH, microbatches=MICROBATCHES, world=world, seed=SEED, shuffle=shuffle, collate_fn=padded
     )
 
 

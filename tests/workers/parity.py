@@ -222,7 +222,7 @@ class Run:
     def _loader(self, *, augment: bool) -> Loader:
         images = self._case.data != "sentences"
         dataset: Any = Images(self._case.dtype, augment=augment) if images else Sentences(augment=augment)
-        collate = {} if images else {"collate": padded}
+        collate = {} if images else {"collate_fn": padded}
         return Loader(
             dataset,
             batch_size=BATCH,
@@ -230,7 +230,7 @@ class Run:
             world=self._world,
             seed=4,
             shuffle=augment,
-            workers=self._workers,
+            num_workers=self._workers,
             **collate,
         )
 

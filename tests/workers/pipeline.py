@@ -94,7 +94,7 @@ def sentences() -> Any:
 
 TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = {
     "deep": (Deep, points, {}),
-    "text": (partial(GPT, 11, 8, 2, 5, 8), sentences, {"collate": padded}),
+    "text": (partial(GPT, 11, 8, 2, 5, 8), sentences, {"collate_fn": padded}),
     "dropout": (partial(Deep, 0.3), points, {}),
     "first frozen": (partial(HalfFrozen, ("blocks.4", "last")), points, {}),
     "last frozen": (partial(HalfFrozen, ("first", "norm", "blocks.0")), points, {}),

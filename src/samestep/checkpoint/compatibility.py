@@ -1,4 +1,4 @@
-"""Comparison of saved state with the objects that receive it: structure, types, shapes and ranges.
+"""State between objects and files: values that JSON does not have, and comparison with the objects that receive them.
 
 A file that matches its manifest can still hold any values. Without a comparison they would fail later, in the code of
 an optimizer or a schedule.
@@ -8,21 +8,125 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
-from collections.abc import Mapping, MutableMapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+from samestep.errors import CheckpointError, InputError
+
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _TRIAL_SIZE = 2
 _MAX_NUMBER = 2.0**62
 # These need a closure or sparse gradients for a step.
 _WITHOUT_TRIAL = ("LBFGS", "SparseAdam")
+# State of the user's functions in schedulers of torch, with any structure.
+_FUNCTION_STATE = ("lr_lambdas", "_scale_fn_custom")
+
+_TYPE = "$type"  # key of a JSON object that stands for a value of another type
+# Types by name: the values that one object contains, and the object made from these values.
+_TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, lambda value: [list(value), value.maxlen], lambda items: deque(*items)),
+    "dict": (dict, lambda value: list(map(list, value.items())), dict),
+    "OrderedDict": (OrderedDict, lambda value: list(map(list, value.items())), OrderedDict),
+    "Counter": (Counter, lambda value: list(map(list, value.items())), lambda items: Counter(dict(items))),
+    "bytes": (bytes, list, bytes),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
+}
+
+
+Tensors = dict[int, tuple[str, torch.Tensor]]  # name and tensor by id
+
+
+def encode(value: Any, tensors: Tensors, place: str) -> Any:
+    """Return a value as JSON, and add the tensors and arrays that it contains to `tensors`.
+
+    Args:
+        value: numbers, text, None, tensors, arrays of NumPy, and containers of these: list, dict, and `_TYPES`.
+        tensors: without copies; a tensor that is referred to twice is restored as one.
+        place: description of the value, such as `scheduler.base_lrs`.
+
+    Raises:
+        InputError: the value contains another type, whose restoration would have to run code.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(item, tensors, f"{place}.{number}") for number, item in enumerate(value)]
+    if kind is dict and _TYPE not in value and all(type(key) is str for key in value):
+        return {key: encode(item, tensors, f"{place}.{key}") for key, item in value.items()}
+    for name, (known, contents, _) in _TYPES.items():
+        if kind is known:
+            items = encode(contents(value), tensors, place)
+            return {_TYPE: name, "items": sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+    if isinstance(value, torch.Tensor) and _is_savable(value):
+        device = {} if value.device.type == "cpu" else {"device": value.device.type}
+        return {_TYPE: "tensor", "name": _named(value, tensors, place), **device}
+    if isinstance(value, numpy.ndarray | numpy.generic) and _is_savable_array(value):
+        array = torch.from_numpy(numpy.array(value))
+        name = "array" if isinstance(value, numpy.ndarray) else "numpy"
+        return {_TYPE: name, "name": _named(array, tensors, place)}
+    raise InputError(
+        f"{place} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
+        expected="numbers, text, None, dense tensors, arrays of NumPy, and lists, tuples, sets and dicts of these",
+        fix="leave the value out of the state (state_dict, get_extra_state), or convert it to such values",
+        code="E_CHECKPOINT_STATE",
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+    """Return the value that `encode` represents; tensors that were on an accelerator are moved to `device`.
+
+    Raises:
+        ValueError, TypeError, KeyError: `encode` does not write such data.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TYPE)
+    if kind is None:
+        return {key: decode(item, tensors, device) for key, item in value.items()}
+    if kind in ("tensor", "array", "numpy"):
+        tensor = tensors[value["name"]]
+        if kind == "tensor":
+            return tensor.to(device) if "device" in value else tensor
+        return tensor.numpy() if kind == "array" else tensor.numpy()[()]
+    items = decode(value["items"], tensors, device)
+    if not isinstance(items, list):
+        raise ValueError(f"the items of a {kind} are no list")
+    return _TYPES[kind][2](items)
+
+
+def _is_savable(tensor: torch.Tensor) -> bool:
+    is_wide_complex = tensor.is_complex() and tensor.dtype is not torch.complex64
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or is_wide_complex)
+
+
+def _named(tensor: torch.Tensor, tensors: Tensors, place: str) -> str:
+    return tensors.setdefault(id(tensor), (f"{len(tensors)}.{place}", tensor))[0]
+    name = place if place not in tensors else f"{place}#{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _is_savable_array(value: numpy.ndarray[Any, Any] | numpy.generic) -> bool:
+    return value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 and value.dtype.isnative
 
 
 def like_current(saved: Any, current: Any, where: str) -> Any:
-    """Return a value from JSON with the types of the current value at the same position.
+    """Return a saved value with the types of the current containers at the same position.
 
     Private attributes of objects can differ between versions of torch: unknown ones are left out, and missing ones keep
     their current value.
@@ -33,20 +137,26 @@ def like_current(saved: Any, current: Any, where: str) -> Any:
     if isinstance(current, MutableMapping):
         return _mapping_like(saved, current, where)
     if isinstance(current, list | tuple):
-        if not isinstance(saved, list) or len(saved) != len(current):
+        if not isinstance(saved, list | tuple) or len(saved) != len(current):
             raise ValueError(f"{where} is no list of {len(current)} values")
         pairs = enumerate(zip(saved, current, strict=True))
         return type(current)(like_current(value, own, f"{where}.{number}") for number, (value, own) in pairs)
-    if isinstance(current, str):
+    current_number, number = _scalar(current), _scalar(saved)
+    if isinstance(current_number, torch.Tensor | numpy.ndarray):
+        _require_array(saved, current_number, where)
+    elif isinstance(current, set | frozenset | bytes | complex):
+        if type(saved) is not type(current):
+            raise ValueError(f"{where} is no {type(current).__name__}")
+    elif isinstance(current, str):
         if saved != current:
             raise ValueError(f"{where} is not {current!r}")
-    elif isinstance(current, bool):
-        if not isinstance(saved, bool | None):
+    elif isinstance(current_number, bool):
+        if not isinstance(number, bool | None):
             raise ValueError(f"{where} is no boolean")
-    elif isinstance(current, int | float):
-        _require_number(saved, where, allow_infinity=math.isinf(current))
+    elif isinstance(current_number, int | float):
+        _require_number(number, where, allow_infinity=math.isinf(current_number))
     elif saved is not None and not isinstance(saved, bool | str):
-        _require_number(saved, where)
+        _require_number(number, where)
     return saved
 
 
@@ -89,15 +199,47 @@ def require_slots(
 def _mapping_like(saved: Any, current: MutableMapping[Any, Any], where: str) -> Any:
     if not isinstance(saved, dict):
         raise ValueError(f"{where} is no mapping")
-    own = {str(key): key for key in current}  # keys in JSON are text
-    differing = sorted(name for name in {*own} ^ {*saved} if not name.startswith("_"))
+    names = {key: key if key in saved else str(key) for key in current}  # keys of older checkpoints are text
+    differing = {*map(str, names.values())} ^ {*map(str, saved)}
+    differing = {name for name in differing if not name.startswith("_")}
     if differing:
-        raise ValueError(f"{where} has other keys: {', '.join(differing[:5])}")
+        raise ValueError(f"{where} has other keys: {', '.join(sorted(differing)[:5])}")
     result = copy.copy(current)
-    for name, key in own.items():
+    for key, name in names.items():
         if name in saved:
-            result[key] = like_current(saved[name], current[key], f"{where}.{name}")
+            like = _function_state_like if key in _FUNCTION_STATE else like_current
+            result[key] = like(saved[name], current[key], f"{where}.{key}")
     return result
+
+
+def _function_state_like(saved: Any, current: Any, where: str) -> Any:
+    """Return the state of functions that a scheduler calls, if as many of the same functions are objects with state."""
+    if isinstance(current, list):
+        if not isinstance(saved, list) or len(saved) != len(current):
+            raise ValueError(f"{where} is no list of {len(current)} values")
+        return [_function_state_like(*pair, where) for pair in zip(saved, current, strict=True)]
+    if type(saved) is not type(current):
+        raise ValueError(f"{where} is the state of another function")
+    return saved
+
+
+def _scalar(value: Any) -> Any:
+    """Return the number of a tensor or an array with one element; other values are unchanged."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if isinstance(value, numpy.ndarray | numpy.generic) and value.size == 1 else value
+
+
+def _plain(value: Any) -> Any:
+    """Return an option of an optimizer with numbers in place of tensors."""
+    return tuple(map(_scalar, value)) if isinstance(value, tuple) else _scalar(value)
+
+
+def _require_array(saved: Any, current: torch.Tensor | numpy.ndarray[Any, Any], where: str) -> None:
+    if type(saved) is not type(current) or saved.shape != current.shape or saved.dtype != current.dtype:
+        raise ValueError(f"{where} is no array of {current.dtype} with shape {tuple(current.shape)}")
+    if not torch.isfinite(torch.as_tensor(saved)).all():
+        raise ValueError(f"{where} has a number that is not finite")
 
 
 def _require_number(value: Any, where: str, *, allow_infinity: bool = False) -> None:
@@ -121,10 +263,132 @@ def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dime
     if not f"{kind.__module__}.".startswith("torch.optim.") or kind.__name__ in _WITHOUT_TRIAL:
         return None
     known = inspect.signature(kind).parameters
-    options = {name: value for name, value in group.items() if name in known and name != "params"}
-    options |= {name: False for name in IMPLEMENTATION_FLAGS if name in known}
+    options = {name: _plain(value) for name, value in group.items() if name in known and name != "params"}
+    options |= {name: False for name in _IMPLEMENTATION_FLAGS if name in known}
     parameter = torch.nn.Parameter(torch.zeros((_TRIAL_SIZE,) * dimensions))
     trial = kind([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
     trial.step()
     return dict(trial.state[parameter])
+
+
+def object_state(name: str, value: Any) -> Any:
+    """Return the state of an object with `state_dict`, a generator of torch, or a dict.
+
+    Raises:
+        InputError: the object is none of these.
+    """
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, dict):
+        return dict(value)
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        raise InputError(
+            f"state has {name!r} of type {type(value).__name__}",
+            expected="objects with state_dict and load_state_dict, generators of torch, and dicts",
+            fix="pass the object, or a dict with the value, which is restored in place",
+            code="E_CHECKPOINT_STATE",
+        )
+    return value.state_dict()
+
+
+def load_object(value: Any, state: Any) -> None:
+    """Restore the state that `object_state` returned."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(state)
+    elif isinstance(value, LRScheduler):
+        load_schedule(value, state)
+    else:
+        value.load_state_dict(state)
+
+
+def load_schedule(scheduler: LRScheduler, saved: Any) -> None:
+    """Restore the state of a scheduler; that of a scheduler of torch has the structure of its present state."""
+    current = scheduler.state_dict()
+    if isinstance(scheduler, ReduceLROnPlateau):
+        current["best"] = scheduler.mode_worse  # infinite until the first value
+    is_known = type(scheduler).__module__.startswith("torch.optim.")
+    scheduler.load_state_dict(like_current(saved, current, "scheduler") if is_known else saved)
+
+
+def require_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, new_objects: bool) -> None:
+    """Refuse the state of other objects than saved ones; `new_objects` may be added.
+
+    Raises:
+        CheckpointError: names differ.
+    """
+    missing, unknown = sorted(set(saved) - set(objects)), sorted(set(objects) - set(saved))
+    if missing or (unknown and not new_objects):
+        raise CheckpointError(
+            f"the checkpoint has the state of {', '.join(saved) or 'no objects'}, and the loop passes "
+            f"{', '.join(objects) or 'none'}",
+            expected="the same objects in CheckpointManager(..., state={...}) as when the checkpoint was written",
+            fix="pass them by the same names; to add objects with their present state: "
+            "checkpoints.resume(accept_changes=True)",
+            code="E_RESUME_CHANGED",
+        )
+
+
+def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved parameter groups of an optimizer for its present groups, with names of parameters.
+
+    Raises:
+        CheckpointError: the groups are those of another optimizer.
+        ValueError: a value has another type.
+    """
+    if [set(group) for group in current] != [set(group) for group in saved]:
+        raise other_optimizer("its settings are those of another optimizer, or of other parameter groups")
+    if [group["params"] for group in current] != [group["params"] for group in saved]:
+        raise other_optimizer("it trained other parameters")
+    # How a step is computed depends on the machine.
+    implementation = [{flag: group[flag] for flag in _IMPLEMENTATION_FLAGS if flag in group} for group in current]
+    groups = like_current(saved, current, "groups")
+    return [{**group, **flags} for group, flags in zip(groups, implementation, strict=True)]
+
+
+def other_optimizer(problem: str) -> CheckpointError:
+    """Return the error for the state of another optimizer."""
+    return CheckpointError(
+        f"the optimizer state does not match: {problem}",
+        expected="the optimizer and the parameter groups of the checkpoint",
+        fix="start a new run from these weights",
+        code="E_CHECKPOINT_OPTIMIZER",
+    )
+
+
+def encode_objects(
+    model: torch.nn.Module, scheduler: LRScheduler | None, objects: Mapping[str, Any], tensors: Tensors
+) -> dict[str, Any]:
+    """Return the state of schedule, modules and objects as JSON, and add the tensors that it contains to `tensors`.
+
+    Raises:
+        InputError: a value has a type that a checkpoint cannot hold.
+    """
+    extra = {name: value for name, value in model.state_dict().items() if name.endswith(EXTRA_STATE)}
+    states = {name: object_state(name, value) for name, value in objects.items()}
+    return {
+        "scheduler": encode(scheduler.state_dict() if scheduler else None, tensors, "scheduler"),
+        "extra": {name: encode(value, tensors, name) for name, value in extra.items()},
+        "objects": {name: encode(value, tensors, f"state.{name}") for name, value in states.items()},
+    }
+
+
+def require_savable(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    objects: Mapping[str, Any],
+) -> None:
+    """Refuse state that a checkpoint cannot hold; the state of the optimizer need not exist yet.
+
+    Raises:
+        InputError: there is such state.
+    """
+    encode_objects(model, scheduler, objects, {})
+    encode(optimizer.state_dict()["param_groups"], {}, "optimizer.groups")
+    for name, value in model.state_dict().items():
+        if not getattr(value, "is_meta", False):  # of another rank
+            encode(value, {}, name)

@@ -47,6 +47,14 @@ class Manifest(_Strict):
 
 
 @dataclass(frozen=True)
+class SavedLoader(_Strict):
+    """Position of a loader, and the settings on which its batches depend."""
+
+    cursor: Cursor
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Progress(_Strict):
     """Progress of a run, without tensors."""
 
@@ -57,14 +65,19 @@ class Progress(_Strict):
     loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor of `loss_sum` for the mean of the epoch
     skipped_steps: _Count = 0  # steps without an update, because loss or gradient was not finite
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
+    # Of own loops:
+    settings: dict[str, Any] = field(default_factory=dict)  # options of the engine
+    engine: _Count = 0  # number of the engine, on which random states depend
+    loaders: dict[str, SavedLoader] = field(default_factory=dict)  # by name; the name of a single one is empty
 
 
 @dataclass(frozen=True)
 class SavedOptimizer(_Strict):
-    """State of an optimizer without tensors."""
+    """State of an optimizer without tensors; `encode` describes the values."""
 
     numbers: dict[str, dict[str, Any]]  # by name of the parameter, then by slot
     groups: list[dict[str, Any]]
+    shared: list[Any] = field(default_factory=list)  # pairs of key and value that belong to no parameter
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ class SavedState(_Strict):
     scheduler: dict[str, Any] | None
     scaler: dict[str, Any]
     sources: dict[str, Annotated[str, Len(64, 64)]] = field(default_factory=dict)  # SHA-256 of the user's modules
+    extra: dict[str, Any] = field(default_factory=dict)  # extra state of modules by name
+    objects: dict[str, Any] = field(default_factory=dict)  # state of other objects by name
 
 
 def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
@@ -115,7 +130,7 @@ def contents_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise invalid_contents(path, f"{type(error).__name__}: {error}") from error
 
 

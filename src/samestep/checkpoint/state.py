@@ -6,9 +6,9 @@ The files do not depend on the number of ranks: names are the model's own, the p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,13 +17,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.compatibility import IMPLEMENTATION_FLAGS, like_current, require_slots, trial_state
-from samestep.checkpoint.contents import Progress, SavedOptimizer, contents_errors, invalid_contents
-from samestep.checkpoint.store import STATE, read_state
+from samestep.checkpoint.compatibility import (
+    EXTRA_STATE,
+    Tensors,
+    decode,
+    encode,
+    encode_objects,
+    groups_like,
+    like_current,
+    load_object,
+    load_schedule,
+    other_optimizer,
+    require_objects,
+    require_slots,
+    trial_state,
+)
+from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, contents_errors, invalid_contents
+from samestep.checkpoint.store import STATE, file_names, read_state
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+OTHERS = "others.safetensors"  # tensors that `state.json` refers to
 
 
 class SavedParameters(Protocol):
@@ -65,6 +80,7 @@ class Training:
     Attributes:
         average: moving average of the trained parameters by name, set in place; None if unused.
         local_parameters: parameters on this rank; None for the complete model.
+        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of torch, and dicts.
     """
 
     model: torch.nn.Module
@@ -73,6 +89,7 @@ class Training:
     scaler: torch.amp.GradScaler
     average: dict[str, torch.Tensor] | None = None
     local_parameters: SavedParameters | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> SavedParameters:
@@ -89,7 +106,8 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
     if not (keep or parameters.is_divided):
         return {}  # nothing to gather
     tensors, aliases = _pack_model(training, keep=keep)
-    slots, optimizer = _pack_optimizer(training, keep=keep)
+    others: Tensors = {}
+    slots, optimizer = _pack_optimizer(training, others, keep=keep)
     average = None if training.average is None else _gathered(training.average, parameters, keep=keep)
     if not keep:
         return {}
@@ -98,36 +116,76 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
         "progress": asdict(progress),
         "aliases": aliases,
         "optimizer": optimizer,
-        "scheduler": training.scheduler.state_dict() if training.scheduler else None,
         "scaler": training.scaler.state_dict(),
         "sources": process_state.source_files.hashes,
+        **encode_objects(training.model, training.scheduler, training.objects, others),
     }
     files = {MODEL: save(tensors), OPTIMIZER: save(slots), STATE: json.dumps(state, indent=1).encode()}
     if average is not None:
         files[AVERAGE] = save(average)
+    if others:
+        files[OTHERS] = save({name: _copied(tensor) for name, tensor in others.values()})
     return files
 
 
-def load(checkpoint: Path, training: Training) -> Progress:
-    """Verify a checkpoint and load the state into `training`.
+def read_verified(checkpoint: Path, training: Training, prefix: str = "") -> SavedState:
+    """Verify a checkpoint with the files for `training`, and return the state without tensors.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     averages = (AVERAGE,) if training.average is not None else ()
-    state = read_state(checkpoint, MODEL, OPTIMIZER, *averages)
+    files = [prefix + name for name in (MODEL, OPTIMIZER, *averages)]
+    return read_state(checkpoint, *files, name=prefix + STATE)
+
+
+def load(
+    checkpoint: Path,
+    training: Training,
+    saved: SavedState | None = None,
+    prefix: str = "",
+    *,
+    new_objects: bool = False,
+) -> Progress:
+    """Verify a checkpoint and load the state into `training`.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        training: changed in place.
+        saved: result of `read_verified`, if it was called before.
+        prefix: beginning of the names of the files.
+        new_objects: leave objects that the checkpoint does not contain unchanged.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model, optimizer or objects.
+    """
+    state = saved or read_verified(checkpoint, training, prefix)
+    require_objects(training.objects, state.objects, new_objects=new_objects)
     with contents_errors(checkpoint):
         if training.average is not None:
-            _copy(_read_tensors(checkpoint, AVERAGE), training.average, training.parameters)
-        slots = _read_tensors(checkpoint, OPTIMIZER)
-        shapes = _load_model(checkpoint, state.aliases, training.model, training.parameters)
-        _load_optimizer(training, slots, state.optimizer, shapes)
+            _copy(_read_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
+        restore = _decoder(checkpoint, prefix, training.parameters)
+        slots = _read_tensors(checkpoint, prefix + OPTIMIZER)
+        shapes = _load_model(
+            checkpoint, prefix, state.aliases, restore(state.extra), training.model, training.parameters
+        )
+        _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))), shapes)
         if training.scheduler is not None and state.scheduler is not None:
-            schedule = like_current(state.scheduler, training.scheduler.state_dict(), "scheduler")
-            training.scheduler.load_state_dict(schedule)
+            load_schedule(training.scheduler, restore(state.scheduler))
         if state.scaler:
             training.scaler.load_state_dict(like_current(state.scaler, training.scaler.state_dict(), "scaler"))
+        for name, value in training.objects.items():
+            if name in state.objects:
+                load_object(value, restore(state.objects[name]))
     return state.progress
+
+
+def _decoder(checkpoint: Path, prefix: str, parameters: SavedParameters) -> Callable[[Any], Any]:
+    """Return a function that restores encoded values, with the tensors of the checkpoint."""
+    has_tensors = prefix + OTHERS in file_names(checkpoint)
+    tensors = _read_tensors(checkpoint, prefix + OTHERS) if has_tensors else {}
+    device = next((p.device for p in parameters.local.values() if not p.is_meta), torch.device("cpu"))
+    return partial(decode, tensors=tensors, device=device)
 
 
 def load_model(
@@ -146,7 +204,9 @@ def load_model(
     """
     averages, parameters = (AVERAGE,) if averaged else (), parameters or _CompleteModel(model)
     with contents_errors(checkpoint):
-        _load_model(checkpoint, read_state(checkpoint, MODEL, *averages).aliases, model, parameters)
+        state = read_state(checkpoint, MODEL, *averages)
+        extra = _decoder(checkpoint, "", parameters)(state.extra)
+        _load_model(checkpoint, "", state.aliases, extra, model, parameters)
         if averaged:
             average = _read_tensors(checkpoint, AVERAGE)
             _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
@@ -164,7 +224,11 @@ def _gathered(
 ) -> dict[str, torch.Tensor]:
     """Gather full tensors of parameters one after another, in host memory; every rank takes part."""
     gathered = ((name, parameters.full_tensor(name, local)) for name, local in tensors.items())
-    return {name: full.cpu().contiguous().clone() for name, full in gathered if keep}
+    return {name: _copied(full) for name, full in gathered if keep}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone()
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
@@ -176,13 +240,18 @@ def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
         tensor.copy_(parts[name])
 
 
+def _fits(name: str, saved: Any, current: Any) -> bool:
+    return name.endswith(EXTRA_STATE) or (isinstance(saved, torch.Tensor) and _kind(saved) == _kind(current))
+
+
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
 def _pack_model(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
-    state, parameters = training.model.state_dict(), training.parameters
+    parameters = training.parameters
+    state = {name: tensor for name, tensor in training.model.state_dict().items() if not name.endswith(EXTRA_STATE)}
     if not parameters.is_divided:
         return _distinct(state)
     in_model = dict(training.model.named_parameters(remove_duplicate=False))
@@ -206,20 +275,26 @@ def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
             aliases[name] = first[key]
         else:
             first[key] = name
-            distinct[name] = tensor.detach().cpu().contiguous().clone()
+            distinct[name] = _copied(tensor)
     return distinct, aliases
 
 
 def _load_model(
-    checkpoint: Path, aliases: Mapping[str, str], model: torch.nn.Module, parameters: SavedParameters
+    checkpoint: Path,
+    prefix: str,
+    aliases: Mapping[str, str],
+    extra: Mapping[str, Any],
+    model: torch.nn.Module,
+    parameters: SavedParameters,
 ) -> dict[str, torch.Size]:
-    """Load weights and buffers, and return the shapes of the complete tensors."""
-    tensors = _read_tensors(checkpoint, MODEL)
+    """Load weights, buffers and extra state, and return the shapes of the complete tensors."""
+    tensors = _read_tensors(checkpoint, prefix + MODEL)
     for name, original in aliases.items():
         tensors[name] = tensors[original]
+    saved: dict[str, Any] = {**tensors, **extra}
     expected = model.state_dict()
-    wrong = [name for name in expected if name not in tensors or _kind(tensors[name]) != _kind(expected[name])]
-    unknown = [name for name in tensors if name not in expected]
+    wrong = [name for name in expected if name not in saved or not _fits(name, saved[name], expected[name])]
+    unknown = [name for name in saved if name not in expected]
     if wrong or unknown:
         raise CheckpointError(
             f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape or type "
@@ -230,21 +305,24 @@ def _load_model(
         )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not parameters.is_divided:
-        model.load_state_dict(tensors)
+        model.load_state_dict(saved)
         return shapes
     in_model = dict(model.named_parameters(remove_duplicate=False))
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in in_model}, strict=False)
+    model.load_state_dict({name: value for name, value in saved.items() if name not in in_model}, strict=False)
     local = parameters.local
     _copy({name: tensors[name] for name in local}, {name: p.detach() for name, p in local.items()}, parameters)
     return shapes
 
 
-def _pack_optimizer(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of the optimizer as `slot/name`, and numbers and parameter groups by parameter name."""
+def _pack_optimizer(
+    training: Training, others: Tensors, *, keep: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of the optimizer as `slot/name`, and other values as JSON, with their tensors in `others`."""
     names, state = _names(training), training.optimizer.state_dict()["state"]
+    shared = [[key, value] for key, value in state.items() if key not in names]
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    by_name = {names[index]: values for index, values in state.items()}
+    by_name = {names[index]: values for index, values in state.items() if index in names}
     for name, values in training.parameters.merge_metadata(by_name).items():
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -253,24 +331,15 @@ def _pack_optimizer(training: Training, *, keep: bool) -> tuple[dict[str, torch.
                     slots[f"{slot}/{name}"] = full.cpu().contiguous()
             else:
                 numbers.setdefault(name, {})[slot] = value
-    return slots, {"numbers": numbers, "groups": _groups(training, names)}
+    values = {"numbers": numbers, "groups": _groups(training, names), "shared": shared}
+    return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
 
 
 def _load_optimizer(
     training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer, shapes: Mapping[str, torch.Size]
 ) -> None:
     names, parameters = _names(training), training.parameters
-    groups = _groups(training, names)
-    if [set(group) for group in groups] != [set(group) for group in saved.groups]:
-        raise _other_optimizer("its settings are those of another optimizer, or of other parameter groups")
-    if [group["params"] for group in groups] != [group["params"] for group in saved.groups]:
-        raise _other_optimizer("it trained other parameters")
-    # How a step is computed depends on the machine.
-    implementation = [{flag: group[flag] for flag in IMPLEMENTATION_FLAGS if flag in group} for group in groups]
-    groups = [
-        {**group, **flags}
-        for group, flags in zip(like_current(saved.groups, groups, "groups"), implementation, strict=True)
-    ]
+    groups = groups_like(saved.groups, _groups(training, names))
     index = {name: i for i, name in names.items()}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in slots.items():
@@ -278,7 +347,7 @@ def _load_optimizer(
         tensors.setdefault(name, {})[slot] = tensor
     unknown = [name for name in [*tensors, *saved.numbers] if name not in index]
     if unknown:
-        raise _other_optimizer(f"it trained {unknown[0]!r}")
+        raise other_optimizer(f"it trained {unknown[0]!r}")
     state: dict[int, dict[str, Any]] = {}
     for group in groups:
         dimensions = {len(shapes[name]) for name in group["params"] if name in shapes}
@@ -294,16 +363,21 @@ def _load_optimizer(
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}
         group["params"] = [index[name] for name in group["params"]]
-    training.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    shared = dict(saved.shared)
+    if shared and type(training.optimizer).__module__.startswith("torch.optim."):
+        raise ValueError("the optimizer has no state without a parameter")
+    training.optimizer.load_state_dict({"state": state | shared, "param_groups": groups})
+    for name, parameter in parameters.local.items():
+        for slot, value in state.get(index.get(name, -1), {}).items():
+            _keep_type(training.optimizer.state[parameter], slot, value)
 
 
-def _other_optimizer(problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"the optimizer state does not match: {problem}",
-        expected="the optimizer and the parameter groups of the checkpoint",
-        fix="start a new run from these weights",
-        code="E_CHECKPOINT_OPTIMIZER",
-    )
+def _keep_type(state: dict[str, Any], slot: str, saved: Any) -> None:
+    """Restore a type that torch converts: of tensors to that of the parameter, and of text to a description."""
+    if not isinstance(saved, torch.Tensor):
+        state[slot] = saved
+    elif state[slot].dtype != saved.dtype:
+        state[slot] = saved.to(state[slot].device)
 
 
 def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -274,14 +274,23 @@ def verify(checkpoint: Path, *names: str) -> None:
             raise _damaged(checkpoint / name, f"cannot be read: {error.strerror}") from error
 
 
-def read_state(checkpoint: Path, *others: str) -> SavedState:
-    """Verify a checkpoint, including the files `others`, and return its state without tensors.
+def read_state(checkpoint: Path, *others: str, name: str = STATE) -> SavedState:
+    """Verify a checkpoint, including the files `others`, and return its state without tensors from the file `name`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
-    verify(checkpoint, STATE, *others)
-    return parse(SavedState, _read_bounded(checkpoint / STATE, _MAX_STATE_BYTES), checkpoint / STATE)
+    verify(checkpoint, name, *others)
+    return parse(SavedState, _read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name)
+
+
+def file_names(checkpoint: Path) -> set[str]:
+    """Return the names of the files in the manifest.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    return set(_read_manifest(checkpoint))
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:

@@ -269,7 +269,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from samestep.tools.tune.tune import draw, show, tune
 
     require_single_process("tune")
-    advice = "try samestep.loader(workers=N, prefetch=K) in the script, or tune a recipe with the same data"
+    advice = "try samestep.loader(num_workers=N, prefetch_factor=K) in the script, or tune a recipe with the same data"
     refuse_script(arguments, "tune", advice)
     recipe = _load_recipe(arguments, all_overrides(arguments))
     launch = LaunchOptions.parse(arguments)

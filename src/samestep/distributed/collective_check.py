@@ -1,15 +1,18 @@
 """Collective check: all ranks confirm that they issue the same operation before it communicates.
 
-Every rank numbers its operations and stores a description of each in the job's store. It then reads the descriptions of
-the other ranks under the same number, and waits for the missing ones. If they differ, every rank raises
-`RankDesyncError` before it communicates, with the operation and the source line of each rank. A rank that left the loop
-or took another branch is found by its next operation.
+Operations of this package, such as steps, begin with a small all-reduce of a hash of their name and facts, such as the
+samples of a step. If hashes differ, ranks exchange the texts, and every rank raises an error.
+
+An enabled check covers collectives of the user too. Every rank numbers its operations and stores a description of each
+in the job's store, then reads those of the other ranks under the same number.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import os
 import sys
 import sysconfig
@@ -20,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
-from samestep.errors import PeerLostError, RankDesyncError
+from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -52,7 +54,7 @@ def call_site() -> str:
     return internal or "an unknown place"
 
 
-@cache
+@functools.cache
 def _is_library(file: str) -> bool:
     if file.startswith(_STANDARD):
         return "-packages" not in file.removeprefix(_STANDARD)  # site-packages is inside the standard library's folder
@@ -155,6 +157,8 @@ _DESYNC_SECONDS = 2.0
 _READERS_SECONDS = 0.5
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
 _RULE = "every rank issues the same steps, evaluations and collectives in the same order"
+BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
+_TEXT_BYTES = 4000  # of a rank's text in an error
 
 
 @dataclass(frozen=True)
@@ -176,15 +180,16 @@ class Entry:
 
 
 class CollectiveCheck:
-    """Numbers and compares the operations of this rank; inactive until `enable`.
+    """Compares the operations of this rank with those of the other ranks, and after `enable` the user's collectives.
 
-    The check opens a second connection to the job's store. `rank_status` receives every operation, whether the check is
-    enabled or not.
+    The enabled check opens a second connection to the job's store. `rank_status` receives every operation. `at_end` is
+    called at the end of the world, on every rank; its keys are references to the objects that are compared.
     """
 
     def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
         self._rank_status, self._rank, self._size = rank_status, rank, size
         self._job_store, self._timeout = store, timeout.total_seconds()
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._store: dist.Store | None = None
         self._restore: Callable[[], None] | None = None
         self._thread = threading.get_ident()
@@ -193,6 +198,7 @@ class CollectiveCheck:
         self._after = ""  # for messages
         self._entries: dict[int, Entry] = {}  # own entries that are in the store
         self._posted = self._compared = 0
+        self.at_end: dict[Callable[[], object], Callable[[], None]] = {}
 
     def enable(self, key: int) -> None:
         """Start to compare operations; `key` is equal on every rank, and different for every use of the same store."""
@@ -206,11 +212,13 @@ class CollectiveCheck:
         try:
             yield
             with self.operation("end of samestep.start()"):
-                pass
+                for compare in self.at_end.values():
+                    compare()
         finally:
             if self._restore is not None:
                 self._restore()
             self._store = self._restore = None
+            self.at_end.clear()
 
     def next_engine_name(self) -> str:
         """Return `engine`, then `engine 2` for the second engine of a world."""
@@ -218,12 +226,13 @@ class CollectiveCheck:
         return "engine" if self._engines == 1 else f"engine {self._engines}"
 
     @contextmanager
-    def operation(self, name: str) -> Iterator[None]:
-        """Check an operation of all ranks; collectives inside the block belong to it.
+    def operation(self, name: str, facts: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Check an operation of all ranks, with facts that are equal on all; collectives in the block belong to it.
 
         Raises:
             RankDesyncError: ranks issue different operations, or a rank issues none.
-            PeerLostError: the store is gone.
+            RankMismatchError: facts differ.
+            PeerLostError: another rank is gone.
         """
         is_outermost = not self._is_inside
         with self._rank_status.operation(name):
@@ -231,12 +240,47 @@ class CollectiveCheck:
                 self._post(self._store, name)
                 with self._rank_status.waiting("the collective check"):
                     self._compare(self._store)
-                self._after = f"after {name}, "
             self._is_inside = True
             try:
+                if is_outermost:
+                    self.agree(name, facts or {})
+                    self._after = f"after {name}, "
                 yield
             finally:
                 self._is_inside = not is_outermost
+
+    def begin_collective(self, name: str) -> None:
+        """Check a collective of the user that is called through this package; an enabled check covers it already."""
+        if not self._is_inside and self._store is None and threading.get_ident() == self._thread:
+            self.agree(name, {})
+
+    def agree(self, name: str, facts: Mapping[str, str]) -> None:
+        """Compare a name and facts between ranks, by one small all-reduce; raise on every rank if they differ."""
+        if self._size == 1:
+            return
+        text = "\n".join((name, *facts.values()))
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        if len(set(self._rows(torch.tensor([number])).flatten().tolist())) == 1:
+            return
+        short = {key: ascii(value)[1:-1][: _TEXT_BYTES // 4 // len(facts)] for key, value in facts.items()}
+        data = json.dumps([name, call_site()[-_TEXT_BYTES // 8 :], short]).encode()
+        own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
+        if any(row[0] != name for row in by_rank):
+            raise self._desync_error({rank: Entry(row[0], row[1], 0) for rank, row in enumerate(by_rank)})
+        raise _mismatch_error(name, [facts for _, _, facts in by_rank])
+
+    def _rows(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the integers of all ranks, one row per rank; the group is separate from collectives of the script."""
+        rows = torch.zeros(self._size, len(own), dtype=own.dtype)
+        rows[self._rank] = own
+        try:
+            with self._rank_status.waiting("the collective check"):
+                dist.all_reduce(rows, group=self._group)  # exact: each element has one non-zero summand
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self._rank} lost its connection to another rank: {error}") from error
+        return rows
 
     def _is_active(self) -> bool:
         """Whether a collective is the user's: not inside an operation, and not in another thread."""
@@ -338,3 +382,18 @@ class CollectiveCheck:
             yield
         except dist.DistError as error:
             raise PeerLostError(f"rank {self._rank} lost its connection to the store of the job: {error}") from error
+
+
+def _mismatch_error(name: str, by_rank: list[dict[str, str]]) -> RankMismatchError:
+    """Return the error for the first fact that differs."""
+    fact = next((key for key in by_rank[0] if len({facts[key] for facts in by_rank}) > 1), next(iter(by_rank[0])))
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, facts in enumerate(by_rank):
+        ranks_by_value.setdefault(facts[fact], []).append(rank)
+    lines = "".join(f"\n    {ranks_text(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    return RankMismatchError(
+        f"{name}: ranks have a different {fact}{lines}",
+        expected="data, their order, model, optimizer and settings are equal on every rank",
+        fix="give every rank the whole dataset in one order (sort sets and listed files); samestep.loader divides it",
+        code="E_RANK_BATCH" if fact in (BATCH, DATASET) else "E_RANK_SETTINGS",
+    )

@@ -19,11 +19,12 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
+HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
 _SAFE_PATH, _OWN_SAFE_PATH = "PYTHONSAFEPATH", "samestep"
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
-    *("NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONDEVMODE", "PYTHONHASHSEED"),
+    *("NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONDEVMODE", HASH_SEED),
     *("PYTHONMALLOC", "PYTORCH_", "SLURM_", "TORCH"),
 )
 

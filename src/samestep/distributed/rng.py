@@ -16,7 +16,7 @@ import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model"]
+Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model", "engine"]
 
 
 def derive_seed(purpose: Purpose, *facts: int) -> int:
@@ -24,6 +24,32 @@ def derive_seed(purpose: Purpose, *facts: int) -> int:
     packed = struct.pack(f"<{len(facts)}Q", *facts)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode().ljust(16, b"\0")).digest()
     return int.from_bytes(digest, "little")
+
+
+class EngineNumbers:
+    """Numbers of engines that step by turns, which makes them draw different random numbers.
+
+    The number of an engine is that of the other engines with a step between its creation and its first step. An engine
+    that is created after others have finished draws the same numbers as the only engine of a script.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._created: list[int] = []  # steps of all engines before the creation of each
+        self._last: list[int] = []  # number of the last step of each
+
+    def add(self) -> int:
+        """Add an engine and return its index."""
+        self._created.append(self._steps)
+        self._last.append(0)
+        return len(self._last) - 1
+
+    def step(self, engine: int) -> int:
+        """Record a step of an engine, and return the number of others with a step since its creation."""
+        others = [last for other, last in enumerate(self._last) if other != engine]
+        self._steps += 1
+        self._last[engine] = self._steps
+        return sum(last > self._created[engine] for last in others)
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:

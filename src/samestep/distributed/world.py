@@ -17,6 +17,7 @@ from torch.distributed.tensor import _redistribute, debug
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
 from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.errors import InputError, PeerLostError
@@ -35,6 +36,7 @@ class RunContext:
     collective_check: CollectiveCheck  # check that all ranks issue the same operations; inactive until enabled
     loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
     callbacks: Sequence[Callback] = ()  # callbacks of every engine
+    engine_numbers: EngineNumbers = field(default_factory=EngineNumbers)  # on which random states of engines depend
 
     @classmethod
     def local(cls, stop: StopRequest | None = None) -> RunContext:
@@ -103,17 +105,24 @@ class World:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over ranks in place, in the backend's order of summation."""
+        self._begin("all-reduce")
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""
+        self._begin("broadcast")
         if tensor.numel() > 0:
             raw = tensor.flatten().view(torch.uint8)  # bytes: the backend does not support every dtype
             self.run_collective(lambda: dist.broadcast(raw, group=self.group, group_src=source), "a broadcast")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self._begin("barrier")
         self.run_collective(lambda: dist.barrier(group=self.group), "a barrier")
+
+    def _begin(self, collective: str) -> None:
+        if self.group is None:
+            self.context.collective_check.begin_collective(collective)
 
     def run_collective(self, collective: Callable[[], Any], name: str) -> None:
         """Run a collective, with `name` in the status of this rank, and convert a connection failure.

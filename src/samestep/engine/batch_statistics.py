@@ -1,4 +1,4 @@
-"""Checks of the number of samples from which batch norm computes its statistics."""
+"""Checks of training modes, and of the number of samples from which batch norm computes its statistics."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def warn_of_few_samples(batch: GlobalBatch) -> None:
     message = few_samples_message(batch.size, batch.microbatches)
     if message is not None:
         warnings.warn(message, FewSamplesWarning, stacklevel=4)  # the line of the user's engine.step()
+
+
+def warn_of_evaluation_mode() -> None:
+    """Warn that a step trains in evaluation mode."""
+    warnings.warn(
+        "the model is in evaluation mode: dropout is off, and batch norm uses its running statistics, as in a plain "
+        "loop. If this is not intended, call model.train() before the steps",
+        stacklevel=4,  # the line of the user's engine.step()
+    )
 
 
 def one_value_error(batch: GlobalBatch, error: ValueError) -> InputError | None:

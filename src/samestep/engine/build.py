@@ -2,69 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from samestep.config import StepConfig
 from samestep.config.validation import match_patterns
 from samestep.distributed.world import World
-from samestep.engine.buffers import MicrobatchBuffers
-from samestep.engine.callbacks import Callback
+from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
+from samestep.engine.forward_state import Rule
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
-from samestep.engine.replicas import DataParallelRunner, SyncBatchNormRunner
+from samestep.engine.replicas import DataParallelRunner, SyncBatchNormRunner, build_buffers
 from samestep.errors import InputError
 from samestep.strategies.build import build_strategy, divide_model, move_to_devices
 from samestep.strategies.device_map import DeviceMap, require_sync_batch_norm_devices
-from samestep.strategies.local_parameters import LocalParameters, replace_optimizer_parameters
+from samestep.strategies.local_parameters import LocalParameters, closure_error, replace_optimizer_parameters
 from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters
-
-Modes = list[tuple[torch.nn.Module, bool]]
-
-
-def training_modes(model: torch.nn.Module) -> Modes:
-    """Return each module with its training mode: true except for norm layers with frozen parameters only.
-
-    Such layers belong to a frozen pretrained part, and so do their running statistics.
-    """
-
-    def is_frozen_norm(module: torch.nn.Module) -> bool:
-        parameters = list(module.parameters())
-        frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-        return frozen and isinstance(module, _NormBase)
-
-    return [(module, not is_frozen_norm(module)) for module in model.modules()]
-
-
-def set_modes(modes: Modes) -> None:
-    """Set the training mode of each module."""
-    for module, trains in modes:  # parents first: setting a module sets its children
-        if module.training is not trains:
-            module.train(trains)
+from samestep.strategies.strategy import Strategy, require_plain_model
 
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:
-    """Return whether a norm layer of the model uses statistics of the batch in training."""
+    """Return whether a norm layer of the model uses statistics of the batch in its present mode.
+
+    Torch's synchronized layers count in every mode: DDP supports them on GPUs only.
+    """
     return any(
-        isinstance(module, _BatchNorm) and (trains or module.running_mean is None)
-        for module, trains in training_modes(model)
+        isinstance(module, torch.nn.SyncBatchNorm)
+        or (isinstance(module, _BatchNorm) and (module.training or module.running_mean is None))
+        for module in model.modules()
     )
 
 
 class Components(NamedTuple):
     """Parts of an engine; `Engine` documents those that are its attributes too."""
 
-    modes: Modes
+    state: ModelState
     device_map: DeviceMap | None
     local_parameters: LocalParameters
     averaged: AveragedWeights | None
@@ -76,54 +61,164 @@ class Components(NamedTuple):
 def build_components(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss: LossFunction | MultiLoss,
+    loss: LossFunction | MultiLoss | None,
     world: World,
     config: StepConfig,
     check_every: int | None,
     ema: float | None,
     callbacks: Sequence[Callback],
+    buffers: Mapping[str, Rule] | None = None,
+    previous: Components | None = None,
 ) -> Components:
     """Prepare `model` and `optimizer` in place and return the engine's components.
 
-    The order is fixed: modes and checks on the plain model, devices, transforms, division among ranks, the optimizer's
-    parameters, the strategy's wrapper, the runner.
+    The order is fixed: checks on the plain model, devices, transforms, division among ranks, the optimizer's
+    parameters, the strategy's wrapper, the runner. `previous` are the components before parameters of the model
+    changed; the model then is transformed already.
 
     Raises:
         InputError: model, optimizer, configuration and strategy do not fit together.
     """
-    modes = training_modes(model)
     sync_batch_norm = config.batch_norm == "sync" and uses_batch_statistics(model)
-    require_compatible(config, world, modes, sync_batch_norm=sync_batch_norm)
+    if previous is not None:
+        sync_batch_norm |= previous.state.sync_batch_norm
+        previous.state.require_whole_model(world)
+    require_compatible(config, world, model, sync_batch_norm=sync_batch_norm)
+    require_plain_model(model, config)
     model_parameters = list(model.parameters())
     _require_optimizer_of([p for p in model_parameters if p.requires_grad], optimizer)
+    if previous is not None:
+        optimizer.zero_grad(set_to_none=True)  # a gradient may have another shape than the parameter has now
+        previous.runner.strategy.close()
 
     device_map = move_to_devices(model, world)
-    transform_model(model, config, world.device)
+    if previous is None:
+        transform_model(model, config, world.device)
     local_parameters = divide_model(model, world)
     if config.compile and isinstance(local_parameters, StageParameters):
         local_parameters.stages.compile()  # the model as a whole is never called
     replace_optimizer_parameters(optimizer, model_parameters, local_parameters)
-    averaged = AveragedWeights(local_parameters.trained, ema) if ema is not None else None
+    averaged = _averaged_weights(local_parameters, ema, previous)
+    consistency = _compare_ranks(
+        model, optimizer, world, check_every, averaged, callbacks, is_whole=not local_parameters.is_divided
+    )
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    scaler = scaler if previous is None else previous.runner.scaler
 
-    buffers = MicrobatchBuffers(model)
     forward = MicrobatchForward(as_step_loss(loss), config, world.device)
     strategy = build_strategy(model, local_parameters, config.reduction, world, concurrent=sync_batch_norm)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
-    runner_class: type[StepRunner] = SyncBatchNormRunner if sync_batch_norm else SequentialRunner
-    if world.strategy.name == "dp":
-        runner_class = DataParallelRunner
-    outputs = EvaluationOutputs(model, forward, world.data)
+    kind = _runner_class(strategy, world, sync_batch_norm=sync_batch_norm)
+    outputs = _evaluation_outputs(model, forward, strategy, world)
+    state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
+    runner = kind(model, forward, strategy, state, scaler, receiving, world, callbacks)
+    model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
+    return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency)
+
+
+def _compare_ranks(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    check_every: int | None,
+    averaged: AveragedWeights | None,
+    callbacks: Sequence[Callback],
+    *,
+    is_whole: bool,
+) -> ConsistencyCheck:
+    """Compare the initial state of all ranks, and return the check for later; a collective."""
+    consistency = ConsistencyCheck(model, optimizer, world, check_every, averaged, is_active=is_whole)
+    consistency.compare(0)  # before a strategy broadcasts the model of rank 0
+    if any(isinstance(callback, Intervention) for callback in callbacks):
+        consistency.is_active = False  # `samestep verify` records the differences
+    consistency.compare_at_end()
+    return consistency
+
+
+def _evaluation_outputs(
+    model: torch.nn.Module, forward: MicrobatchForward, strategy: Strategy, world: World
+) -> EvaluationOutputs:
     if isinstance(strategy, PipelineStrategy):
-        runner_class, outputs = PipelineRunner, PipelineOutputs(model, forward, world, strategy.stages)
-    runner = runner_class(model, forward, strategy, buffers, scaler, receiving, world, callbacks)
-    # Ranks that divide the parameters hold different ones, so there is nothing to compare.
-    compared = None if local_parameters.is_divided else check_every
-    consistency = ConsistencyCheck(model, optimizer, world, compared, averaged)
-    return Components(modes, device_map, local_parameters, averaged, runner, outputs, consistency)
+        return PipelineOutputs(model, forward, world, strategy.stages)
+    return EvaluationOutputs(model, forward, world.data)
 
 
-def require_compatible(config: StepConfig, world: World, modes: Modes, *, sync_batch_norm: bool) -> None:
+def _runner_class(strategy: Strategy, world: World, *, sync_batch_norm: bool) -> type[StepRunner]:
+    if isinstance(strategy, PipelineStrategy):
+        return PipelineRunner
+    if world.strategy.name == "dp":
+        return DataParallelRunner
+    return SyncBatchNormRunner if sync_batch_norm else SequentialRunner
+
+
+def _averaged_weights(
+    local_parameters: LocalParameters, ema: float | None, previous: Components | None
+) -> AveragedWeights | None:
+    if previous is None or previous.averaged is None:
+        return AveragedWeights(local_parameters.trained, ema) if ema is not None else None
+    previous.averaged.follow(local_parameters.local)
+    return previous.averaged
+
+
+class ModelState:
+    """Parameters and norm layers for which components were built, to detect changes by the script.
+
+    Attributes:
+        sync_batch_norm: norm layers use statistics of the global batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: StepConfig,
+        sync_batch_norm: bool,
+        *,
+        is_divided: bool,
+    ) -> None:
+        self.sync_batch_norm = sync_batch_norm
+        self._optimizer, self._is_divided = optimizer, is_divided
+        modules = list(model.modules())
+        # The present values of these tables are all modules and parameters, as long as no value changes.
+        self._modules = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        is_watched = config.batch_norm == "sync" and not sync_batch_norm
+        self._norms = [module for module in modules if is_watched and isinstance(module, _BatchNorm)]
+        self._objects, self._attributes = self._read()
+
+    def is_current(self) -> bool:
+        """Return whether parameters, the optimizer's groups and the use of batch statistics are unchanged."""
+        objects, attributes = self._read()
+        is_same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
+        return is_same and attributes == self._attributes
+
+    def require_whole_model(self, world: World) -> None:
+        """Refuse a change of parameters that are divided among ranks or devices.
+
+        Raises:
+            InputError: they are.
+        """
+        if self._is_divided or world.strategy.name == "device_map":
+            raise InputError(
+                "trained parameters, the optimizer's groups or the use of batch statistics changed after the engine "
+                "was made",
+                expected=f"under {world.mesh_shape.name}, they stay as they were when the engine was made",
+                fix="change them before samestep.Engine(...), or use --strategy ddp",
+                code="E_PARAMETERS_CHANGED",
+            )
+
+    def _read(self) -> tuple[list[object], list[object]]:
+        parameters = [p for table in self._parameters for p in table.values() if p is not None]
+        optimized = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        modules = chain.from_iterable(table.values() for table in self._modules)
+        uses_batch = any(norm.training for norm in self._norms)
+        if self._is_divided:  # FSDP exchanges the parameters themselves
+            return [*modules, *optimized], [uses_batch, *(p.requires_grad for p in parameters)]
+        attributes = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
+        return [*modules, *parameters, *optimized], [uses_batch, *attributes]
+
+
+def require_compatible(config: StepConfig, world: World, model: torch.nn.Module, *, sync_batch_norm: bool) -> None:
     """Refuse options of a step that the strategy does not support.
 
     Raises:
@@ -155,7 +250,7 @@ def require_compatible(config: StepConfig, world: World, modes: Modes, *, sync_b
             "dp computes on replicas of the model, which excludes compiled and recomputed modules",
             f"--strategy ddp, or remove step.{option}",
         )
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module, _ in modes)
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     if transforms and config.batch_norm == "sync" and has_batch_norm:
         raise _incompatible(
             f"step.{option} with step.batch_norm: sync",
@@ -179,6 +274,23 @@ def _incompatible(value: str, expected: str, fix: str) -> InputError:
 
 def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds other parameters than the trained ones, whose gradients are reduced."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InputError(
+            "the optimizer is SparseAdam, which needs sparse gradients",
+            expected="an optimizer for dense gradients, which are summed over microbatches in a fixed order",
+            fix="torch.optim.Adam, and layers without sparse=True",
+            code="E_OPTIMIZER",
+        )
+    if not parameters:
+        raise InputError(
+            "no parameter of the model requires a gradient",
+            expected="a model with parameters to train",
+            fix="requires_grad_(True) for the parameters to train",
+            code="E_OPTIMIZER",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise closure_error(optimizer)
     in_optimizer: set[Any] = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing, foreign = len(set(parameters) - in_optimizer), len(in_optimizer - set(parameters))
     if missing or foreign:
@@ -186,7 +298,8 @@ def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: t
             f"{missing} trained parameters of the model are not in the optimizer, and {foreign} parameters of the "
             "optimizer are not in the model",
             expected="the optimizer holds exactly the model's parameters that require a gradient",
-            fix="construct it from model.parameters(); freeze other parameters with requires_grad_(False)",
+            fix="construct it from model.parameters(); freeze others with requires_grad_(False); for parameters that "
+            "are new or no longer frozen, call optimizer.add_param_group, or make a new engine",
             code="E_OPTIMIZER",
         )
 

@@ -13,7 +13,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move_next_
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
-from samestep.metrics.metrics import LossMetric, Metric
+from samestep.metrics.metrics import LossMetric, Metric, require_outputs
 
 if TYPE_CHECKING:
     from samestep.data.loader import Loader
@@ -71,6 +71,7 @@ class TrainingValues(Callback):
         if not microbatch.size:
             return
         targets = microbatch.pair[1]
+        require_outputs(outputs, targets, self._metrics)
         outputs = move_next_to(map_tensors(outputs, torch.Tensor.detach), targets)
         for metric in self._metrics:
             if not isinstance(metric, LossMetric):

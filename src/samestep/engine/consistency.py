@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 
+from samestep.config import StepConfig
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffers import MicrobatchBuffers
@@ -98,11 +101,15 @@ def optimizer_tensors(
 
 
 class ConsistencyCheck:
-    """Compares ranks by checksums after every `every` steps; inactive if `every` is None.
+    """Compares ranks by checksums: at the first step, on request, and after every `every` steps.
 
-    Parameters, buffers, optimizer state and the moving average are compared, and hashes of the averaged buffers at the
-    beginning of each step: a step ends with the mean of the buffers over microbatches, so a wrong buffer of one rank
-    soon is the same on all ranks, and a comparison of the buffers alone is too late.
+    Parameters, persistent buffers, optimizer state and the moving average are compared. With `every`, so are all other
+    buffers, and hashes of the averaged buffers at the beginning of each step: a step ends with the mean of the buffers
+    over microbatches, so a wrong buffer of one rank soon is the same on all ranks, and a comparison of the buffers
+    alone is too late.
+
+    Attributes:
+        is_active: whether ranks are compared; not if they divide the parameters, and so hold different ones.
     """
 
     def __init__(
@@ -112,18 +119,23 @@ class ConsistencyCheck:
         world: World,
         every: int | None,
         averaged: AveragedWeights | None = None,
+        *,
+        is_active: bool = True,
     ) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._every = every if world.size > 1 else None
+        self.is_active = is_active and world.size > 1
+        self._every = every if self.is_active else None
         average = averaged.tensors if averaged is not None else {}
         self._average = {f"average of {name}": tensor for name, tensor in average.items()}
         self._buffers = MicrobatchBuffers(model)
         self._history: torch.Tensor | None = None  # one word per element of the buffers
-        self._last_equal: int | None = None
+        self._has_begun = False
+        self._last_equal: list[int] = []  # at most one step
 
     def begin_step(self, steps: int) -> None:
         """Compare the initial state before the first step, and record the buffers after `steps` steps."""
-        if self._last_equal is None:
+        if not self._has_begun:
+            self._has_begun = True
             self.compare(steps)
         if self._every is not None:  # h = h P + bits modulo 2^64, so a difference never disappears
             bits = self._buffers.read().view(torch.int64)
@@ -140,22 +152,40 @@ class ConsistencyCheck:
         Raises:
             RankMismatchError: ranks differ; raised on every rank with the same message.
         """
-        if self._every is None:
+        if not self.is_active:
             return
-        tensors = self._tensors()
-        text = "\n".join(f"{name} {_shape(tensor)}" for name, tensor in tensors.items())
-        shapes = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        numbers = [_signed(shapes), _signed(checksum(tensors.values()))]
-        checksums = dict(enumerate(gather_numbers(self._world, numbers)))
-        if len(set(checksums.values())) > 1:
-            raise self._mismatch(steps, checksums, tensors)
-        self._last_equal = steps
+        try:
+            _require_equal(self._tensors(), self._world, f"after step {steps}", self._last_equal)
+        except RankMismatchError:
+            self._world.context.collective_check.at_end.pop(weakref.ref(self), None)  # one report suffices
+            raise
+        self._last_equal[:] = [steps] if self._has_begun else []
+
+    def compare_at_end(self) -> None:
+        """Compare the parameters also at the end of the world, when the engine may be gone; a collective.
+
+        Parameters of engines that no rank uses any longer are compared now and released.
+        """
+        if not self.is_active:
+            return
+        entries = self._world.context.collective_check.at_end
+        is_used = [int(reference() is not None) for reference in entries]
+        columns = zip(*gather_numbers(self._world, is_used), strict=True)
+        for reference, column in zip(list(entries), columns, strict=True):
+            if not any(column):
+                entries.pop(reference)()
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in self._model.named_parameters()}
+        end = "at the end of samestep.start()"
+        entries[weakref.ref(self)] = partial(_require_equal, tensors, self._world, end, self._last_equal)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the compared tensors (non-persistent buffers too) by descriptive names."""
+        """Return the compared tensors by descriptive names."""
         parameters = dict(self._model.named_parameters())
         tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
-        tensors |= {f"buffer {name}": buffer for name, buffer in self._model.named_buffers()}
+        for path, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if self._every is not None or name not in module._non_persistent_buffers_set:
+                    tensors[f"buffer {path}.{name}" if path else f"buffer {name}"] = buffer
         state = optimizer_tensors(parameters, self._optimizer)
         tensors |= {f"optimizer {key} of {name}": value for (name, key), value in state.items()}
         tensors |= self._average
@@ -165,30 +195,49 @@ class ConsistencyCheck:
                 tensors[f"buffer {name} at the beginning of a step"] = part
         return tensors
 
-    def _mismatch(
-        self, steps: int, checksums: dict[int, tuple[int, ...]], tensors: dict[str, torch.Tensor]
-    ) -> RankMismatchError:
-        local = {name: f"{_shape(tensor)} {checksum([tensor]):x}" for name, tensor in tensors.items()}
-        by_rank: list[dict[str, str]] = all_gather(local, self._world)
-        all_names = dict.fromkeys(name for rank in by_rank for name in rank)
-        names = [name for name in all_names if len({rank.get(name) for rank in by_rank}) > 1]
-        odd = odd_ranks(checksums)
-        others = ranks_text([rank for rank in checksums if rank not in odd])
-        problem = f"{others} differ, with no majority"
-        if odd:
-            problem = f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {others}"
-        listed = "".join(f"\n    {name}" for name in names[:_MAX_LISTED])
-        more = f"\n    and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        last, resume, equal = "never equal", "", self._last_equal
-        if equal is not None:
-            last = f"last equal after step {equal}"
-            resume = f"resume from a checkpoint of step {equal} or before; later ones may contain the difference. "
-        return RankMismatchError(
-            f"after step {steps}, {problem}; {last}\n  {len(names)} of {len(all_names)} tensors differ:{listed}{more}",
-            expected="parameters, buffers and optimizer state have the same bits on every rank",
-            fix=f"{resume}Look for code that changes the model on one rank only; if there is none and the error recurs "
-            "on the same machine, test its memory",
-        )
+
+def _require_equal(tensors: Mapping[str, torch.Tensor], world: World, when: str, last_equal: list[int]) -> None:
+    text = "\n".join(f"{name} {_shape(tensor)}" for name, tensor in tensors.items())
+    shapes = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    checksums = dict(enumerate(gather_numbers(world, [_signed(shapes), _signed(checksum(tensors.values()))])))
+    if len(set(checksums.values())) == 1:
+        return
+    local = {name: f"{_shape(tensor)} {checksum([tensor]):x}" for name, tensor in tensors.items()}
+    by_rank: list[dict[str, str]] = all_gather(local, world)
+    all_names = dict.fromkeys(name for rank in by_rank for name in rank)
+    names = [name for name in all_names if len({rank.get(name) for rank in by_rank}) > 1]
+    odd = odd_ranks(checksums)
+    others = ranks_text([rank for rank in checksums if rank not in odd])
+    problem = f"{others} differ, with no majority"
+    if odd:
+        problem = f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {others}"
+    listed = "".join(f"\n    {name}" for name in names[:_MAX_LISTED])
+    more = f"\n    and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    last, fix = "never equal", "seed before the model is built (torch.manual_seed(0)), and load weights on every rank. "
+    for step in last_equal:
+        last = f"last equal after step {step}"
+        fix = f"resume from a checkpoint of step {step} or before; later ones may contain the difference. "
+    raise RankMismatchError(
+        f"{when}, {problem}; {last}\n  {len(names)} of {len(all_names)} tensors differ:{listed}{more}",
+        expected="parameters, buffers and optimizer state have the same bits on every rank",
+        fix=f"{fix}Look for code that changes the model on one rank only; if there is none and the error recurs "
+        "on the same machine, test its memory",
+    )
+
+
+def settings_of(config: StepConfig, optimizer: torch.optim.Optimizer, loss: object) -> dict[str, str]:
+    """Return the settings that are equal on every rank, as text by kind."""
+    groups = [_plain(group) for group in optimizer.param_groups]
+    options = _plain(vars(loss)) if isinstance(loss, torch.nn.Module) else ""
+    return {
+        "configuration of the step": repr(config),
+        "optimizer": f"{type(optimizer).__qualname__} {groups}",
+        "loss": f"{getattr(loss, '__qualname__', type(loss).__qualname__)} {options}",
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, int | float | str) or value is None}
 
 
 def enable_checks(world: World, every: int | None) -> None:

@@ -16,7 +16,7 @@ from samestep.errors import InputError
 
 
 class AveragedWeights:
-    """Average of a model's trained parameters; frozen parameters and buffers are the model's.
+    """Average of a model's parameters that are or were trained; other parameters and buffers are the model's.
 
     Args:
         trained: this rank's trained parameters by name.
@@ -42,6 +42,15 @@ class AveragedWeights:
         if current:
             torch._foreach_lerp_(averages, current, 1 - decay)
 
+    def follow(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Continue with the model's current `parameters`; the average of a new one begins with the current weights."""
+        before, tensors = self._trained, self.tensors
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad or name in before}
+        self.tensors = {
+            name: tensors[name] if before.get(name) is p and _kind(tensors[name]) == _kind(p) else p.detach().clone()
+            for name, p in self._trained.items()
+        }
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average for the duration of the block."""
@@ -57,3 +66,7 @@ class AveragedWeights:
         """Return weights and averages with values: parameters of other ranks are meta tensors."""
         names = [name for name, parameter in self._trained.items() if not parameter.is_meta]
         return [self._trained[name].detach() for name in names], [self.tensors[name] for name in names]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -14,19 +15,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.checkpoint.state import Training
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
+from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import one_value_error, warn_of_few_samples
-from samestep.engine.build import build_components, set_modes, uses_batch_statistics
+from samestep.engine.batch_statistics import one_value_error, warn_of_evaluation_mode, warn_of_few_samples
+from samestep.engine.build import Components, build_components, uses_batch_statistics
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
-from samestep.engine.consistency import enable_checks
-from samestep.engine.evaluation import evaluate
+from samestep.engine.consistency import enable_checks, settings_of
+from samestep.engine.evaluation import evaluate_batches
+from samestep.engine.forward_state import Rule
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
+from samestep.engine.microbatch import ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, reduce_requests
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
+from samestep.strategies.local_parameters import closure_error
 
 
 class Engine:
@@ -36,7 +41,7 @@ class Engine:
         model: trained in place and moved to the world's device.
         optimizer: any optimizer of torch, with exactly the model's trained parameters.
         loss: a loss of `torch.nn`; a function from outputs and targets to a `Loss(sum, count)`, or to a scalar, the
-            mean over a microbatch; or a `MultiLoss`.
+            mean over a microbatch; or a `MultiLoss`. None if every step has a forward function.
         world: the ranks, from `samestep.start()`.
         scheduler: any scheduler of torch; its state is a part of checkpoints.
         scheduler_interval: `step` or `epoch`, required with a scheduler: the scheduler is stepped after each optimizer
@@ -47,6 +52,8 @@ class Engine:
             also check that they issue the same steps, evaluations and collectives: see `docs/guides/runs.md`.
         metrics: metrics of training and the default of `evaluate`, which describes the possible values.
         callbacks: read-only hooks.
+        buffers: rules for buffers that a training forward changes, and for frozen parameters that it writes, by shell
+            patterns of their names: `mean`, `equal`, `last` or `sum`; see `docs/concepts/buffers.md`.
 
     Attributes:
         steps: number of steps done, skipped ones included; random states and schedule depend on it.
@@ -60,7 +67,7 @@ class Engine:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: LossFunction | MultiLoss,
+        loss: LossFunction | MultiLoss | None = None,
         *,
         world: World,
         scheduler: LRScheduler | None = None,
@@ -70,14 +77,18 @@ class Engine:
         ema: float | None = None,
         metrics: Metrics = (),
         callbacks: Sequence[Callback] = (),
+        buffers: Mapping[str, Rule] | None = None,
     ) -> None:
+        self.config = config or StepConfig()
         self._name = world.context.collective_check.next_engine_name()
-        with world.context.collective_check.operation(f"making {self._name}"):
+        self._index = world.context.engine_numbers.add()
+        self._number: int | None = None  # until the first step
+        settings = settings_of(self.config, optimizer, loss)
+        with world.context.collective_check.operation(f"making {self._name}", settings):
             enable_checks(world, check_every)
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
-        self.config = config or StepConfig()
         self._metrics = metrics
         objects = as_metrics(deepcopy(metrics), ignore_index=as_step_loss(loss).ignore_index)
         self._training_values = TrainingValues(objects) if objects else None
@@ -85,55 +96,110 @@ class Engine:
         for callback in self._callbacks:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
-        by_microbatch = self.config.batch_norm == "microbatch" and uses_batch_statistics(model)
-        self._checks_samples = by_microbatch and world.is_main  # in the first step
-        parts = build_components(model, optimizer, loss, world, self.config, check_every, ema, self._callbacks)
-        self._components, self.scaler = parts, parts.runner.scaler
-        self.averaged, self.local_parameters, self.device_map = parts.averaged, parts.local_parameters, parts.device_map
+        self._checks_batch = self._checks_mode = world.is_main  # until the first step, and the first warning
+        self._build = partial(
+            build_components, model, optimizer, loss, world, self.config, check_every, ema, self._callbacks, buffers
+        )
+        self._set_components(self._build())
         for callback in self._callbacks:
             callback.engine_created(self)
+
+    def _set_components(self, parts: Components) -> None:
+        parts.runner.forward.engine_number = self.number
+        self._components, self.scaler = parts, parts.runner.scaler
+        self.averaged, self.local_parameters, self.device_map = parts.averaged, parts.local_parameters, parts.device_map
+
+    def _refresh(self) -> None:
+        """Adapt to parameters that the script added, replaced, froze or unfroze; a collective if there are any."""
+        if not self._components.state.is_current():
+            self._set_components(self._build(self._components))
 
     @property
     def training(self) -> Training:
         """The objects whose state a checkpoint contains."""
+        self._refresh()
         average = self.averaged.tensors if self.averaged is not None else None
         return Training(self.model, self.optimizer, self.scheduler, self.scaler, average, self.local_parameters)
+
+    @property
+    def number(self) -> int:
+        """Number among engines that step by turns, from 0; random states depend on it from the first step."""
+        return self._number or 0
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._number = self._components.runner.forward.engine_number = number
 
     @property
     def strategy(self) -> str:
         """Name of the strategy."""
         return self._components.runner.strategy.name
 
-    def step(self, batch: GlobalBatch, *, save: bool = False) -> StepResult:
+    def step(self, batch: GlobalBatch, *, forward: ForwardFunction | None = None, save: bool = False) -> StepResult:
         """Compute one optimizer step from one global batch.
 
         Args:
             batch: the samples of the step.
+            forward: function from the model and the data of a microbatch, of any structure, to a `Loss(sum, count)`, a
+                scalar, the mean over the microbatch, or a mapping with one of them as `loss`. Other numbers of the
+                mapping are returned as `result.values`; `outputs` and `targets` are for metrics. It calls the model
+                that it receives. None calls model and loss with inputs and targets.
             save: this rank requests a checkpoint of the state after the step; every rank receives `result.save`.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; the state is unchanged.
             PeerLostError: another rank ended.
             UnusedParameterError: a trained parameter received no gradient.
-            RankDesyncError: with `check_every`: another rank is about to do something else.
-            RankMismatchError: with `check_every`: ranks hold different state; see `check`.
+            RankDesyncError: another rank is about to do something else.
+            RankMismatchError: ranks have different batches, datasets or settings, or hold different state; see `check`.
         """
-        with self.world.context.collective_check.operation(f"{self._name}.step {self.steps + 1}"):
+        is_current = self._components.state.is_current()
+        facts = self._facts(batch, is_current) if self.world.size > 1 else {}
+        with self.world.context.collective_check.operation(f"{self._name}.step {self.steps + 1}", facts):
+            if not is_current:
+                self._refresh()
             self._components.consistency.begin_step(self.steps)
+            self._set_forward(forward)
+            number = self.world.context.engine_numbers.step(self._index)
+            self.number = number if self._number is None else self._number
             result = self._step(batch, save)
             self._components.consistency.end_step(result.step)
             return result
+
+    def _set_forward(self, function: ForwardFunction | None, *, needs_loss: bool = True) -> None:
+        runner = self._components.runner
+        if function is not None and self.world.mesh_shape.pipeline > 1:
+            raise InputError(
+                f"a forward function with the mesh {self.world.mesh_shape.name}",
+                expected="a pipeline divides the forward of the model itself",
+                fix="use --strategy ddp or fsdp, or pairs (inputs, targets) without a forward function",
+                code="E_INCOMPATIBLE",
+            )
+        runner.forward.function, runner.forward.needs_loss = function, needs_loss
+        runner.strategy.calls_plain_model = function is not None
+
+    def _facts(self, batch: GlobalBatch, is_current: bool) -> dict[str, str]:
+        """Return properties of a step that are equal on every rank. `samestep verify` compares most of them itself."""
+        facts = {BATCH: batch.identity, "set of parameters": str(is_current)}
+        if not any(isinstance(callback, Intervention) for callback in self._callbacks):
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            facts[DATASET] = batch.dataset
+            facts["learning rate"] = repr([rate for rate in rates if not isinstance(rate, torch.Tensor)])
+        return facts
 
     def _step(self, batch: GlobalBatch, save: bool) -> StepResult:
         runner, world = self._components.runner, self.world
         for callback in self._callbacks:
             callback.begin_step(self, batch)
-        set_modes(self._components.modes)
         self.optimizer.zero_grad(set_to_none=True)
         runner.forward.begin_step(batch, world.data)
-        if self._checks_samples:
-            self._checks_samples = False
-            warn_of_few_samples(batch)
+        if self._checks_batch:
+            self._checks_batch = False
+            if self.config.batch_norm == "microbatch" and uses_batch_statistics(self.model):
+                warn_of_few_samples(batch)
+        if self._checks_mode and not self.model.training:
+            self._checks_mode = False
+            warn_of_evaluation_mode()
         try:
             stats = runner.compute(batch, self.steps, save=save)
         except ValueError as error:
@@ -156,7 +222,12 @@ class Engine:
         self.scaler.update()
         self._schedule.end_step(batch, self.steps + 1)
         self.steps += 1
-        result = StepResult(self.steps, stats.loss, stats.count, lr, float(norm), not finite, stats.stop, stats.save)
+        if batch.source is not None:
+            batch.source.end_step(batch, stop=stats.stop)
+        values = runner.forward.means(world.data)
+        result = StepResult(
+            self.steps, stats.loss, stats.count, lr, float(norm), not finite, stats.stop, stats.save, values
+        )
         for callback in self._callbacks:
             callback.end_step(self, result)
         return result
@@ -172,8 +243,13 @@ class Engine:
     def _update(self, batch: GlobalBatch, stats: StepStats, norm: torch.Tensor) -> None:
         if self.config.clip_norm is not None:
             clip_grads_with_norm_(list(self.local_parameters.names), self.config.clip_norm, norm)
-        self.scaler.step(self.optimizer)
-        self._components.runner.buffers.write(stats.buffers / batch.filled)
+        try:
+            self.scaler.step(self.optimizer)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if "closure" not in str(error):
+                raise
+            raise closure_error(self.optimizer) from error
+        self._components.runner.buffers.commit()
         if self.averaged is not None:
             self.averaged.update(self.steps + 1)
 
@@ -204,21 +280,29 @@ class Engine:
         with self.world.context.collective_check.operation(f"{self._name}.training_values"):
             return self._training_values.take(self._components.outputs.world)
 
-    def evaluate(self, batches: Iterable[GlobalBatch], metrics: Metrics | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        batches: Iterable[GlobalBatch],
+        metrics: Metrics | None = None,
+        *,
+        forward: ForwardFunction | None = None,
+    ) -> dict[str, float]:
         """Return `loss` (and its terms), `samples` and the metrics over `batches`, each sample counted once.
 
         Args:
             batches: evaluation data, such as a loader.
-            metrics: names (`accuracy`, `top5`, `dice`, `f1`, `iou`, `perplexity`), metrics of torchmetrics, or objects
-                with `name`, `update(outputs, targets)`, `compute(world)` and `reset()`; or a mapping from names to
-                metrics of torchmetrics. None for the metrics of the engine. Named metrics ignore the same targets as
-                the loss.
+            metrics: names (`accuracy`, `top5`, `dice`, `f1`, `iou`, `perplexity`), metrics of torchmetrics, functions
+                from outputs and targets to one value per sample or to a sum and a count, or objects with `name`,
+                `update(outputs, targets)`, `compute(world)` and `reset()`; or a mapping from names to metrics of
+                torchmetrics and functions. None for the metrics of the engine. Named metrics ignore the same targets
+                as the loss.
+            forward: as in `step`.
 
         Raises:
             InputError: a metric is unknown, cannot be summed over ranks, or does not support the outputs.
             RunError: the loss counts nothing.
         """
-        values = self._evaluate(batches, metrics, until_stop=False)
+        values = self._evaluate(batches, metrics, forward, until_stop=False)
         assert values is not None
         return values
 
@@ -227,24 +311,31 @@ class Engine:
         return self._evaluate(batches, metrics, until_stop=True)
 
     def _evaluate(
-        self, batches: Iterable[GlobalBatch], metrics: Metrics | None, *, until_stop: bool
+        self,
+        batches: Iterable[GlobalBatch],
+        metrics: Metrics | None,
+        forward: ForwardFunction | None = None,
+        *,
+        until_stop: bool,
     ) -> dict[str, float] | None:
         averaged = self.averaged.in_place() if self.averaged is not None else nullcontext()
         outputs = self._components.outputs
         ignore_index = outputs.forward.loss.ignore_index
         objects = as_metrics(self._metrics if metrics is None else metrics, ignore_index=ignore_index)
+        self._set_forward(forward)
         with self.world.context.collective_check.operation(f"{self._name}.evaluate"), averaged:
-            values = evaluate(self.model, batches, objects, outputs, self.world, until_stop=until_stop)
+            values = evaluate_batches(self.model, batches, objects, outputs, self.world, until_stop=until_stop)
         if values is not None:
             for callback in self._callbacks:
                 callback.end_evaluation(self, values)
         return values
 
     def check(self) -> None:
-        """Compare the state of all ranks now; a collective. Does nothing without `check_every`.
+        """Compare the state of all ranks now; a collective.
 
         Raises:
             RankMismatchError: parameters, buffers or optimizer state differ between ranks.
         """
         with self.world.context.collective_check.operation(f"{self._name}.check"):
+            self._refresh()
             self._components.consistency.compare(self.steps)

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
+from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, move_next_to
+from samestep.data.loader import Loader
+from samestep.distributed.collective_check import BATCH
 from samestep.distributed.rng import preserved_generators
-from samestep.distributed.world import World
-from samestep.engine.loss import Loss
-from samestep.engine.microbatch import EVALUATION, MicrobatchForward
-from samestep.engine.step_stats import rounded_sum
-from samestep.errors import RunError
-from samestep.metrics.metrics import LossMetric, Metric
+from samestep.distributed.world import World, all_gather
+from samestep.engine.buffers import EvaluationState, written_in_evaluation_error
+from samestep.engine.loss import Loss, LossFunction, StepLoss
+from samestep.engine.microbatch import EVALUATION, ForwardFunction, MicrobatchForward
+from samestep.engine.multi_loss import MultiLoss, as_step_loss, no_loss
+from samestep.errors import InputError, RunError
+from samestep.metrics.counts import rounded_sum
+from samestep.metrics.metrics import LossMetric, Metric, Metrics, as_metrics, require_loss, require_outputs
+from samestep.strategies.strategy import broadcast_model
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Set evaluation mode, and restore the mode of each module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        # By `train`, which modules override, and parents first: the call sets the children too.
+        for module, training in modes:
+            if module.training is not training:
+                module.train(training)
 
 
 class EvaluationOutputs:
@@ -27,15 +50,85 @@ class EvaluationOutputs:
     def __init__(self, model: torch.nn.Module, forward: MicrobatchForward, world: World) -> None:
         self.world, self.forward, self._model = world, forward, model
 
-    def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
-        """Yield microbatches with outputs and the loss of each term."""
+    def __call__(
+        self, batch: GlobalBatch, position: int, state: EvaluationState
+    ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
+        """Yield microbatches with outputs and the loss of each term; each starts with the buffers in `state`."""
         for microbatch in batch.local_microbatches:
-            yield microbatch, *self.forward.term_losses(self._model, microbatch, EVALUATION, position)
+            result = self.forward.term_losses(self._model, microbatch, EVALUATION, position)
+            state.restore()
+            yield microbatch, *result
         for filler in batch.fillers:
             self.forward.term_losses(self._model, filler, EVALUATION, position)
+            state.restore()
+
+
+class _NoLoss(StepLoss):
+    """The loss of an evaluation that computes metrics only."""
+
+    def __init__(self) -> None:
+        self._function = no_loss
+
+    def term_losses(self, outputs: Any, targets: Any, samples: int) -> list[Loss]:
+        return [Loss(torch.zeros(()), 0.0)]
 
 
 def evaluate(
+    model: torch.nn.Module,
+    batches: Iterable[GlobalBatch],
+    metrics: Metrics = (),
+    *,
+    world: World,
+    loss: LossFunction | MultiLoss | None = None,
+    forward: ForwardFunction | None = None,
+    config: StepConfig | None = None,
+) -> dict[str, float]:
+    """Evaluate a model without an optimizer; all ranks use the weights of rank 0.
+
+    Args:
+        model: moved to the world's device; modes, buffers and parameters stay unchanged.
+        batches: evaluation data, such as a loader.
+        metrics: as in `Engine.evaluate`.
+        world: the ranks, from `samestep.start()`.
+        loss: as in `Engine`; None for metrics only.
+        forward: as in `Engine.step`; the mapping needs no `loss`.
+        config: precision and seed.
+
+    Returns:
+        `loss` if there is one, `samples` and every metric, each sample counted once.
+
+    Raises:
+        InputError: there is nothing to compute, a metric is unknown or does not support the outputs, or the strategy
+            divides the model.
+    """
+    step_loss = as_step_loss(loss) if loss is not None else _NoLoss()
+    objects = as_metrics(metrics, ignore_index=step_loss.ignore_index)
+    if not objects and loss is None and forward is None:
+        raise InputError(
+            "samestep.evaluate received neither metrics nor a loss",
+            expected="something to compute",
+            fix='samestep.evaluate(model, batches, ["accuracy"], world=world)',
+            code="E_METRIC",
+        )
+    if world.mesh_shape.splits_model:
+        raise InputError(
+            f"samestep.evaluate with the mesh {world.mesh_shape.name}",
+            expected="a complete model on each rank",
+            fix="use Engine.evaluate, or samestep.start() without a strategy",
+            code="E_INCOMPATIBLE",
+        )
+    with world.context.collective_check.operation("samestep.evaluate"):
+        model.to(world.device)
+        broadcast_model(model, world)
+        microbatch_forward = MicrobatchForward(step_loss, config or StepConfig(), world.device)
+        microbatch_forward.function, microbatch_forward.needs_loss = forward, loss is not None
+        compute = EvaluationOutputs(model, microbatch_forward, world.data)
+        values = evaluate_batches(model, batches, objects, compute, world, until_stop=False)
+    assert values is not None
+    return values
+
+
+def evaluate_batches(
     model: torch.nn.Module,
     batches: Iterable[GlobalBatch],
     metrics: Sequence[Metric | LossMetric],
@@ -53,43 +146,77 @@ def evaluate(
     Raises:
         RunError: the loss counts nothing.
     """
-    world, loss = compute.world, compute.forward.loss
+    world, loss = compute.world, compute.forward.active_loss
     counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
     rows: list[tuple[int, list[float]]] = []  # slot; sum and count of each term, samples
+    identities = []
+    values_of_slots: list[list[Any]] = []
     slots = 0
     stopped = False
-    model.eval()
-    with torch.no_grad(), preserved_generators(world.device):
-        for position, batch in enumerate(batches):
+    with evaluation_mode(model), torch.no_grad(), preserved_generators(world.device), EvaluationState(model) as state:
+        for position, batch in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
             if until_stop and _stops_before_batch(all_ranks):
                 stopped = True
                 break
             world.context.status.heartbeat()
-            for microbatch, outputs, losses in compute(batch, position):
-                numbers = [float(number) for term in losses for number in (term.sum, term.count)]
+            identities.append(f"{batch.identity} of {batch.dataset}")
+            for microbatch, outputs, losses in compute(batch, position, state):
+                numbers = [float(number) for term in losses for number in (term.sum, term.count)] or [0.0, 0.0]
                 rows.append((slots + microbatch.number, [*numbers, microbatch.size]))
-                targets = microbatch.data[1]
+                targets = compute.forward.with_targets(microbatch).data[1]
+                require_outputs(outputs, targets, counting)
                 for metric in counting if microbatch.size else ():
                     metric.update(move_next_to(outputs, targets), targets)
+            values_of_slots += [[slots + number, *rest] for number, *rest in compute.forward.values()]
+            compute.forward.results = {}
             slots += batch.microbatches
     if until_stop and _any_rank(stopped, all_ranks):
         for metric in counting:
             metric.reset()
         return None
-    gathered = torch.zeros(2 * loss.term_count + 1, slots, dtype=torch.float64, device=world.device)
-    for slot, numbers in rows:
-        gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
-    world.all_reduce(gathered)  # each element has one non-zero summand, so the order of summation is irrelevant
-    *totals, samples = (rounded_sum(row) for row in gathered.tolist())
-    if not any(totals[1::2]):
-        raise RunError(
-            "the loss counted nothing in evaluation", fix="check for ignored targets", code="E_NOTHING_COUNTED"
-        )
-    values = loss.means(list(zip(totals[::2], totals[1::2], strict=True))) | {"samples": int(samples)}
+    digest = hashlib.blake2b("\n".join(identities).encode(), digest_size=4).hexdigest()
+    all_ranks.context.collective_check.agree("evaluation", {BATCH: f"{len(identities)} batches ({digest})"})
+    *totals, samples = _sums(rows, 2 * loss.term_count + 1, slots, state.written, world)
+    values = _means(loss, totals, needs_loss=compute.forward.needs_loss)
+    require_loss(values, metrics)
+    values |= {"samples": int(samples), **compute.forward.means(world, values_of_slots)}
     return values | {
         metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
         for metric in metrics
     }
+
+
+def _means(loss: StepLoss, totals: list[float], *, needs_loss: bool) -> dict[str, float]:
+    """Return the mean loss and those of its terms, from their sums and counts; nothing without a count.
+
+    Raises:
+        RunError: the loss counts nothing.
+    """
+    if any(totals[1::2]):
+        return loss.means(list(zip(totals[::2], totals[1::2], strict=True)))
+    if needs_loss:
+        raise RunError(
+            "the loss counted nothing in evaluation", fix="check for ignored targets", code="E_NOTHING_COUNTED"
+        )
+    return {}
+
+
+def _sums(
+    rows: Sequence[tuple[int, list[float]]], columns: int, slots: int, written: list[str], world: World
+) -> list[float]:
+    """Return the sum of each column over the rows of all ranks, one row per slot; a collective.
+
+    Raises:
+        InputError: the evaluation has written parameters on some rank.
+    """
+    gathered = torch.zeros(columns, slots + 1, dtype=torch.float64, device=world.device)
+    for slot, numbers in rows:
+        gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
+    gathered[0, slots] = len(written)
+    world.all_reduce(gathered)  # each element has one non-zero summand, so the order of summation is irrelevant
+    if gathered[0, slots] > 0:
+        raise written_in_evaluation_error(sorted(set(chain.from_iterable(all_gather(written, world)))))
+    return [rounded_sum(row) for row in gathered[:, :slots].tolist()]
 
 
 def _stops_before_batch(world: World) -> bool:

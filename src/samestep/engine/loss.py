@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -117,17 +117,55 @@ class StepLoss:
         return {"loss": total / count}
 
 
-def as_loss(value: Loss | torch.Tensor, samples: int) -> Loss:
+class ForwardResult(NamedTuple):
+    """Result of a forward function for one microbatch."""
+
+    loss: Loss | None
+    outputs: Any  # for metrics
+    targets: Any
+    values: dict[str, Loss]  # for logging
+
+
+def forward_result(value: Any, samples: int, *, needs_loss: bool) -> ForwardResult:
+    """Return the result of a forward function for a microbatch of `samples` samples.
+
+    Args:
+        value: a loss, or a mapping with `loss`, `outputs` and `targets` for metrics, and values for logging.
+        samples: number of samples.
+        needs_loss: whether a loss is required.
+
+    Raises:
+        InputError: there is no loss, or a value is no scalar.
+    """
+    fields = dict(value) if isinstance(value, Mapping) else {"loss": value}
+    outputs, targets = fields.pop("outputs", None), fields.pop("targets", None)
+    if needs_loss and fields.get("loss") is None:
+        raise InputError(
+            f"the forward function returned {'no loss' if 'loss' not in fields else 'None as the loss'}",
+            expected="a loss, or a mapping with the key 'loss'",
+            fix='return {"loss": loss, "outputs": outputs, "targets": targets}',
+            code="E_LOSS",
+        )
+    sums = {
+        name: as_loss(torch.tensor(float(item)) if isinstance(item, int | float) else item, samples, f"value {name!r}")
+        for name, item in fields.items()
+        if item is not None
+    }
+    return ForwardResult(sums.pop("loss", None), outputs, targets, sums)
+
+
+def as_loss(value: Loss | torch.Tensor, samples: int, name: str = "") -> Loss:
     """Return the result of a loss function as a sum and a count; a scalar is the mean over the microbatch's samples.
 
     Raises:
         InputError: `value` is neither a `Loss` of a scalar nor a scalar tensor.
     """
     advice = "return samestep.Loss(sum, count), or a scalar that is the mean over the microbatch's samples"
+    source = f"the forward function, as {name}," if name else "the loss function"
     if isinstance(value, Loss):
-        require_scalar(value.sum, "the loss function", advice)
+        require_scalar(value.sum, source, advice)
         return value
-    return Loss(require_scalar(value, "the loss function", advice) * samples, samples)
+    return Loss(require_scalar(value, source, advice) * samples, samples)
 
 
 def require_scalar(value: object, source: str, advice: str) -> torch.Tensor:

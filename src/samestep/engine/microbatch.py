@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,18 +15,21 @@ import torch
 from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_device, seed_generators
-from samestep.distributed.world import World
+from samestep.distributed.world import World, all_gather
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.callbacks import Callback
-from samestep.engine.loss import Loss, StepLoss
+from samestep.engine.forward_state import ForwardState
+from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.step_stats import StepStats, stats_vector, vector_length
 from samestep.errors import UnusedParameterError
+from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree
-from samestep.strategies.strategy import Strategy
+from samestep.strategies.strategy import Strategy, sparse_error
 
 TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
+ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
 Total = torch.futures.Future[torch.Tensor]  # the sum of the statistics vectors
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,10 +42,26 @@ class MicrobatchForward:
         self._counts: list[float] = []
         self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
         self._is_loss_checked = False
+        self.engine_number = 0
+        self.function: ForwardFunction | None = None
+        self.needs_loss = True
+        self.results: dict[int, ForwardResult] = {}  # of the forward function, by microbatch
+
+    @property
+    def seed(self) -> int:
+        """Seed of random states; engines of one world draw different numbers."""
+        seed, number = self.config.seed, self.engine_number
+        return derive_seed("engine", seed, number) if number else seed
+
+    @property
+    def active_loss(self) -> StepLoss:
+        """The loss whose terms `term_losses` returns."""
+        return self.loss if self.function is None else _ONE_TERM
 
     def begin_step(self, batch: GlobalBatch, world: World) -> None:
         """Sum the counts that the loss needs before the first forward; a collective."""
-        self._counts = self.loss.global_counts(batch, world)
+        self.results = {}
+        self._counts = self.loss.global_counts(batch, world) if self.function is None else []
         self._sizes = [stop - start for start, stop in batch.bounds]
 
     def __call__(
@@ -64,14 +85,19 @@ class MicrobatchForward:
         If other microbatches are computed at the same time (`concurrent`), generators that they share are not seeded.
 
         Raises:
-            TypeError: the batch is not a pair.
-            InputError: the loss function returned no loss, or a sum in place of a mean.
+            InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
-        inputs, _ = microbatch.pair
+        inputs = microbatch.pair[0] if self.function is None else microbatch.data
         seed = seed_device if concurrent else seed_generators
-        seed(derive_seed(purpose, self.config.seed, position, microbatch.number), self.device)
+        seed(derive_seed(purpose, self.seed, position, microbatch.number), self.device)
         with autocast(self.config.precision, self.device):
-            outputs = call_model(module, channels_last(inputs) if self.config.channels_last else inputs)
+            inputs = channels_last(inputs) if self.config.channels_last else inputs
+            if self.function is not None:
+                result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=self.needs_loss)
+                self.results[microbatch.number] = result
+                losses = [] if result.loss is None else [result.loss]
+                return result.outputs, losses if microbatch.size else _without_samples(losses)
+            outputs = call_model(module, inputs)
             return outputs, self.losses_of_outputs(microbatch, outputs)
 
     def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
@@ -81,11 +107,49 @@ class MicrobatchForward:
         if not self._is_loss_checked and microbatch.number == 0 and microbatch.size:  # on one rank
             self._is_loss_checked = True
             self.loss.require_mean(outputs, targets, microbatch.size)
-        return losses if microbatch.size else [Loss(loss.sum * 0.0, 0.0) for loss in losses]
+        return losses if microbatch.size else _without_samples(losses)
+
+    def with_targets(self, microbatch: Microbatch) -> Microbatch:
+        """Return a computed microbatch with data `(inputs, targets)`, targets of the forward function if it has one."""
+        if self.function is None:
+            return microbatch
+        return microbatch._replace(data=(microbatch.data, self.results[microbatch.number].targets))
+
+    def means(self, world: World, own: list[list[Any]] | None = None) -> dict[str, float]:
+        """Return the means of the values for logging; a collective if there is a forward function.
+
+        Args:
+            world: the ranks.
+            own: number, name, sum and count of the values of this rank; None for those since `begin_step`.
+        """
+        if self.function is None:
+            return {}
+        rows, means = list(chain(*all_gather(self.values() if own is None else own, world))), {}
+        for name in sorted({row[1] for row in rows}):
+            total, count = (rounded_sum([row[column] for row in rows if row[1] == name]) for column in (2, 3))
+            means[name] = total / count if count else math.nan
+        return means
+
+    def values(self) -> list[list[Any]]:
+        """Return number, name, sum and count of the values for logging of this rank since `begin_step`."""
+        return [
+            [number, name, float(value.sum), float(value.count)]
+            for number, result in self.results.items()
+            for name, value in result.values.items()
+        ]
 
     def combine(self, microbatch: Microbatch, losses: Sequence[Loss]) -> Loss:
         """Return the one loss of a training step from the losses of its terms."""
+        if self.function is not None:
+            return losses[0]
         return self.loss.combine(losses, self._counts, sum(self._sizes), self._sizes[microbatch.number])
+
+
+_ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
+
+
+def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
+    return [Loss(loss.sum * 0.0, 0.0) for loss in losses]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
@@ -119,7 +183,7 @@ class StepRunner(ABC):
     model: torch.nn.Module
     forward: MicrobatchForward
     strategy: Strategy
-    buffers: MicrobatchBuffers
+    buffers: MicrobatchBuffers | ForwardState
     scaler: torch.amp.GradScaler
     names: Mapping[torch.nn.Parameter, str]
     world: World
@@ -127,6 +191,7 @@ class StepRunner(ABC):
 
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
+        self._is_checked = False  # a step has been computed
 
     @abstractmethod
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
@@ -171,7 +236,10 @@ class StepRunner(ABC):
     def finish(self, batch: GlobalBatch, tree: MicrobatchTree, total: Total) -> StepStats:
         """Complete the gradients and return the statistics of the step."""
         self.strategy.finish(tree)
-        return StepStats.from_vector(batch.microbatches, total.wait())
+        stats = StepStats.from_vector(batch.microbatches, total.wait())
+        with self.undo_on_failure():
+            self.buffers.combine(stats.buffers, tree, self.strategy, self.world.data)
+        return stats
 
     def backward(self, loss: torch.Tensor, samples: int) -> None:
         """Backward of `loss / samples`.
@@ -183,8 +251,17 @@ class StepRunner(ABC):
         torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
 
     def require_gradients(self, names: Mapping[torch.nn.Parameter, str], microbatch: int | None = None) -> None:
-        """Raise `UnusedParameterError` if the backward of a microbatch left some of `names` without a gradient."""
-        unused = [name for parameter, name in names.items() if parameter.grad is None]
+        """Refuse parameters that received no gradient from the backward of a microbatch, or a sparse one.
+
+        Raises:
+            UnusedParameterError: some of `names` have no gradient.
+            InputError: a gradient is sparse.
+        """
+        gradients = {name: parameter.grad for parameter, name in names.items()}
+        unused = [name for name, gradient in gradients.items() if gradient is None]
+        for name, gradient in gradients.items():
+            if gradient is not None and gradient.is_sparse:
+                raise sparse_error(name)
         if not unused:
             self._used_in = microbatch
             return
@@ -203,12 +280,14 @@ class StepRunner(ABC):
 class SequentialRunner(StepRunner):
     """Computes the microbatches of a rank one after another."""
 
+    buffers: ForwardState
+
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
         strategy, total = self.strategy, None
         tree = MicrobatchTree(batch.microbatches, batch.size)
         vectors: dict[int, torch.Tensor] = {}
         microbatches = (*batch.local_microbatches, *batch.fillers)
-        self.buffers.begin()
+        self.buffers.begin(batch.microbatches)
         with preserved_generators(self.world.device), self.undo_on_failure():
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
@@ -217,15 +296,19 @@ class SequentialRunner(StepRunner):
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)
                     if not microbatch.is_filler:
-                        vectors[microbatch.number] = self.vector(batch, microbatch, loss, self.buffers.read(), save)
+                        vectors[microbatch.number] = self.vector(
+                            batch, microbatch, loss, self.buffers.read(microbatch.number), save
+                        )
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
-                        total = self.sum_vectors(batch, tree, vectors)
+                        # Later in the first step: the ranks of a refused model have not sent different messages.
+                        total = self.sum_vectors(batch, tree, vectors) if self._is_checked else None
                     self.backward(loss.sum, batch.size)
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)
                 if last and strategy.defers_gradients:
                     self.require_gradients(self.names)
+        self._is_checked = True
         return self.finish(batch, tree, total or self.sum_vectors(batch, tree, vectors))
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
@@ -234,7 +317,7 @@ class SequentialRunner(StepRunner):
             callback.begin_microbatch(microbatch)
         outputs, loss = self.forward(self.strategy.module, microbatch, position)
         for callback in callbacks:
-            callback.end_microbatch(microbatch, outputs, loss)
+            callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
         return loss
 
     def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:

@@ -13,9 +13,9 @@ import torch
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss, LossFunction, StepLoss, require_scalar
-from samestep.engine.step_stats import rounded_sum
 from samestep.engine.torch_losses import recognized_loss
 from samestep.errors import InputError
+from samestep.metrics.counts import rounded_sum
 
 Count = Literal["samples", "once"] | Callable[[Any], torch.Tensor | float]
 _term_error = partial(InputError, code="E_LOSS_TERM")
@@ -139,6 +139,30 @@ class MultiLoss(StepLoss):
         }
 
 
-def as_step_loss(loss: LossFunction | MultiLoss) -> StepLoss:
-    """Return the loss of an engine as a `StepLoss`."""
+def no_loss(outputs: Any, targets: Any) -> NoReturn:
+    """Refuse a step or an evaluation without a loss."""
+    raise InputError(
+        "the engine has no loss",
+        expected="a loss, or a forward function that returns one",
+        fix="samestep.Engine(model, optimizer, loss, ...), or engine.step(batch, forward=...)",
+        code="E_LOSS",
+    )
+
+
+def as_step_loss(loss: LossFunction | MultiLoss | None) -> StepLoss:
+    """Return the loss of an engine as a `StepLoss`.
+
+    Raises:
+        InputError: the loss has parameters to train, or is one of PyTorch's that cannot be used.
+    """
+    if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise InputError(
+            f"the loss {type(loss).__name__} has parameters to train",
+            expected="all trained parameters belong to the model, whose gradients are reduced",
+            fix='put the loss into the model: nn.ModuleDict({"net": net, "loss": loss}), and call both in '
+            "engine.step(batch, forward=...)",
+            code="E_LOSS",
+        )
+    if loss is None:
+        return StepLoss(no_loss)
     return loss if isinstance(loss, MultiLoss) else recognized_loss(loss) or StepLoss(loss)

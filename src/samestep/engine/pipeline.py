@@ -13,6 +13,7 @@ import torch
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tensors, tensors_of
 from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
+from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments, autocast
@@ -28,6 +29,7 @@ class PipelineRunner(StepRunner):
     """Computes all microbatches of this rank's data in the stages; each stage accumulates its gradients."""
 
     strategy: PipelineStrategy
+    buffers: MicrobatchBuffers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +77,13 @@ class PipelineOutputs(EvaluationOutputs):
         # Ranks of a tensor axis have the same outputs, so only the first of them returns outputs.
         self._has_outputs = world.mesh_shape.coordinates(world.rank)["tensor"] == 0
 
-    def __call__(self, batch: GlobalBatch, position: int) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
+    def __call__(
+        self, batch: GlobalBatch, position: int, state: EvaluationState
+    ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
         work = _Work(batch, self.forward, EVALUATION, position)
         for shapes, slots in _by_shape(batch.local_microbatches).items():
             self._stages.run(work, slots, shapes, training=False)
+        state.restore()
         for slot in sorted(work.results) if self._has_outputs else ():
             yield batch.local_microbatches[slot], *work.results[slot]
 
@@ -103,7 +108,7 @@ class _Work:
     def around(self, slot: int, stage: int) -> Iterator[None]:
         """Set random state and precision for one stage; the seed also depends on the stage."""
         number, device = self._microbatches[slot].number, self._forward.device
-        seed_generators(derive_seed(self._purpose, self._config.seed, self._position, number, stage), device)
+        seed_generators(derive_seed(self._purpose, self._forward.seed, self._position, number, stage), device)
         with autocast(self._config.precision, device):
             yield
 

@@ -17,9 +17,11 @@ from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
 from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.forward_state import ForwardState, Rule
 from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
 from samestep.engine.microbatch import SequentialRunner, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
+from samestep.engine.pipeline import PipelineRunner
 from samestep.engine.step_stats import StepStats
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
@@ -158,7 +160,7 @@ class DataParallelRunner(SequentialRunner):
         tree = MicrobatchTree(batch.microbatches, batch.size)
         vectors: dict[int, torch.Tensor] = {}
         weights = self._device_weights()
-        self.buffers.begin()
+        self.buffers.begin(batch.microbatches)
         with preserved_generators(self.world.device), self.undo_on_failure():
             before = generator_state()
             for first in range(0, len(batch.local_microbatches), len(self._devices)):
@@ -206,10 +208,9 @@ class DataParallelRunner(SequentialRunner):
         self, number: int, microbatch: Microbatch, weights: Weights, batch: GlobalBatch, position: int, save: bool
     ) -> Computed:
         replica = replicate(self.model, self._devices[number], weights)
-        buffers = MicrobatchBuffers(replica.module)
         on_device = microbatch._replace(data=move(microbatch.data, self._devices[number]))
         _, loss = self.forward(replica.module, on_device, position, concurrent=True)
-        vector = self.vector(batch, microbatch, loss, buffers.read(), save)
+        vector = self.vector(batch, microbatch, loss, self.buffers.read(microbatch.number, replica.module), save)
         copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
         self.backward(loss.sum, batch.size)
         require_untouched(list(self.names))
@@ -219,6 +220,8 @@ class DataParallelRunner(SequentialRunner):
 
 class SyncBatchNormRunner(StepRunner):
     """Computes all microbatches in lockstep, each on a replica; gradients are reduced after the last microbatch."""
+
+    buffers: ForwardState
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,18 +237,18 @@ class SyncBatchNormRunner(StepRunner):
         def compute_microbatch(microbatch: Microbatch, replica: Replica) -> None:
             for callback in self.callbacks:
                 callback.begin_microbatch(microbatch)
-            buffers = MicrobatchBuffers(replica.module)
             outputs, loss = self.forward(replica.module, microbatch, position)
             for callback in self.callbacks:
-                callback.end_microbatch(microbatch, outputs, loss)
-            vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers.read(), save)
+                callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
+            buffers = self.buffers.read(microbatch.number, replica.module)
+            vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers, save)
             copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
             self.backward(loss.sum, batch.size)
             require_untouched(list(self.names))
             self.require_gradients(copies, microbatch.number)
             gradients[microbatch.number] = [copy.grad for copy in copies]
 
-        self.buffers.begin()
+        self.buffers.begin(batch.microbatches)
         with self.undo_on_failure():
             self._run(batch, tree, compute_microbatch)
             self.world.context.status.end_compute(len(batch.local_microbatches))
@@ -305,3 +308,31 @@ class SyncBatchNormRunner(StepRunner):
         exchange = self._exchange
         is_first = batch.local_microbatches and exchange is not None and exchange.bad_direction == direction
         return flagged_by_any(exchange.bad if exchange is not None and is_first else [], batch, self.world)
+
+
+def build_buffers(
+    model: torch.nn.Module, rules: Mapping[str, Rule] | None, runner_class: type[StepRunner], *, is_whole: bool
+) -> MicrobatchBuffers | ForwardState:
+    """Return the rules for the state that a forward changes.
+
+    Raises:
+        InputError: the runner does not support the rules.
+    """
+    if runner_class is PipelineRunner:
+        if rules:
+            raise InputError(
+                "buffers=... with a pipeline",
+                "stages average their floating-point buffers and counters, and change no others",
+                "use --strategy ddp, or remove buffers=...",
+                code="E_INCOMPATIBLE",
+            )
+        return MicrobatchBuffers(model)
+    state = ForwardState(model, rules, is_whole=is_whole)
+    if state.declared_parameters and runner_class is not SequentialRunner:
+        raise InputError(
+            f"a rule for the parameter {state.declared_parameters[0]}",
+            "batch_norm: sync and dp compute on replicas, which share the parameters",
+            "write the parameter after engine.step, or set batch_norm: microbatch and --strategy ddp",
+            code="E_INCOMPATIBLE",
+        )
+    return state

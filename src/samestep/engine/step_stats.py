@@ -7,12 +7,13 @@ microbatch, so their sum is the list of all of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
+from samestep.metrics.counts import rounded_sum
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class StepResult:
         skipped: the update was skipped because of a non-finite loss or gradient.
         stop: a rank received a stop request; leave the loop after this step.
         save: a rank requested a checkpoint of the state after this step (`Engine.step(save=True)`).
+        values: values for logging that the forward function returned, as means over the global batch.
     """
 
     step: int
@@ -38,6 +40,7 @@ class StepResult:
     skipped: bool
     stop: bool
     save: bool
+    values: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,3 @@ def reduce_requests(stats: StepStats, world: World) -> StepStats:
     world.all_reduce(requests)
     stop, save = requests.tolist()
     return replace(stats, stop=stop > 0, save=save > 0)
-
-
-def rounded_sum(values: list[float]) -> float:
-    """Return the sum, rounded once, so in any order; the plain sum if `fsum` fails on infinities or overflow."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +59,7 @@ class ProcessState:
     hosted_store: dist.Store | None = None  # the store of the launch, in the launch's rank 0
     launch_store: dist.Store | None = None  # the launch's part of that store, in every rank of the launch
     job: Job | None = None  # the job of another launcher, once joined
+    session: ExitStack = field(default_factory=ExitStack)  # the world of `samestep.init()`
     worlds: int = 0  # number of worlds that this process has entered with other ranks
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.

@@ -7,14 +7,21 @@ rank is a fork of the server. The server uses no device, so the ranks can.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
+from samestep.distributed.env import (
+    HASH_SEED,
+    prepare_torch_environment,
+    silence_torch_warnings,
+    variables_of_subprocess,
+)
 from samestep.distributed.launcher_detection import free_loopback_socket
 from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError
@@ -99,8 +106,10 @@ def run_workers(
     require_machine(processes)
     prepare_torch_environment(loopback=True)
     silence_torch_warnings()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
+    context: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
+    if launch_config.has_own_hash_seeds:
+        context = multiprocessing.get_context("spawn")
     log_dir = launch_config.log_dir
     with ExitStack() as stack:
         listener = stack.enter_context(free_loopback_socket())
@@ -122,9 +131,11 @@ def run_workers(
                     stacks=stack.enter_context(closing(StackFile())),
                     environment=environment or {},
                     timeout=launch_config.hang_after + COLLECTIVE_MARGIN_SECONDS,
-                    server=server.pid,
+                    server=os.getpid() if launch_config.has_own_hash_seeds else server.pid,
                 )
-                worker_group.start(context, worker_spec)
+                variables = {HASH_SEED: str(rank)} if launch_config.has_own_hash_seeds else {}
+                with variables_of_subprocess(variables):
+                    worker_group.start(context, worker_spec)
             value = unpack(worker_group.wait_for_all())
         finally:
             worker_group.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -97,6 +98,45 @@ def start(
             dist.destroy_process_group()
         raise
     _leave(world, watchdog, is_launched=worker is not None)
+
+
+def init(
+    *,
+    device: DeviceKind = "auto",
+    reduction: Reduction = "exact",
+    threads: int = 1,
+    timeout: timedelta | None = None,
+    strategy: StrategyConfig | None = None,
+    loggers: Sequence[Logger] = (),
+) -> World:
+    """Join the other ranks, and return the world, for notebooks and scripts without a `with` block.
+
+    The world ends when the interpreter exits, or when the function given to `samestep.launch` returns. A process can
+    call this once, and not inside `samestep.start()`.
+
+    Args:
+        device: as in `samestep.start`.
+        reduction: as in `samestep.start`.
+        threads: as in `samestep.start`.
+        timeout: as in `samestep.start`.
+        strategy: as in `samestep.start`.
+        loggers: as in `samestep.start`.
+
+    Raises:
+        InputError: as in `samestep.start`; also if the process has a world already.
+    """
+    context = start(
+        device=device, reduction=reduction, threads=threads, timeout=timeout, strategy=strategy, loggers=loggers
+    )
+    world = process_state.session.enter_context(context)
+    atexit.register(_end_session, world)
+    return world
+
+
+def _end_session(world: World) -> None:
+    # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
+    if world.size == 1 or getattr(sys, "last_value", None) is None:
+        process_state.session.close()
 
 
 def _require_no_process_group() -> None:

@@ -64,8 +64,8 @@ class RankState:
 
     @property
     def disk_operation(self) -> str:
-        """Disk operation in progress, such as `fsync of PATH`; empty without one."""
-        return self.status.activity.partition(DISK_OPERATION)[2]
+        """Disk operation in progress, such as `fsync of PATH`; empty without one, and for a stopped process."""
+        return "" if self.process_state == "T" else self.status.activity.partition(DISK_OPERATION)[2]
 
 
 @dataclass(frozen=True)

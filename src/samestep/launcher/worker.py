@@ -129,7 +129,9 @@ def _call(worker_spec: WorkerSpec) -> Any:
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
     process_state.worker = worker_spec
-    return worker_spec.function()
+    value = worker_spec.function()
+    process_state.session.close()
+    return value
 
 
 def _exit_code(error: SystemExit) -> int:

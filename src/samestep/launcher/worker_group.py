@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ class LaunchConfig:
     grace: float | None = None  # seconds that ranks have to end after a request; None without a limit
     stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
     log_dir: Path | None = None  # folder for output of ranks other than 0, and for failures that are consequences
+    has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
 
 
 @dataclass
@@ -87,7 +88,7 @@ class WorkerGroup:
         self._exit_began: float | None = None  # since then all running ranks have returned, and cannot exit
         self._terminals = open_terminals()
 
-    def start(self, context: ForkServerContext, worker_spec: WorkerSpec) -> None:
+    def start(self, context: ForkServerContext | SpawnContext, worker_spec: WorkerSpec) -> None:
         """Start one worker. If the fork server is gone, the error is a `RankError`."""
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=run_rank, args=(worker_spec, send), name=f"{RANK_NAME}{worker_spec.rank}")

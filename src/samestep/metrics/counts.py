@@ -94,7 +94,9 @@ class CountMetric(ABC):
 class Accuracy(CountMetric):
     """Share of the targets that are among the `top_k` largest logits; 0 without targets."""
 
-    def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100, *, top_k: int = 1) -> None:
+    def __init__(
+        self, name: str = "accuracy", classes: int | None = None, ignore_index: int = -100, *, top_k: int = 1
+    ) -> None:
         super().__init__(name, classes, ignore_index)
         self._top_k = top_k
 
@@ -113,3 +115,11 @@ class Accuracy(CountMetric):
     def value(self, counts: torch.Tensor) -> float:
         hits, count = counts.float()  # in float32, as in torchmetrics
         return float(hits / count.clamp(min=1))
+
+
+def rounded_sum(values: list[float]) -> float:
+    """Return the sum, rounded once, so in any order; the plain sum if `fsum` fails on infinities or overflow."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from samestep.distributed.world import World
+import torch
+
+from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError, RecipeError
-from samestep.metrics.counts import Accuracy, CountMetric
+from samestep.metrics.counts import Accuracy, CountMetric, rounded_sum
 from samestep.metrics.segmentation import OverlapMetric
 
 METRICS: dict[str, Callable[[str, int | None, int], CountMetric]] = {
@@ -55,7 +57,52 @@ class LossMetric(NamedTuple):
     function: Callable[[float], float]
 
 
-# A name, an object with the methods of `Metric`, or a metric of torchmetrics.
+class FunctionMetric:
+    """Mean over all samples of the values of a function.
+
+    Args:
+        name: key of the metric in the results of an evaluation.
+        function: from outputs and targets of a microbatch to a tensor with one value per sample, or to a sum and a
+            count.
+    """
+
+    def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
+        self.name, self.function = name, function
+        self._rows: list[list[float]] = []  # sum and count of each microbatch
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add one microbatch.
+
+        Raises:
+            InputError: the function returned neither values nor a sum and a count.
+        """
+        value = self.function(outputs, targets)
+        if isinstance(value, tuple) and len(value) == 2:
+            self._rows.append([float(number) for number in value])
+        elif isinstance(value, torch.Tensor) and value.dim() > 0:
+            self._rows.append([float(value.double().sum()), value.numel()])
+        else:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise InputError(
+                f"metric {self.name} returned a {type(value).__name__}{shape}",
+                expected="a tensor with one value per sample, or a sum and a count, which are added over microbatches",
+                fix="return values without .mean(), or (values.sum(), len(values))",
+                code="E_METRIC",
+            )
+
+    def compute(self, world: World) -> float:
+        """Return the mean over all ranks, NaN if nothing was counted, and reset the sums. A collective."""
+        rows = [row for rows in all_gather(self._rows, world) for row in rows]
+        self.reset()
+        total, count = (rounded_sum([row[column] for row in rows]) for column in (0, 1))
+        return total / count if count else math.nan
+
+    def reset(self) -> None:
+        """Reset the sums."""
+        self._rows = []
+
+
+# A name, an object with the methods of `Metric`, a function, or a metric of torchmetrics.
 Metrics = Iterable[Any] | Mapping[str, Any]
 
 
@@ -111,14 +158,60 @@ def _as_metric(name: str | None, metric: Any, ignore_index: int) -> Any:
         from samestep.metrics.torchmetrics_adapter import TorchMetric
 
         return TorchMetric(name or _snake_case(type(metric).__name__), metric)
+    if callable(metric) and not hasattr(metric, "update"):
+        return FunctionMetric(name or _name_of(metric), metric)
     if name is not None:
         raise InputError(
             f"the metric with the name {name} is a {type(metric).__name__}",
-            expected="metrics of torchmetrics in a mapping",
+            expected="functions and metrics of torchmetrics in a mapping",
             fix="pass other metrics in a list; they have names",
             code="E_METRIC",
         )
     return build_metrics([metric], ignore_index=ignore_index)[0] if isinstance(metric, str) else metric
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise InputError(
+            f"the metric {function!r} has no name",
+            expected="a function with a name, or a mapping from names to functions",
+            fix='metrics={"error": lambda outputs, targets: ...}',
+            code="E_METRIC",
+        )
+    return str(name)
+
+
+def require_outputs(outputs: Any, targets: Any, metrics: Iterable[Metric | LossMetric]) -> None:
+    """Refuse metrics of outputs that a forward function did not return.
+
+    Raises:
+        InputError: outputs or targets are None.
+    """
+    names = [metric.name for metric in metrics if not isinstance(metric, LossMetric)]
+    if names and (outputs is None or targets is None):
+        raise InputError(
+            f"metric {names[0]} received no outputs or no targets",
+            expected="a forward function that returns outputs and targets, if there are metrics of them",
+            fix='return {"loss": loss, "outputs": outputs, "targets": targets}',
+            code="E_METRIC",
+        )
+
+
+def require_loss(values: Mapping[str, float], metrics: Iterable[Metric | LossMetric]) -> None:
+    """Refuse metrics of the loss of an evaluation without a loss.
+
+    Raises:
+        InputError: there is such a metric.
+    """
+    names = [metric.name for metric in metrics if isinstance(metric, LossMetric)]
+    if names and "loss" not in values:
+        raise InputError(
+            f"metric {names[0]} is a function of the loss, and the evaluation has none",
+            expected="a loss",
+            fix="samestep.evaluate(..., loss=nn.CrossEntropyLoss())",
+            code="E_METRIC",
+        )
 
 
 def _snake_case(name: str) -> str:

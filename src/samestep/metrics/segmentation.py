@@ -52,8 +52,10 @@ class OverlapMetric(ConfusionMatrix):
     predictions, including the background; 1 if none occurs.
     """
 
-    def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100, *, score: Score) -> None:
-        super().__init__(name, classes, ignore_index)
+    def __init__(
+        self, name: str | None = None, classes: int | None = None, ignore_index: int = -100, *, score: Score = "iou"
+    ) -> None:
+        super().__init__(name or score, classes, ignore_index)
         self._score = score
 
     def value(self, counts: torch.Tensor) -> float:

@@ -36,7 +36,7 @@ from samestep.launcher.job import process_state
 from samestep.launcher.session import start
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
-from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups
+from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.zoo.library import find_in_library, torchvision_model, torchvision_names
@@ -233,6 +233,7 @@ def build_model(
     if config.freeze or config.freeze_except:
         names = freeze(model, config.freeze, config.freeze_except)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
+    set_training_mode(model)
     return model, tuple(notes)
 
 
@@ -248,8 +249,9 @@ def _loaders(
         microbatches=recipe.with_microbatches(has_batch_norm).microbatch_count,
         world=world,
         seed=recipe.step.seed,
-        workers=workers,
-        prefetch=options.prefetch,
+        num_workers=workers,
+        prefetch_factor=options.prefetch,
+        persistent_workers=True,
         bad_samples=recipe.data.bad_samples,
         count_tokens=splits.count_tokens,
     )
@@ -258,13 +260,13 @@ def _loaders(
     train = loader(
         splits.train,
         shuffle=True,
-        collate=splits.train_collate or splits.collate,
+        collate_fn=splits.train_collate or splits.collate,
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,
         keeps_microbatch_size=has_batch_norm and recipe.step.batch_norm == "microbatch",
     )
     evaluation = loader(
-        splits.evaluation, collate=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
+        splits.evaluation, collate_fn=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
     )
     return train, evaluation
 

@@ -1,4 +1,4 @@
-"""Frozen parameters, and parameter groups of the optimizer: weight decay and layer decay."""
+"""Frozen parameters and norm layers, and parameter groups of the optimizer: weight decay and layer decay."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.config import OptimizerConfig
 from samestep.config.validation import match_patterns
@@ -119,3 +120,15 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence
     for name in frozen:
         parameters[name].requires_grad_(False)
     return frozen
+
+
+def set_training_mode(model: nn.Module) -> None:
+    """Set training mode, and evaluation mode for norm layers with frozen parameters only.
+
+    Such layers belong to a frozen pretrained part, and so do their running statistics.
+    """
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if isinstance(module, _NormBase) and parameters and not any(p.requires_grad for p in parameters):
+            module.eval()

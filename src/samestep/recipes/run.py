@@ -21,8 +21,7 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import map_tensors, move
-from samestep.data.loader import MANY_WORKERS
+from samestep.data.batch import MANY_WORKERS, map_tensors, move
 from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message
@@ -38,7 +37,6 @@ from samestep.metrics.best import BestRule
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.metrics.segmentation import MAX_CLASSES, ConfusionMatrix
-from samestep.microbatches import Cursor
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.machine_notes import machine_notes
 from samestep.recipes.recipe_files import (
@@ -180,7 +178,7 @@ def train(
             loggers=_loggers(options, run, held.locate(), first_step),
         )
         if world.is_main:
-            notes += machine_notes(run, built.train.workers)
+            notes += machine_notes(run, built.train.num_workers)
             folder.hold(held)
             folder.clean()
         if checkpoint is not None:
@@ -287,8 +285,8 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         "visible_devices": read_environment().visible_devices if gpu else None,
         "device": gpu or platform.processor() or platform.machine(),
         "threads": recipe.step.threads,
-        "workers": built.train.workers,
-        "prefetch": built.train.prefetch,
+        "workers": built.train.num_workers,
+        "prefetch": built.train.prefetch_factor,
         "tuned": options.tuned,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -329,7 +327,6 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     segmentation tasks have overlays. A collective operation.
     """
     world, model, data = built.engine.world, built.engine.model, built.evaluation
-    data.cursor = Cursor()
     batch = next(iter(data))
     count = 0
     model.eval()
@@ -350,5 +347,4 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
                         fix="free disk space, or select another directory",
                     ) from error
                 count += len(positions)
-    data.cursor = Cursor()
     return sum(all_gather(count, world))

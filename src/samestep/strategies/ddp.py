@@ -4,6 +4,8 @@
 
 import inspect
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -22,13 +24,19 @@ from samestep.strategies.strategy import Strategy, TensorFuture
 
 
 class DdpStrategy(Strategy):
-    """One replica of the model per rank; gradients are reduced during backward of the last microbatch."""
+    """One replica of the model per rank; gradients are reduced during backward of the last microbatch.
+
+    In the first step, they are reduced after backward. So they are in all steps if a parameter receives its gradient in
+    several parts, as from reentrant activation checkpointing of a shared layer: DDP would send the first part.
+    """
 
     def __init__(
         self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, world: World
     ) -> None:
         self._parameters, self._world = parameters, world
         self._comm_stream = _CommStream(world.device)
+        weakref.finalize(self, self._comm_stream.end)
+        self._is_deferred, self._is_first, self._has_parts = True, True, False
         self._current: tuple[MicrobatchTree, int] | None = None
         # Emitted for parameters with a dimension of size 1, whose stride is arbitrary; costs one copy of the gradient.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -42,23 +50,26 @@ class DdpStrategy(Strategy):
             bucket_cap_mb=world.strategy.bucket_mb,
             **{buffer_sync: False},  # type: ignore[arg-type]
         )
-        self._ddp.register_comm_hook(None, self._reduce_bucket)
+        # A weak reference: torch's reducer holds the state, and the garbage collector does not see references in C++.
+        self._ddp.register_comm_hook(weakref.ref(self), _reduce_bucket)
         super().__init__("ddp", self._ddp, reduction)
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        is_shared_by_all = tree.is_shared_by_all(self._world.size)
+        is_deferred = self._is_deferred or self.calls_plain_model
+        is_shared_by_all = tree.is_shared_by_all(self._world.size) and not is_deferred
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
             with self._first_failure():
                 yield
             return
-        # In the forward after the first step, DDP rebuilds its buckets, which is a collective: DDP would wait for a
-        # rank without samples. Then the plain model is called, and all ranks reduce in `finish`.
+        # In the second forward with communication, DDP rebuilds its buckets, a collective: DDP would wait for a rank
+        # without samples. Then the plain model is called, and all ranks reduce in `finish`.
         self.module = self._ddp if is_shared_by_all else self._ddp.module
         try:
-            with self._ddp.no_sync():
+            with self._ddp.no_sync(), _gradient_parts(self._parameters if self._is_first else ()) as parts:
                 yield
+            self._has_parts |= max(parts.values(), default=0) > 1
         finally:
             self.module = self._ddp
         self._reduction.accumulate(tree, microbatch)
@@ -66,18 +77,31 @@ class DdpStrategy(Strategy):
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
         return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length))
 
+    def close(self) -> None:
+        del self._ddp, self.module  # the reducer keeps shapes and types of parameters in the autograd graph
+
     def finish(self, tree: MicrobatchTree) -> None:
-        if not tree.is_shared_by_all(self._world.size):
+        if self._is_deferred or self.calls_plain_model or not tree.is_shared_by_all(self._world.size):
             with self._first_failure():
                 reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
+        if self._is_first:  # all ranks must reduce in the same way
+            has_parts = torch.tensor([float(self._has_parts)], device=self._world.device)
+            with self._first_failure():
+                self._comm_stream.submit(lambda: self._all_reduced(has_parts)).wait()
+            self._is_deferred, self._is_first = bool(has_parts > 0), False
         super().finish(tree)
 
-    def _reduce_bucket(self, state: object, bucket: dist.GradBucket) -> TensorFuture:
+    def reduce_bucket(self, bucket: dist.GradBucket) -> TensorFuture:
+        """Start the reduction of a bucket of DDP, in backward of the last microbatch."""
         assert self._current is not None
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
         gradients = unflatten(flat, parameters)  # bucket.gradients() assumes contiguous parameters
         return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, gradients, flat))
+
+    def _all_reduced(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._world.all_reduce(tensor)
+        return tensor
 
     def _reduce_accumulated(self, tree: MicrobatchTree, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         return self._comm_stream.submit(lambda: self._reduction.reduce_accumulated(tree, parameters)).wait()
@@ -94,6 +118,27 @@ class DdpStrategy(Strategy):
             raise
 
 
+def _reduce_bucket(strategy: weakref.ref[DdpStrategy], bucket: dist.GradBucket) -> TensorFuture:
+    current = strategy()
+    assert current is not None
+    return current.reduce_bucket(bucket)
+
+
+@contextmanager
+def _gradient_parts(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Counter[int]]:
+    """Count the parts in which each parameter receives its gradient."""
+    parts: Counter[int] = Counter()
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: parts.update([number]))
+        for number, parameter in enumerate(parameters)
+    ]
+    try:
+        yield parts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class _CommStream:
     """Collectives in submission order, concurrent with computation.
 
@@ -107,7 +152,7 @@ class _CommStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         else:
-            self._queue: SimpleQueue[tuple[TensorFuture, Callable[[], torch.Tensor]]] = SimpleQueue()
+            self._queue: SimpleQueue[tuple[TensorFuture, Callable[[], torch.Tensor]] | None] = SimpleQueue()
             # A daemon thread: a failed rank must be able to exit while a receive is pending.
             Thread(target=self._run, name="samestep-comm-stream", daemon=True).start()
 
@@ -128,12 +173,18 @@ class _CommStream:
         if self._failure is not None:
             raise self._failure
 
+    def end(self) -> None:
+        """End the thread."""
+        if self._device.type != "cuda":
+            self._queue.put(None)
+
     def _run(self) -> None:
-        while True:
-            future, communicate = self._queue.get()
+        while (item := self._queue.get()) is not None:
+            future, communicate = item
             try:
                 future.set_result(communicate())
             except Exception as error:  # boundary: the thread has no caller; the future carries the error
                 if isinstance(error, PeerLostError):
                     self._failure = self._failure or error
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
+            del item, future, communicate  # hold the strategy until the next item otherwise

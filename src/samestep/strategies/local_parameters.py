@@ -195,3 +195,14 @@ def _local_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     tensor = parameter.detach()
     assert isinstance(tensor, DTensor)
     return torch.nn.Parameter(tensor.to_local(), parameter.requires_grad)
+
+
+def closure_error(optimizer: torch.optim.Optimizer) -> InputError:
+    """Return the error of an optimizer that computes the loss several times in a step."""
+    return InputError(
+        f"{type(optimizer).__name__} needs a closure, which computes the loss again inside the step",
+        expected="an optimizer that computes an update from one gradient of the global batch",
+        fix="use another optimizer, such as AdamW or Muon; for sharpness-aware training, an average of the weights "
+        "(Engine(ema=0.999)) has a similar purpose",
+        code="E_OPTIMIZER",
+    )

@@ -40,6 +40,11 @@ class MicrobatchTree:
     microbatches: int  # number of microbatches, including empty ones
     samples: int  # size of the global batch, which determines the empty microbatches
 
+    @property
+    def filled(self) -> list[int]:
+        """The microbatches with samples."""
+        return [number for number in range(self.microbatches) if self.has_samples((number, number + 1))]
+
     def has_samples(self, node: Node) -> bool:
         """Return whether any microbatch below `node` has samples."""
         lo, hi = node

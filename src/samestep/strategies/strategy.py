@@ -1,20 +1,34 @@
-"""Interface of strategies, and the strategies without DDP that keep a complete model on each rank."""
+"""Interface of strategies, models that they support, and the strategies without DDP that keep a complete model."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from samestep.config import StepConfig
 from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
 from samestep.strategies.buckets import reduce_gradients
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.reduction import MicrobatchTree, Reduction
+
+_WRAPPERS = {
+    DistributedDataParallel: "pass the wrapped module, model.module: the engine reduces gradients itself",
+    DataParallel: "pass the wrapped module, model.module, and samestep.start(strategy=StrategyConfig('dp')) if one "
+    "process shall use several devices",
+    FullyShardedDataParallel: "pass the model without wrapper, and choose --strategy fsdp",
+    FSDPModule: "pass the model before fully_shard, and choose --strategy fsdp",
+    torch.jit.ScriptModule: "pass the model without torch.jit, and StepConfig(compile=True)",
+}
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 
@@ -29,9 +43,11 @@ class Strategy(ABC):
         name: as in the recipe and the documentation.
         module: called by the training forward.
         defers_gradients: no gradient is visible before the last microbatch of this rank is complete.
+        calls_plain_model: the forward receives the model without a wrapper, and may call its parts.
     """
 
     defers_gradients = False
+    calls_plain_model = False
 
     def __init__(self, name: str, module: torch.nn.Module, reduction: Reduction) -> None:
         self.name, self.module, self._reduction = name, module, reduction
@@ -53,6 +69,9 @@ class Strategy(ABC):
     def abandon(self) -> None:
         """Drop the sums of a failed step."""
         self._reduction.clear()
+
+    def close(self) -> None:  # noqa: B027  # most strategies hold nothing
+        """Release what refers to the parameters, before another strategy is built."""
 
     def finish(self, tree: MicrobatchTree) -> None:
         """Complete `.grad` of each trained parameter: the sum over all microbatches, on every rank.
@@ -128,3 +147,61 @@ def broadcast_model(model: torch.nn.Module, world: World) -> None:
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
         world.broadcast(values)
         tensor.detach().copy_(values)
+
+
+def require_plain_model(model: torch.nn.Module, config: StepConfig) -> None:
+    """Refuse models whose results would depend on the number of ranks, and parameters that cannot be reduced.
+
+    Raises:
+        InputError: the model is wrapped, or has such layers or parameters.
+    """
+    # Imported if a module was compiled; the import is slow.
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    for name, module in model.named_modules():
+        place = f"the module {name!r}" if name else "the model"
+        wrapper = next(((kind.__name__, fix) for kind, fix in _WRAPPERS.items() if isinstance(module, kind)), None)
+        if isinstance(module, compiled) or (module._compiled_call_impl is not None and not config.compile):
+            wrapper = "torch.compile", "pass the model before torch.compile, and StepConfig(compile=True)"
+        if wrapper is not None:
+            raise InputError(
+                f"{place} is wrapped in {wrapper[0]}",
+                expected="a plain torch.nn.Module, which the engine wraps and compiles according to its options",
+                fix=wrapper[1],
+                code="E_WRAPPED_MODEL",
+            )
+        if isinstance(module, torch.nn.SyncBatchNorm) and config.batch_norm != "sync":
+            raise InputError(
+                f"{place} is a SyncBatchNorm, and step.batch_norm is {config.batch_norm}",
+                expected="statistics of microbatches from BatchNorm layers, or of the global batch from either",
+                fix='StepConfig(batch_norm="sync"), or layers of torch.nn.BatchNorm1d, 2d or 3d',
+                code="E_NORM_LAYER",
+            )
+        is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if is_table and module.sparse and module.weight.requires_grad:
+            raise sparse_error(f"{name}.weight" if name else "weight")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name!r} has no values yet",
+                expected="the shapes of parameters are known before the engine is made",
+                fix="compute one forward with a batch of the data before the optimizer and the engine are made",
+                code="E_PARAMETER",
+            )
+        if isinstance(tensor, torch.nn.Parameter) and tensor.is_complex():
+            raise InputError(
+                f"the parameter {name!r} is complex",
+                expected="real parameters",
+                fix="a real parameter with a last dimension of 2, and torch.view_as_complex(parameter) in forward; "
+                "optimizers of torch compute the same for both",
+                code="E_PARAMETER",
+            )
+
+
+def sparse_error(name: str) -> InputError:
+    """Return the error of a parameter with sparse gradients."""
+    return InputError(
+        f"{name!r} has sparse gradients",
+        expected="dense gradients, which are summed over microbatches in a fixed order",
+        fix="sparse=False, and a dense optimizer in place of SparseAdam",
+        code="E_PARAMETER",
+    )

@@ -14,8 +14,7 @@ import psutil
 import torch
 
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import GlobalBatch, tensors_of
-from samestep.data.loader import MANY_WORKERS
+from samestep.data.batch import MANY_WORKERS, GlobalBatch, tensors_of
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers
 from samestep.engine.engine import Engine
@@ -132,7 +131,7 @@ def inspect_recipe(recipe: Recipe, options: RunOptions, memory: int | None) -> I
         inputs = [tensor for batch in batches for data in batch.local_microbatches for tensor in tensors_of(data.data)]
         return Inspection(
             device=world.device.type,
-            workers=built.train.workers,
+            workers=built.train.num_workers,
             peak=max(all_gather(_peak_memory(world.device), world)),
             norms=len(norm_layers(model)),
             dropouts=sum(module.p > 0 for module in dropouts),

@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load
@@ -13,10 +15,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.checkpoint import state
+from samestep.checkpoint.compatibility import Tensors, decode, encode
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load_model, pack
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, InputError
 from samestep.microbatches import Cursor
 
 PROGRESS = Progress(
@@ -41,6 +44,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler
     "none": lambda o: None,
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
     "factor": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 6]),
     "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
     "warm-up": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 20)], [3]
@@ -271,6 +275,129 @@ def test_progress_is_preserved(tmp_path: Path, best: float | None) -> None:
     progress = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
     path = CheckpointFolder(tmp_path).write(3, pack(training(0), progress))
     assert state.load(path, training(1)) == progress
+
+
+# --- values that JSON does not have ---------------------------------------------------------------------
+
+
+VALUES: dict[str, Any] = {
+    "keys": {1: "a", "1": "b", None: 2.5, (1, ("x",)): True, False: {}},
+    "containers": [
+        (),
+        (1, [2]),
+        {2, 1},
+        frozenset({"a"}),
+        deque([1], maxlen=2),
+        OrderedDict(b=1, a=2),
+        Counter({3: 4}),
+    ],
+    "scalars": [b"\x00\xff", 2 - 3j, math.inf, -0.0, 5e-324, 2**200, None],
+    "an encoded value": {"$type": "tuple", "items": [1]},
+    "numpy": [numpy.float32(0.1), numpy.float64(0.1), numpy.bool_(True), numpy.arange(3, dtype=numpy.uint16)],
+    "tensors": {"a.b": torch.ones(2, 3).t(), "a": {"b": torch.tensor(1)}, 3: torch.empty(0, dtype=torch.bfloat16)},
+}
+
+
+def through_json(value: Any) -> Any:
+    tensors: Tensors = {}
+    encoded = json.loads(json.dumps(encode(value, tensors, "value")))
+    return decode(encoded, dict(tensors.values()), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_restored_with_their_types(name: str) -> None:
+    result = through_json(VALUES[name])
+    assert repr(result) == repr(VALUES[name])
+
+
+def test_a_tensor_that_is_referred_to_twice_is_one_tensor() -> None:
+    tensor = torch.ones(3)
+    first, second = through_json((tensor, [tensor]))[0], through_json((tensor, tensor))
+    assert torch.equal(first, tensor)
+    assert second[0] is second[1]
+
+
+class Special(dict[str, int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [len, object(), Special(), Path("a"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128), slice(2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=r"^place\.a\.0 is of type") as raised:
+        encode({"a": (value,)}, {}, "place")
+    assert raised.value.code == "E_CHECKPOINT_STATE"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"$type": "function", "items": []},
+        {"$type": "tuple"},
+        {"$type": "tuple", "items": 3},
+        {"$type": "dict", "items": [[[], 1]]},
+        {"$type": "dict", "items": [1]},
+        {"$type": "tensor", "name": "no such tensor"},
+        {"$type": "bytes", "items": [300]},
+        {"$type": []},
+    ],
+    ids=str,
+)
+def test_forged_values_are_refused(forged: Any) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        decode([forged], {}, torch.device("cpu"))
+
+
+def as_before(value: Any) -> Any:
+    """Return encoded values as versions before `$type` wrote them."""
+    if isinstance(value, list):
+        return [as_before(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("$type") in ("Counter", "dict"):
+        return {str(key): as_before(item) for key, item in value["items"]}
+    return as_before(value["items"]) if "$type" in value else {key: as_before(item) for key, item in value.items()}
+
+
+def test_checkpoints_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
+    run, other = training(0, "adamw", "milestones"), training(1, "adamw", "milestones")
+    advance(run, 4)
+    files = pack(run, PROGRESS)
+    content = as_before(json.loads(files[STATE]))
+    for key in ("extra", "objects"):
+        del content[key]
+    for key in ("settings", "engine", "loaders"):
+        del content["progress"][key]
+    del content["optimizer"]["shared"]
+    path = CheckpointFolder(tmp_path).write(7, {**files, STATE: json.dumps(content).encode()})
+    state.load(path, other)
+    advance(run, 5)
+    advance(other, 5)
+    assert pack(other, PROGRESS) == pack(run, PROGRESS)
+
+
+def test_state_tensors_keep_their_type(tmp_path: Path) -> None:
+    def in_bfloat16(seed: int) -> Training:
+        model = Net(seed)
+        model.embed.to(torch.bfloat16)
+        model.out.weight = nn.Parameter(model.out.weight.detach().float())
+        return Training(
+            model, torch.optim.NAdam([model.embed.weight]), None, torch.amp.GradScaler("cpu", enabled=False)
+        )
+
+    run, other = in_bfloat16(0), in_bfloat16(1)
+    run.model.embed.weight.grad = torch.ones_like(run.model.embed.weight)
+    run.optimizer.step()
+    state.load(saved(tmp_path, run), other)
+    types = [
+        {slot: value.dtype for slot, value in one.optimizer.state[one.model.embed.weight].items()}
+        for one in (run, other)
+    ]
+    assert types[0] == types[1]
+    assert types[0]["mu_product"] is torch.float32
 
 
 # --- errors ---------------------------------------------------------------------------------------------

@@ -107,13 +107,14 @@ def test_positions_do_not_depend_on_length() -> None:
 @st.composite
 def arguments_and_cursor(draw: st.DrawFn) -> dict[str, Any]:
     size, microbatches = draw(st.integers(1, 50)), draw(st.integers(1, 8))
+    batch_size = draw(st.integers(microbatches, 24))
     return {
         "size": size,
         "microbatches": microbatches,
-        "batch_size": draw(st.integers(microbatches, 24)),
+        "batch_size": batch_size,
         "shuffle": draw(st.booleans()),
         "ranks": draw(st.integers(1, microbatches)),
-        "cursor": Cursor(draw(st.integers(0, 3)), draw(st.integers(0, size - 1))),
+        "cursor": Cursor(draw(st.integers(0, 3)), batch_size * draw(st.integers(0, (size - 1) // batch_size))),
         "lengths": draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)),
     }
 
@@ -145,7 +146,7 @@ def test_resume_does_not_load_earlier_samples() -> None:
         microbatches=5,
         world=start_world(0, 1),
         shuffle=True,
-        collate=jittered,
+        collate_fn=jittered,
         lengths=range(1000),
     )
     loader.cursor = Cursor(3, 980)

@@ -16,13 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import samestep
 from helpers.drawing_datasets import Draws, jittered
 from samestep import launch
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.data.order import global_order
 from samestep.distributed.world import World
-from samestep.errors import DataError, InputError
+from samestep.errors import CheckpointError, DataError, InputError
 from samestep.launcher.launch import RankError
 from samestep.microbatches import Cursor
 from workers import loader as ranks_loader
@@ -37,8 +38,8 @@ def start_world(rank: int, size: int) -> World:
 
 
 def loader_of(rank: int = 0, ranks: int = 1, size: int = 20, **changes: Any) -> Loader:
-    arguments: dict[str, Any] = {"batch_size": 8, "microbatches": 4, "seed": SEED, "shuffle": True, "collate": jittered}
-    return Loader(Draws(size), world=start_world(rank, ranks), **{**arguments, **changes})
+    arguments: dict[str, Any] = {"batch_size": 8, "microbatches": 4, "seed": SEED, "shuffle": True}
+    return Loader(Draws(size), world=start_world(rank, ranks), **{**arguments, "collate_fn": jittered, **changes})
 
 
 def epoch_of(ranks: int, cursor: Cursor, **changes: Any) -> list[list[GlobalBatch]]:
@@ -63,13 +64,14 @@ def used(by_rank: list[list[GlobalBatch]]) -> list[int]:
 def arguments_and_cursor(draw: st.DrawFn) -> dict[str, Any]:
     """Draw valid sizes, batches, microbatches and ranks, and a cursor."""
     size, microbatches = draw(st.integers(1, 50)), draw(st.integers(1, 8))
+    batch_size = draw(st.integers(microbatches, 24))
     return {
         "size": size,
         "microbatches": microbatches,
-        "batch_size": draw(st.integers(microbatches, 24)),
+        "batch_size": batch_size,
         "shuffle": draw(st.booleans()),
         "ranks": draw(st.integers(1, microbatches)),
-        "cursor": Cursor(draw(st.integers(0, 3)), draw(st.integers(0, size - 1))),
+        "cursor": Cursor(draw(st.integers(0, 3)), batch_size * draw(st.integers(0, (size - 1) // batch_size))),
     }
 
 
@@ -130,26 +132,70 @@ def draws_of_all(drawn: dict[str, Any]) -> Seen:
     }
 
 
-def test_each_iteration_is_the_next_epoch() -> None:
+def stepped(loader: Loader) -> list[GlobalBatch]:
+    """Return the batches of an iteration with a step of each."""
+    batches = []
+    for batch in loader:
+        loader.end_step(batch)
+        batches.append(batch)
+    return batches
+
+
+def test_each_iteration_with_steps_is_the_next_epoch() -> None:
     loader = loader_of(size=20)
-    epochs = [used([list(loader)]) for _ in range(3)]
+    epochs = [used([stepped(loader)]) for _ in range(3)]
     assert epochs == [global_order(20, seed=SEED, epoch=epoch, shuffle=True).tolist() for epoch in range(3)]
     assert loader.cursor == Cursor(3, 0)
 
 
-def test_cursor_advances_with_each_batch() -> None:
+def test_an_iteration_without_steps_keeps_the_cursor() -> None:
     loader = loader_of(size=20)
-    cursors = [loader.cursor]
-    for _ in loader:
+    loader.cursor = Cursor(1, 8)
+    assert used([list(loader)]) == used([list(loader)]) == used([stepped(loader)])
+    assert loader.cursor == Cursor(2, 0)
+
+
+def test_cursor_advances_with_each_step() -> None:
+    loader = loader_of(size=20)
+    cursors = []
+    for batch in loader:
         cursors.append(loader.cursor)
-    assert cursors == [Cursor(0, 0), Cursor(0, 8), Cursor(0, 16), Cursor(1, 0)]
+        loader.end_step(batch)
+        cursors.append(loader.cursor)
+    assert cursors == [Cursor(0, 0), *[Cursor(0, 8)] * 2, *[Cursor(0, 16)] * 2, Cursor(1, 0)]
+
+
+def test_a_stop_request_ends_epochs() -> None:
+    loader = loader_of(size=20)
+    epochs = []
+    for epoch in samestep.epochs(loader, 9):
+        epochs.append(epoch)
+        for batch in loader:
+            loader.end_step(batch, stop=epoch == 2)
+    assert epochs == [0, 1, 2]
 
 
 def test_an_interrupted_epoch_continues() -> None:
     loader = loader_of(size=20)
     first = next(iter(loader))
+    loader.end_step(first)
     rest = list(loader)
     assert used([[first, *rest]]) == global_order(20, seed=SEED, epoch=0, shuffle=True).tolist()
+
+
+def test_a_complete_epoch_is_independent_of_the_cursor() -> None:
+    loader = loader_of(size=20)
+    loader.cursor = Cursor(1, 16)
+    assert used([list(loader.complete_epoch())]) == global_order(20, seed=SEED, epoch=1, shuffle=True).tolist()
+    assert loader.cursor == Cursor(1, 16)
+
+
+@pytest.mark.parametrize("samples", [5, 24])
+def test_a_cursor_without_a_batch_raises(samples: int) -> None:
+    loader = loader_of(size=20)
+    loader.cursor = Cursor(0, samples)
+    with pytest.raises(CheckpointError, match="the start of a global batch of 8, in an epoch of 20 samples"):
+        next(iter(loader))
 
 
 def test_augmentation_differs_by_epoch_and_by_seed() -> None:
@@ -178,9 +224,9 @@ def test_augmentation_differs_by_sample() -> None:
 
 def test_loading_preserves_the_generators() -> None:
     with torch.random.fork_rng(devices=[]):
-        batches = iter(loader_of())
-        next(batches)  # torch's loader draws a seed at the start
         before = torch.get_rng_state()
+        batches = iter(loader_of())
+        next(batches)
         next(batches)
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -309,7 +355,7 @@ def test_with_workers_yields_the_same_batches_from_the_cursor() -> None:
     own = loader_of()
     own.cursor = Cursor(1, 8)
     other = own.with_workers(2, 1)
-    assert (other.workers, other.prefetch, own.workers) == (2, 1, 0)
+    assert (other.num_workers, other.prefetch_factor, own.num_workers) == (2, 1, 0)
     try:
         first = next(iter(other))
     finally:
@@ -322,25 +368,46 @@ def test_with_workers_yields_the_same_batches_from_the_cursor() -> None:
 
 
 def test_a_closed_loader_has_no_workers_and_continues() -> None:
-    loader = loader_of(workers=2)
+    loader = loader_of(num_workers=2, persistent_workers=True)
     before = {child.pid for child in multiprocessing.active_children()}
-    batches = [next(iter(loader))]
+    first = next(iter(loader))
+    loader.end_step(first)
     started = {child.pid for child in multiprocessing.active_children()} - before
     assert len(started) == 2
     loader.close()
     assert not started & {child.pid for child in multiprocessing.active_children()}
     loader.close()  # no effect
-    batches.append(next(iter(loader)))
+    second = next(iter(loader))
     loader.close()
-    assert [batch.begin.samples for batch in batches] == [0, 8]
+    assert [first.begin.samples, second.begin.samples] == [0, 8]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_the_iteration_unless_they_persist(persistent: bool) -> None:
+    loader = loader_of(num_workers=1, persistent_workers=persistent)
+    before = {child.pid for child in multiprocessing.active_children()}
+    first = [as_lists(batch) for batch in loader]
+    kept = {child.pid for child in multiprocessing.active_children()} - before
+    assert len(kept) == persistent
+    assert [as_lists(batch) for batch in loader] == first
+    assert {child.pid for child in multiprocessing.active_children()} - before == kept
+    loader.close()
+
+
+def test_two_iterations_at_the_same_time_are_independent() -> None:
+    loader = loader_of(num_workers=1, persistent_workers=True)
+    for batch, same in zip(loader, loader, strict=True):
+        assert as_lists(batch) == as_lists(same)
+    loader.close()
 
 
 def test_prefetch_sets_the_microbatches_ahead_per_worker() -> None:
     counts = []
     for prefetch in (1, 3):
-        loader = loader_of(workers=1, prefetch=prefetch)
-        next(iter(loader))
-        counts.append(loader._loader._iterator._tasks_outstanding)  # type: ignore[union-attr]
+        loader = loader_of(num_workers=1, prefetch_factor=prefetch)
+        batches = iter(loader)
+        next(batches)
+        counts.append(loader._used[0]._iterator._tasks_outstanding)  # type: ignore[union-attr]
         loader.close()
     assert counts == [1, 3]
 
@@ -363,7 +430,7 @@ def _break() -> None:
 
 @pytest.mark.parametrize("signal_after", [0.3, None])
 def test_a_worker_killed_during_a_transfer_is_named(signal_after: float | None) -> None:
-    loader = loader_of(workers=1, collate=lambda samples: BrokenTransfer(signal_after))
+    loader = loader_of(num_workers=1, collate_fn=lambda samples: BrokenTransfer(signal_after))
     began = time.monotonic()
     killed = r"DataLoader worker \(pid\(?s?\)? ?\d+\) .*(killed|exited unexpectedly)"
     with pytest.raises(ConnectionResetError if signal_after is None else RuntimeError) as failed:

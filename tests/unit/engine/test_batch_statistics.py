@@ -61,9 +61,9 @@ def test_other_value_errors_stay_themselves(alone: World) -> None:
         engine.step(batch_of(alone, torch.randn(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.int64), 1))
 
 
-def test_frozen_norm_layers_use_no_statistics_of_the_batch() -> None:
+def test_norm_layers_in_evaluation_mode_use_no_statistics_of_the_batch() -> None:
     model = net()
     assert uses_batch_statistics(model)
-    model[1].requires_grad_(False)
+    model[1].eval()
     assert not uses_batch_statistics(model)
     assert not uses_batch_statistics(net(norm=False))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep.engine.buffers import MicrobatchBuffers
-from samestep.engine.build import set_modes, training_modes
+from samestep.recipes.parameter_groups import set_training_mode
 
 
 class Counter(nn.Module):
@@ -84,17 +84,17 @@ def test_model_without_buffers_has_an_empty_vector() -> None:
     assert (buffers.length, buffers.read().shape) == (0, (0,))
 
 
-def test_set_modes_sets_every_module_to_training() -> None:
+def test_training_mode_of_a_recipe_is_set_in_every_module() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)).eval()
-    set_modes(training_modes(model))
+    set_training_mode(model)
     assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm2d])
-def test_frozen_norm_layer_stays_in_evaluation_mode(norm: type[nn.Module]) -> None:
+def test_frozen_norm_layer_of_a_recipe_is_in_evaluation_mode(norm: type[nn.Module]) -> None:
     frozen = norm(2, affine=True).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Dropout())
-    set_modes(training_modes(model))
+    set_training_mode(model)
     assert not frozen.training
     assert model[1].training
 
@@ -102,5 +102,5 @@ def test_frozen_norm_layer_stays_in_evaluation_mode(norm: type[nn.Module]) -> No
 def test_partly_frozen_norm_layer_is_in_training_mode() -> None:
     norm = nn.BatchNorm1d(2)
     norm.weight.requires_grad_(False)
-    set_modes(training_modes(norm))
+    set_training_mode(norm)
     assert norm.training

@@ -50,7 +50,7 @@ def test_change_of_optimizer_state_is_reported(results: ByRank) -> None:
 
 
 def test_long_list_of_tensors_is_shortened(results: ByRank) -> None:
-    steps, lines = report(results["learning rate"])
+    steps, lines = report(results["all parameters"])
     assert (steps, lines[0]) == (10, AFTER_TEN)
     assert lines[5] == "    and 3 more"
 

@@ -39,6 +39,7 @@ def test_activation_checkpointing_gives_the_same_bits(plain: tuple[str, float, l
     assert launch(train, OPTIONS["recompute"], processes=1) == plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_compiled_model_gives_the_same_bits_on_any_number_of_ranks(plain: tuple[str, float, list[str]]) -> None:

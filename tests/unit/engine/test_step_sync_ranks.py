@@ -63,7 +63,7 @@ def test_microbatches_of_other_ranks_at_other_layers_are_reported(
 
 def test_models_of_different_shapes_are_refused(results: dict[int, ByRank]) -> None:
     for ranks in RANKS[1:]:
-        assert set(results[ranks]["different models"]) == {"E_MODEL_DIFFERS"}
+        assert set(results[ranks]["different models"]) == {"E_RANK_MISMATCH"}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -108,8 +108,8 @@ def test_best_and_last_checkpoints_of_a_loop(
 
 def test_best_checkpoint_can_be_evaluated_after_training(alone: World, tmp_path: Path) -> None:
     values, _ = loop(alone, tmp_path, 6)
-    engine = engine_of(alone, metrics=["accuracy"])
-    batches = samestep.loader(TensorDataset(*random_data(SAMPLES)), batch_size=16, microbatches=1, world=alone)
+    engine, data = engine_of(alone, metrics=["accuracy"]), TensorDataset(*random_data(SAMPLES))
+    batches = samestep.loader(data, batch_size=16, microbatches=1, shuffle=True, world=alone)
     test_batches = samestep.loader(TensorDataset(*random_data(40, seed=2)), batch_size=16, microbatches=1, world=alone)
     with samestep.CheckpointManager(tmp_path, engine, batches) as checkpoints:
         assert checkpoints.resume("best")

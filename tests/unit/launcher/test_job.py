@@ -81,6 +81,7 @@ def test_unreachable_store_is_named_with_the_address() -> None:
     assert "no other machine reaches" in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_token_and_number_of_ranks_must_match() -> None:
     port = free_port()

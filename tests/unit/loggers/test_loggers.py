@@ -284,6 +284,8 @@ def test_wandb_writes_an_offline_run_and_resumes_it(tmp_path: Path) -> None:
         assert all(text in content for text in (b"train/loss", b"evaluation/accuracy", b"my/metric", b"optimizer"))
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_mlflow_stores_metrics_and_parameters_and_resumes_the_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")

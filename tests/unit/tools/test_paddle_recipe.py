@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import load_recipe, make_recipe, recipe_data
-from samestep.tools.convert import KEYS, OLD_NAMES, OTHER_MODELS, ConvertedRecipe, convert_recipe
+from samestep.tools.convert import ConvertedRecipe, convert_recipe
+from samestep.tools.paddle_keys import DISTILLED_NAMES, FAMILIES, KEYS, OLD_NAMES
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.paddle import NAMES
 
@@ -239,7 +241,7 @@ def test_recipe_supports_one_rank_per_device(tmp_path: Path, devices: int) -> No
 
 
 REFUSED = {
-    "other model": ({"MODEL.TYPE": "Swin"}, "MODEL.TYPE is Swin"),
+    "other model": ({"MODEL.TYPE": "CaiT"}, "MODEL.TYPE is CaiT"),
     "unknown key": ({"MODEL.TRANS.WINDOW_SIZE": 7}, "MODEL.TRANS.WINDOW_SIZE is not a key"),
     "typo": ({"TRAIN.NUM_EPOCH": 7}, "TRAIN.NUM_EPOCH is not a key"),
     "gray images": ({"DATA.IMAGE_CHANNELS": 1}, "DATA.IMAGE_CHANNELS is 1"),
@@ -264,22 +266,98 @@ def test_refused_file(tmp_path: Path, kind: str) -> None:
         convert(tmp_path, flat)
 
 
+# image_classification/SwinTransformer/configs/swin_tiny_patch4_window7_224.yaml, and the form of older commits.
+SWIN = {
+    "DATA.IMAGE_SIZE": 224,
+    "DATA.CROP_PCT": 0.9,
+    "MODEL.TYPE": "swin",
+    "MODEL.NAME": "swin_tiny_patch4_window7_224",
+    "MODEL.DROPPATH": 0.2,
+    "MODEL.EMBED_DIM": 96,
+    "MODEL.STAGE_DEPTHS": [2, 2, 6, 2],
+    "MODEL.NUM_HEADS": [3, 6, 12, 24],
+    "MODEL.WINDOW_SIZE": 7,
+    "MODEL.PATCH_SIZE": 4,
+}
+OLD_SWIN = {
+    **{key: SWIN[key] for key in ("DATA.IMAGE_SIZE", "DATA.CROP_PCT", "MODEL.TYPE", "MODEL.NAME")},
+    "MODEL.DROP_PATH": 0.2,
+    **{
+        f"MODEL.TRANS.{name}": SWIN[f"MODEL.{name}"]
+        for name in ("EMBED_DIM", "STAGE_DEPTHS", "NUM_HEADS", "WINDOW_SIZE", "PATCH_SIZE")
+    },
+}
+# image_classification/DeiT/configs/deit_tiny_patch16_224.yaml.
+DEIT = {
+    "DATA.IMAGE_SIZE": 224,
+    "DATA.CROP_PCT": 0.875,
+    "MODEL.TYPE": "deit",
+    "MODEL.NAME": "deit_tiny_patch16_224",
+    "MODEL.PATCH_SIZE": 16,
+    "MODEL.MLP_RATIO": 4.0,
+    "MODEL.QKV_BIAS": True,
+    "MODEL.EMBED_DIM": 192,
+    "MODEL.DEPTH": 12,
+    "MODEL.NUM_HEADS": 3,
+    "MODEL.DROPOUT": 0.0,
+    "MODEL.ATTENTION_DROPOUT": 0.1,
+    "TRAIN.NUM_EPOCHS": 300,
+    "TRAIN.WARMUP_EPOCHS": 5,
+    "TRAIN.BASE_LR": "5e-4",
+    "TRAIN.END_LR": 0.0,
+    "TRAIN.LINEAR_SCALED_LR": 512,
+    "TRAIN.DISTILLATION_TYPE": "none",
+}
+
+
+@pytest.mark.parametrize("flat", [SWIN, OLD_SWIN, DEIT], ids=["swin", "older swin", "deit"])
+def test_swin_and_deit_have_the_parameters_of_timms_model(tmp_path: Path, flat: dict[str, Any]) -> None:
+    make_torchvision_importable()
+    timm = pytest.importorskip("timm")
+    converted = convert(tmp_path, flat)
+    model = make_recipe(converted.recipe, (), origin="test").model
+    name = flat["MODEL.NAME"]
+    assert model.name == f"timm:{name}"
+    with torch.device("meta"):
+        own, other = timm.create_model(name, **model.options), timm.create_model(name)
+    shapes = [{key: tensor.shape for key, tensor in each.state_dict().items()} for each in (own, other)]
+    assert shapes[0] == shapes[1]
+    assert model.options["drop_path_rate"] == flat.get("MODEL.DROPPATH", flat.get("MODEL.DROP_PATH", 0.0))
+
+
+def test_defaults_of_the_family_are_used(tmp_path: Path) -> None:
+    swin, deit = recipe_of(tmp_path, SWIN), recipe_of(tmp_path, DEIT)
+    assert (swin.schedule.warmup_epochs, swin.step.clip_norm, swin.ema) == (20, 5.0, None)
+    assert (deit.schedule.warmup_epochs, deit.step.clip_norm) == (5, None)
+    assert deit.ema is not None
+    assert deit.ema.decay == 0.99996
+    for recipe in (swin, deit):
+        assert recipe.learning_rate.base_batch_size == 512
+        assert recipe.data.options["augment"] == {"scale": [0.08, 1.0], "flip": 0.5}
+    omitted = [str(key) for key in convert(tmp_path, SWIN).keys if not key.targets]
+    assert any(line.startswith("TRAIN.MIXUP_ALPHA = 0.8 (PaddleViT's default): omitted") for line in omitted)
+
+
 @pytest.mark.parametrize(
-    ("name", "fix"),
-    [("swin_tiny_patch4_window7_224", "model.name=timm:swin_tiny_patch4_window7_224"), ("Swin", "write a recipe")],
+    ("flat", "message", "fix"),
+    [
+        (DEIT | {"TRAIN.DISTILLATION_TYPE": "hard"}, "DISTILLATION_TYPE is hard", "write a new recipe"),
+        (DEIT | {"MODEL.NAME": DISTILLED_NAMES[0]}, "NAME is deit_tiny_distilled", "timm:deit_tiny_distilled"),
+        (SWIN | {"MODEL.APE": True}, "MODEL.APE is True", "write a new recipe"),
+        (SWIN | {"MODEL.DEPTH": 12}, "MODEL.DEPTH is not a key", ""),
+        ({"MODEL.TYPE": "CaiT"}, "MODEL.TYPE is CaiT", "write a recipe"),
+    ],
 )
-def test_other_models_are_named(tmp_path: Path, name: str, fix: str) -> None:
-    """The keys are those of configs/swin_tiny_patch4_window7_224.yaml."""
-    values = {"MODEL.TYPE": "swin", "MODEL.NAME": name, "MODEL.DROP_PATH": 0.2, "MODEL.TRANS.WINDOW_SIZE": 7}
-    with pytest.raises(RecipeError, match=r"MODEL\.TYPE is swin") as error:
-        convert(tmp_path, values)
+def test_model_without_an_equivalent_is_refused(tmp_path: Path, flat: dict[str, Any], message: str, fix: str) -> None:
+    with pytest.raises(RecipeError, match=message) as error:
+        convert(tmp_path, flat)
     assert fix in str(error.value.fix)
 
 
-def test_named_models_exist_in_timm() -> None:
+def test_names_exist_in_timm() -> None:
     make_torchvision_importable()
     timm = pytest.importorskip("timm")
-    assert all(map(timm.is_model, OTHER_MODELS))
+    assert all(map(timm.is_model, [*DISTILLED_NAMES, *(name for family in FAMILIES.values() for name in family.names)]))
 
 
 def test_lists_of_the_dataset_are_used(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def one(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(pictures, tmp_path_factory.mktemp("one"), "one", "--workers", 0, overrides=SMALLER)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_another_dataset(one: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A dataset with other classes is refused: their numbers would mean other names."""
     for folder, names in (("more", SHAPES), ("other", ("circle", *SHAPES[1:]))):
@@ -100,7 +101,11 @@ def test_evaluation_counts_every_image_once(pictures: Path, one: Path) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "workers"),
-    [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow)],
+    [
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(4, 0, marks=pytest.mark.long),
+    ],
 )
 def test_processes_and_workers_do_not_change_weights(
     pictures: Path, one: Path, tmp_path: Path, processes: int, workers: int
@@ -111,6 +116,7 @@ def test_processes_and_workers_do_not_change_weights(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_run_resumes_on_another_number_of_processes(pictures: Path, tmp_path: Path) -> None:
     overrides = (*SMALLER, "loss.name=helpers.recorded:plain")
@@ -139,7 +145,9 @@ def test_killed_run_resumes_on_another_number_of_processes(pictures: Path, tmp_p
 FROZEN = ("conv1.", "bn1.", "layer1.")
 
 
-@pytest.mark.parametrize("ending", ["safetensors", pytest.param("pth", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ending", [pytest.param("safetensors", marks=pytest.mark.slow), pytest.param("pth", marks=pytest.mark.long)]
+)
 def test_pretrained_weights_and_frozen_layers(pictures: Path, tmp_path: Path, ending: str) -> None:
     """The model is that of the shipped recipe, on two processes."""
     state = resnet34(classes=7)

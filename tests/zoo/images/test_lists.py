@@ -258,7 +258,7 @@ def test_data_workers_read_saved_datasets(alone: World, tmp_path: Path) -> None:
     results = []
     for workers in (0, 2):
         options: dict[str, Any] = {"batch_size": 4, "microbatches": 2, "world": alone, "bad_samples": "skip"}
-        batches = Loader(splits.evaluation, workers=workers, **options)
+        batches = Loader(splits.evaluation, num_workers=workers, **options)
         parts = [part for batch in batches for part in batch.local_microbatches]
         results.append(torch.cat([images for images, _ in (part.data for part in parts)]))
         assert [text for part in parts for text in part.skipped] == [f"{tmp_path}/a/validation, row 3: no image"]

@@ -92,6 +92,7 @@ def test_one_and_three_processes_train_equal_weights_and_runs_resume(
     assert here("resume", runs / "ranks3", "--processes", 2, cwd=place) == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_file_of_weights_is_evaluated_like_a_checkpoint(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = (*TINY, "ema=null", "epochs=1")

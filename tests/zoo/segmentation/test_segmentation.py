@@ -88,6 +88,7 @@ def test_other_losses_and_models_give_equal_weights(cells: Path, tmp_path: Path,
         assert [event["lr"] for event in events(one, "step")] == pytest.approx([1e-3] * 3 + [1e-4] * 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_several_classes_with_an_ignored_border(tmp_path: Path) -> None:
     data = draw_images(tmp_path / "several", 16, classes=3)
@@ -111,6 +112,7 @@ def test_several_classes_with_an_ignored_border(tmp_path: Path) -> None:
     assert sum(sum(row) for row in output["confusion"]) < 3 * 32 * 32, "the border is ignored"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_run_resumes_on_another_number_of_processes(cells: Path, tmp_path: Path) -> None:
     uninterrupted = train(cells, tmp_path, "uninterrupted", 1, "epochs=12")
@@ -125,6 +127,7 @@ def test_killed_run_resumes_on_another_number_of_processes(cells: Path, tmp_path
     assert weights(run) == weights(uninterrupted)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path) -> None:

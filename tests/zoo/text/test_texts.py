@@ -308,7 +308,7 @@ def test_weights_are_equal_on_one_and_three_processes(tmp_path: Path) -> None:
     assert 0 < counts[0][0]["padding"] < counts[1][0]["padding"] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_weights_of_a_transformer_are_equal_on_one_and_three_processes(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / "a.csv", sentences())

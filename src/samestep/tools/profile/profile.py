@@ -115,7 +115,7 @@ class Profile:
             notes.append("microbatches are computed concurrently: forward and backward are one phase")
         if "script" in self.recipe:
             notes.append("waiting for data includes the script's own code between two steps")
-            notes.append("--workers in an advice is samestep.loader(workers=...) in the script")
+            notes.append("--workers in an advice is samestep.loader(num_workers=...) in the script")
         if measured.size > 1 and not measured.lateness.steps:
             notes.append("late ranks are not known: ranks do not all call the same collectives")
         return notes

@@ -66,7 +66,7 @@ class _ScriptSteps(Callback):
         if engine is not self._engine:
             return
         recorder = self._of_engine()
-        loader = next((loader for loader in self._loaders if loader.cursor == batch.end), self._loaders[-1])
+        loader = batch.source if isinstance(batch.source, Loader) else self._loaders[-1]
         if self._largest is None or batch.size > self._largest[0].size:
             self._largest = batch, loader
         recorder.enter("other")

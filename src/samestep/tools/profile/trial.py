@@ -190,7 +190,7 @@ def _conditions(
 ) -> Conditions:
     world, config = engine.world, engine.config
     return Conditions(
-        workers=loader.workers,
+        workers=loader.num_workers,
         cores=read_processors().usable,
         checkpoint_every=plan.options.checkpoint_every,
         save_seconds=mean(save_seconds) if save_seconds else None,

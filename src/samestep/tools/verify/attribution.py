@@ -9,13 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from samestep.launcher.failure import Failure
-from samestep.tools.verify.causes import Cause, Finding
+from samestep.tools.verify.causes import Cause, Finding, repeatability_finding
 from samestep.tools.verify.compare import Comparison, Difference, compare, first_of
 from samestep.tools.verify.trials import Record, StepRecord, TrialRunner
 from samestep.units import plural
 
 # Errors of a rank that performs other operations than the others.
 _DESYNC_ERRORS = ("RankDesyncError", "PeerLostError")
+_RANK_CAUSES = {
+    "E_RANK_BATCH": Cause.DATA_ORDER,
+    "E_RANK_SETTINGS": Cause.SETTINGS,
+    "E_RANK_MISMATCH": Cause.INITIAL_WEIGHTS,  # before the first step: later ones are recorded
+}
 # In float64 rounding is far below, and a mistake far above.
 _ROUNDING = 1e-9
 # Rounding of a norm in float32 is far below, and any two of the compared factors are far apart.
@@ -150,6 +155,8 @@ class Attribution:
             steps = [len({note["step"] for note in notes if note["kind"] == "step"}) for notes in self._other.events]
             counts = ", ".join(f"rank {rank} made {number} steps" for rank, number in enumerate(steps))
             return Finding(Cause.DIVERGED, first, (counts, *error))
+        if failure is not None and failure.code in _RANK_CAUSES:
+            return Finding(_RANK_CAUSES[failure.code], first, error)
         missing = self._reference.steps.get(first.step) if first and first.step else None
         if missing is not None and missing.main["ends_epoch"]:
             last = missing.main
@@ -178,19 +185,21 @@ class Attribution:
         """Return the cause of different inputs or targets at equal indices: other samples, or another augmentation."""
         assert first.step is not None and first.microbatch is not None
         ours, theirs = one.steps[first.step].microbatches, other.steps[first.step].microbatches
+        repeated = self._runner.run(1, repeat_samples=True).folder
+        for file, action, kind in (("differing", "read", "samples"), ("collated", "collated", "microbatches")):
+            differing = repeated / f"{file}.txt"
+            if differing.exists():
+                number = len(set(differing.read_text(encoding="utf-8").split()))
+                evidence = (
+                    f"{action} twice in one process with equal states of the seeded generators, {number} {kind} differ"
+                    ": they depend on another source of random numbers"
+                )
+                return Finding(Cause.AUGMENTATION, first, (evidence,))
         changed = set(theirs[first.microbatch]["rows"]) - set(ours[first.microbatch]["rows"])
         known = {row for step in one.steps.values() for note in step.microbatches.values() for row in note["rows"]}
         if changed and changed <= known:
             evidence = "indices are equal, but stand for other samples of the dataset"
             return Finding(Cause.DATA_ORDER, first, (evidence,))
-        differing = self._runner.run(1, repeat_samples=True).folder / "differing.txt"
-        if differing.exists():
-            number = len(set(differing.read_text(encoding="utf-8").split()))
-            evidence = (
-                f"read twice in one process with equal states of the seeded generators, {number} samples differ: they "
-                "depend on another source of random numbers"
-            )
-            return Finding(Cause.AUGMENTATION, first, (evidence,))
         equal = "read twice in one process, samples are equal"
         if any(ours[number]["targets"] != theirs[number]["targets"] for number in ours.keys() & theirs.keys()):
             evidence = "targets differ together with inputs: equal indices stand for other samples of the dataset"
@@ -246,8 +255,8 @@ class Attribution:
         seen = "order, inputs, weights and outputs of the microbatch are equal, its loss differs"
         if first.microbatch is None:
             seen = "losses of all microbatches are equal, their mean differs"
-        threads = self._threads(first, seen)
-        return threads or Finding(Cause.LOSS, first, (seen, first.detail, *self._float64_text()))
+        finding = self._threads(first, seen) or repeatability_finding(self._reference.notes("additivity"), first)
+        return finding or Finding(Cause.LOSS, first, (seen, first.detail, *self._float64_text()))
 
     def _backward(self, first: Difference) -> Finding:
         seen = "outputs and losses of all microbatches are equal, the gradient of the batch differs"

@@ -18,12 +18,14 @@ class Cause(StrEnum):
     """Why results differ between numbers of processes."""
 
     DATA_ORDER = "data order"
+    ARBITRARY_ORDER = "order of a set or of directory entries"
     MICROBATCHES = "number of microbatches"
     LAST_BATCH = "last batch"
     AUGMENTATION = "random state of the augmentation"
     INITIAL_WEIGHTS = "initial weights"
     MODEL_RANDOM = "random state in the model"
     LOSS = "loss normalisation"
+    LOSS_STATE = "state of the loss"
     BATCH_NORM = "batch norm statistics"
     LEARNING_RATE = "learning rate"
     SETTINGS = "step or optimizer settings"
@@ -42,6 +44,7 @@ class Cause(StrEnum):
 FIXES = {
     Cause.DATA_ORDER: "give every rank the whole dataset and the same seed; samestep.loader(dataset, batch_size=..., "
     "shuffle=True, seed=0) divides it",
+    Cause.ARBITRARY_ORDER: "sort: sorted(set(...)), sorted(glob(...)), sorted(os.listdir(...))",
     Cause.MICROBATCHES: "set the same number of microbatches for every number of processes, at least the largest one",
     Cause.LAST_BATCH: "step every batch of the loader, also the short last one",
     Cause.AUGMENTATION: "draw from the global generators of Python, NumPy or torch inside the dataset: the loader "
@@ -50,6 +53,8 @@ FIXES = {
     Cause.MODEL_RANDOM: "draw from torch's global generator in the forward: the engine seeds it by (seed, step, "
     "microbatch)",
     Cause.LOSS: "return samestep.Loss(sum, count): the sum over samples (or tokens) and their number",
+    Cause.LOSS_STATE: "compute the loss from outputs and targets alone; keep averages between steps as buffers of the "
+    "model, or update them after engine.step from its result",
     Cause.BATCH_NORM: "use torch's batch norm layers with batch_norm: microbatch or sync; no collectives in a forward",
     Cause.LEARNING_RATE: "make the learning rate a function of the global batch size (learning_rate: {rule: linear, "
     "base_batch_size: ...}) and of steps of the global batch",
@@ -112,10 +117,19 @@ def additivity_finding(notes: Sequence[Note]) -> Finding | None:
     return Finding(Cause.LOSS, first, evidence)
 
 
+def repeatability_finding(notes: Sequence[Note], first: Difference | None) -> Finding | None:
+    """Return the mistake if a loss that is called twice with the same outputs has different values."""
+    note = next((note for note in notes if not note.get("repeats", True)), None)
+    if note is None:
+        return None
+    seen = f"called twice with the outputs of step {note['step']}, microbatch {note['microbatch']}, the loss differs"
+    return Finding(Cause.LOSS_STATE, first, (seen, "it depends on earlier calls, and ranks compute other microbatches"))
+
+
 def additivity_notes(notes: Sequence[Note]) -> tuple[str, ...]:
     """Return the limits of the check for the certificate."""
     if notes and not any(note["checked"] for note in notes):
-        return ("the additivity of the loss was not checked: outputs or targets have no rows per sample",)
+        return ("the additivity of the loss was not checked: it draws numbers, or its inputs have no rows per sample",)
     if any(note["cuts"] for note in notes) and additivity_finding(notes) is None:
         return (
             "the loss of a microbatch is neither the sum of its pieces nor a mean of them: the loss compares samples "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,7 @@ import numpy
 import torch
 
 from samestep.config import StepConfig
-from samestep.data.batch import Microbatch, map_tensors
-from samestep.data.loader import MicrobatchDataset
+from samestep.data.batch import Microbatch, MicrobatchDataset, map_tensors
 from samestep.distributed.rng import derive_seed, preserved_generators
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.engine import Engine
@@ -26,13 +27,15 @@ _Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState
 _MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
 
 
-def apply_to_process(interventions: Interventions, folder: Path) -> None:
+def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> None:
     """Apply the interventions that precede the subject; permanent, since a trial has its own processes."""
     if interventions.single_thread:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda nthreads: None
     if interventions.repeat_samples:
-        _repeat_samples(folder / "differing.txt")
+        _repeat_samples(folder)
+    if interventions.other_orders:
+        _reorder_directories(rank)
 
 
 class EngineInterventions:
@@ -134,15 +137,53 @@ def _to_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _repeat_samples(file: Path) -> None:
-    """Patch datasets to read every sample twice with the same random state and to write indices that differ."""
-    read = MicrobatchDataset._sample
+def _repeat_samples(folder: Path) -> None:
+    """Patch datasets to read samples and to collate twice with the same random state, and to write those that differ.
 
-    def sample(self: MicrobatchDataset, epoch: int, index: int) -> Any:
-        first, second = read(self, epoch, index), read(self, epoch, index)
-        if digest_any(first) != digest_any(second):
-            with file.open("a") as differing:
-                differing.write(f"{index}\n")
-        return first
+    The index of the sample is written to `differing.txt`, that of the first one of a microbatch to `collated.txt`.
+    """
 
-    MicrobatchDataset._sample = sample  # type: ignore[method-assign]
+    def twice(method: Callable[..., Any], file: Path) -> Callable[..., Any]:
+        def call(self: MicrobatchDataset, *arguments: Any) -> Any:
+            first, second = method(self, *arguments), method(self, *arguments)
+            if digest_any(first) != digest_any(second):
+                with file.open("a") as differing:
+                    differing.write(f"{getattr(arguments[0], 'indices', arguments[-1:])[0]}\n")
+            return first
+
+        return call
+
+    MicrobatchDataset._sample = twice(MicrobatchDataset._sample, folder / "differing.txt")  # type: ignore[method-assign]
+    MicrobatchDataset._microbatch = twice(MicrobatchDataset._microbatch, folder / "collated.txt")  # type: ignore[method-assign]
+
+
+def _reorder_directories(rank: int) -> None:
+    """Patch listings of directories, whose order is arbitrary: sorted, reversed on odd ranks, rotated by rank."""
+    list_names, scan = os.listdir, os.scandir
+
+    def reordered(entries: list[Any]) -> list[Any]:
+        entries = sorted(entries, key=str, reverse=rank % 2 == 1)
+        start = rank % (len(entries) or 1)
+        return entries[start:] + entries[:start]
+
+    os.listdir = lambda *arguments: reordered(list_names(*arguments))
+    os.scandir = lambda *arguments: _Entries(reordered(list(scan(*arguments))))  # type: ignore[assignment]
+
+
+class _Entries(Iterator[Any]):
+    """Entries of a directory, in place of the iterator of `os.scandir`."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())

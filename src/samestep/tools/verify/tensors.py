@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from samestep.data.batch import Microbatch, has_rows, rows
+from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.loss import Loss, LossFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.tools.verify.trials import Trial
@@ -101,6 +102,7 @@ class StepTensors:
     def __init__(self, trial: Trial, rank: int) -> None:
         self._trial, self._rank = trial, rank
         self._tensors: dict[str, torch.Tensor] = {}
+        self._rounded: dict[str, torch.Tensor] = {}  # elements whose gradient was accurate to rounding only, by name
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
         """Copy the tensors in nested data, if the trial writes or compares tensors."""
@@ -114,7 +116,13 @@ class StepTensors:
                     self._tensors[key] = leaf.detach().cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
-        """Write the tensors, or return their distances from the reference by kind and name, if not zero."""
+        """Write the tensors, or return their distances from the reference by kind and name, if not zero.
+
+        A gradient that is zero in exact arithmetic, such as that of the bias of an attention key, is rounding, which
+        optimizers such as Adam scale to a full step. Under a tolerance, elements whose gradients are within the
+        tolerance of the largest one, but not of their own size, do not count in the state; the kind `rounding` has the
+        distances with them.
+        """
         tensors, self._tensors = self._tensors, {}
         if self._trial.writes_tensors:
             folder = self._trial.folder / "tensors"
@@ -125,23 +133,43 @@ class StepTensors:
         reference: dict[str, torch.Tensor] = {}
         for file in sorted((self._trial.reference / "tensors").glob(f"{step}-*.safetensors")):
             reference |= load_file(file)
-        return _distances(tensors, reference)
+        if self._trial.tolerance is not None:
+            self._find_rounded(tensors, reference, self._trial.tolerance)
+        return self._distances(tensors, reference)
 
+    def _find_rounded(
+        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], tolerance: float
+    ) -> None:
+        for key, gradient in tensors.items():
+            kind, _, name = key.partition("/")
+            expected = reference.get(key)
+            if kind == "gradients" and expected is not None and expected.shape == gradient.shape:
+                rounded = (gradient.double() - expected.double()).abs() > tolerance * expected.double().abs()
+                self._rounded[name] = self._rounded.get(name, False) | rounded
 
-def _distances(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    largest: dict[str, float] = {}
-    for key, tensor in reference.items():
-        kind = key.partition("/")[0]
-        largest[kind] = max(largest.get(kind, 0.0), max_abs(tensor))
-    result: dict[str, dict[str, float]] = {}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        distances = result.setdefault(kind, {})
-        if key not in reference:
-            distances[name] = float("inf")
-        elif digest(tensor) != digest(reference[key]):
-            distances[name] = distance(tensor, reference[key], _MIN_SCALE * largest[kind])
-    return result
+    def _distances(
+        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> dict[str, dict[str, float]]:
+        largest: dict[str, float] = {}
+        for key, tensor in reference.items():
+            kind = key.partition("/")[0]
+            largest[kind] = max(largest.get(kind, 0.0), max_abs(tensor))
+        result: dict[str, dict[str, float]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            distances, expected = result.setdefault(kind, {}), reference.get(key)
+            if expected is None:
+                distances[name] = float("inf")
+            elif digest(tensor) != digest(expected):
+                min_scale = _MIN_SCALE * largest[kind]
+                distances[name] = size = distance(tensor, expected, min_scale)
+                rounded = self._rounded.get(name.partition("/")[0])
+                if rounded is None or not rounded.shape == tensor.shape == expected.shape:
+                    continue
+                if kind in ("state", "optimizer") and size > (self._trial.tolerance or 0.0):
+                    result.setdefault("rounding", {})[name] = size
+                    distances[name] = distance(torch.where(rounded, expected, tensor), expected, min_scale)
+        return result
 
 
 def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: Microbatch) -> dict[str, Any]:
@@ -150,14 +178,24 @@ def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: M
     The model is not called, so neither batch norm nor dropout can affect the comparison.
 
     Returns:
-        `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up.
+        `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up;
+        `repeats`: false if a second call has another value.
     """
     targets, size = microbatch.data[1], microbatch.size
-    if size < 2 or not (has_rows(outputs, size) and has_rows(targets, size)):
-        return {"checked": False, "microbatch": microbatch.number, "cuts": []}
     step_loss, cuts = as_step_loss(loss), []
-    with torch.no_grad():
+    unchecked = {"checked": False, "microbatch": microbatch.number, "cuts": []}
+    if size < 2 or not (has_rows(outputs, size) and has_rows(targets, size)):
+        return unchecked
+    with torch.no_grad(), preserved_generators():
         whole = step_loss.term_losses(outputs, targets, size)
+    with torch.no_grad():
+        before = generator_state()
+        again = step_loss.term_losses(outputs, targets, size)
+        if [float(term.sum) for term in whole] != [float(term.sum) for term in again]:
+            return {**unchecked, "repeats": False}
+        is_random = generator_state() != before  # pieces draw other numbers
+        if is_random:
+            return unchecked
         for position in sorted({1, size // 3 or 1, size // 2}):
             pieces = [
                 step_loss.term_losses(rows(outputs, size, *piece), rows(targets, size, *piece), piece[1] - piece[0])

@@ -125,7 +125,8 @@ class Interventions:
     reset_state: bool = False  # reset state that steps do not average to its first values, before every forward
     eval_module: str | None = None  # name of the module to set, with its children, to evaluation mode
     extra_forward: bool = False  # compute an additional forward before that of every microbatch and discard the result
-    repeat_samples: bool = False  # read every sample twice and record those that differ
+    repeat_samples: bool = False  # read every sample and collate every microbatch twice; record those that differ
+    other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
         texts = {
@@ -138,6 +139,7 @@ class Interventions:
             "eval_module": f"{self.eval_module or 'the model'} in evaluation mode",
             "extra_forward": "an extra forward per microbatch",
             "repeat_samples": "every sample read twice",
+            "other_orders": "another order of sets and of directory entries on each rank",
         }
         return ", ".join(text for name, text in texts.items() if getattr(self, name) not in (None, False))
 
@@ -241,7 +243,8 @@ class TrialRunner:
         origin = reference.folder if reference else None
         trial = Trial(**conditions, folder=folder, processes=processes, reference=origin, **options)
         run, failure = ByName(_WORKER, "run"), None
-        config = LaunchConfig(HANG_AFTER, grace=None, log_dir=folder / "logs")
+        own_seeds = interventions.other_orders
+        config = LaunchConfig(HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds)
         try:
             result = run_workers(
                 run, self.subject, trial, processes=processes, launch_config=config, preload=self._preload

@@ -16,7 +16,7 @@ from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
 from samestep.tools.verify.attribution import Attribution
-from samestep.tools.verify.causes import Finding, additivity_finding, additivity_notes
+from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
 from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
 from samestep.units import plural
@@ -62,7 +62,9 @@ def verify(
             others += [runner.run_killed(number, kill_at, resume_on, reference) for number in processes]
         comparisons = [compare(reference, other, conditions.tolerance) for other in others]
         findings = _attribute_first(runner, reference, others, comparisons)
-        notes = output_note(reference, others)
+        if not findings and subject.script is not None and max(processes) > 1:
+            findings = _check_orders(runner, max(processes), reference)
+        notes = output_note(reference, others) + _rounding_note(others)
     if subject.recipe is not None and subject.recipe.strategy.gradient_note is not None:
         notes += (subject.recipe.strategy.gradient_note,)
     checks = reference.notes("additivity")
@@ -91,6 +93,18 @@ def output_note(reference: Record, others: Sequence[Record]) -> tuple[str, ...]:
                 "values that the script computes without the engine are not verified",
             )
     return ()
+
+
+def _rounding_note(others: Sequence[Record]) -> tuple[str, ...]:
+    """Return a note on parameters whose updates are rounding that the optimizer scales to a full step."""
+    steps = [step.main for other in others for step in other.steps.values()]
+    names = {name.partition("/")[0]: None for step in steps for name in step["distances"].get("rounding", {})}
+    if not names:
+        return ()
+    return (
+        f"{', '.join(names)}: some elements have gradients of zero except for rounding, which the optimizer scales to "
+        "a full step; these elements are not compared",
+    )
 
 
 def _output(record: Record) -> list[str]:
@@ -126,6 +140,17 @@ def _attribute_first(
         if first is not None or other.failure is not None:
             return [Attribution(runner, reference, other).find(first)]
     return []
+
+
+def _check_orders(runner: TrialRunner, processes: int, reference: Record) -> list[Finding]:
+    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
+    other = runner.run(processes, reference, other_orders=True)
+    first = compare(reference, other, runner.conditions.tolerance).first
+    if first is None and other.failure is None:
+        return []
+    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
+    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
+    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]
 
 
 def _conditions_data(subject: Subject, conditions: Conditions, reference: Record, holds: bool) -> dict[str, Any]:

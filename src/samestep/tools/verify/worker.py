@@ -164,9 +164,11 @@ class Probe(Intervention):
                 "distances": self._tensors.end_step(result.step),
             },
         )
-        if self._trial.checks_additivity:
+        if self._trial.checks_additivity and engine.loss is not None:
             with preserved_generators(engine.world.device):
                 for microbatch, outputs in self._outputs.values():
+                    if outputs is None:  # of a forward function
+                        continue
                     check = check_additivity(engine.loss, outputs, microbatch)
                     self.write("additivity", {"step": result.step, **check})
         if result.stop:
@@ -228,7 +230,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def run(subject: Subject, trial: Trial) -> bool:
     """Run the subject as one rank and record its results; return whether it ended because of a stop request."""
     rank, size = rank_and_size()
-    apply_to_process(trial.interventions, trial.folder)
+    apply_to_process(trial.interventions, trial.folder, rank)
     with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
         probe = Probe(trial, rank, size, file, ends_script=subject.script is not None)
         process_state.callbacks.append(probe)

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config.validation import require
-from samestep.data.loader import Collate
+from samestep.data.batch import Collate
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import call
 

@@ -62,6 +62,7 @@ def test_recorder_that_is_off_records_nothing(alone: samestep.World, recorder: S
 
 def test_collectives_of_user_code_are_recorded_with_their_line(alone: samestep.World, recorder: SpanRecorder) -> None:
     engine = make_engine(alone, recorder, loss=loss_with_collective)
+    engine.step(random_batch(alone, 12, 3))  # the first step sends its statistics after the backward
     recorder.is_on = True
     with recorder.recording_collectives():
         with recorder.step(1):
