@@ -147,7 +147,9 @@ class CheckpointManager:
             return False
         path, sources = self._folder.find(checkpoint), process_state.source_files
         self._require_engines(path)
-        saved = {name: read_verified(path, training, _prefix(name)) for name, training in self._trainings()}
+        trainings = {_prefix(name): training for name, training in self._trainings()}
+        states = read_verified(path, trainings)
+        saved = {name: states[_prefix(name)] for name in self._engines}
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
         _require_unchanged(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:

@@ -1,6 +1,7 @@
 """Checkpoint manager in a custom loop: in the background or not, one process at a time."""
 
 import errno
+import hashlib
 import math
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -210,6 +212,28 @@ def test_several_engines_are_in_one_checkpoint(alone: World, tmp_path: Path) -> 
     assert seen.counts == {7: 1}
     assert progress == {"best": 0.5, 3: ()}
     assert torch.equal(torch.rand(2, generator=generator), drawn)
+
+
+def test_files_of_several_engines_are_hashed_once(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, batches), (other, _) = loop(alone), loop(alone, seed=1)
+    checkpoints = samestep.CheckpointManager(tmp_path, {"one": one, "other": other}, batches)
+    checkpoints.save()
+    hashed: list[str] = []
+    digest = hashlib.file_digest
+
+    def counted(file: BinaryIO, name: str) -> "hashlib._Hash":
+        hashed.append(Path(file.name).name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    assert checkpoints.resume()
+    assert sorted(hashed) == sorted(
+        f"{name}.{file}"
+        for name in ("one", "other")
+        for file in ("model.safetensors", "optimizer.safetensors", "state.json")
+    )
 
 
 def test_a_resumption_of_another_loop_lists_the_differences_and_changes_nothing(alone: World, tmp_path: Path) -> None:

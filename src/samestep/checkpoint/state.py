@@ -33,7 +33,7 @@ from samestep.checkpoint.compatibility import (
     trial_state,
 )
 from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, contents_errors, invalid_contents
-from samestep.checkpoint.store import STATE, file_names, read_state
+from samestep.checkpoint.store import STATE, file_names, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 
@@ -128,15 +128,16 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
     return files
 
 
-def read_verified(checkpoint: Path, training: Training, prefix: str = "") -> SavedState:
-    """Verify a checkpoint with the files for `training`, and return the state without tensors.
+def read_verified(checkpoint: Path, trainings: Mapping[str, Training]) -> dict[str, SavedState]:
+    """Verify a checkpoint once, and return the states without tensors, both by the beginning of the file names.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
-    averages = (AVERAGE,) if training.average is not None else ()
-    files = [prefix + name for name in (MODEL, OPTIMIZER, *averages)]
-    return read_state(checkpoint, *files, name=prefix + STATE)
+    files = [prefix + name for prefix in trainings for name in (MODEL, OPTIMIZER)]
+    files += [prefix + AVERAGE for prefix, training in trainings.items() if training.average is not None]
+    states = read_states(checkpoint, [prefix + STATE for prefix in trainings], files)
+    return {prefix: states[prefix + STATE] for prefix in trainings}
 
 
 def load(
@@ -159,7 +160,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model, optimizer or objects.
     """
-    state = saved or read_verified(checkpoint, training, prefix)
+    state = saved or read_verified(checkpoint, {prefix: training})[prefix]
     require_objects(training.objects, state.objects, new_objects=new_objects)
     with contents_errors(checkpoint):
         if training.average is not None:

@@ -274,14 +274,25 @@ def verify(checkpoint: Path, *names: str) -> None:
             raise _damaged(checkpoint / name, f"cannot be read: {error.strerror}") from error
 
 
-def read_state(checkpoint: Path, *others: str, name: str = STATE) -> SavedState:
-    """Verify a checkpoint, including the files `others`, and return its state without tensors from the file `name`.
+def read_state(checkpoint: Path, *others: str) -> SavedState:
+    """Verify a checkpoint, including the files `others`, and return its state without tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
-    verify(checkpoint, name, *others)
-    return parse(SavedState, _read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name)
+    return read_states(checkpoint, [STATE], others)[STATE]
+
+
+def read_states(checkpoint: Path, names: Sequence[str], others: Sequence[str]) -> dict[str, SavedState]:
+    """Verify a checkpoint once, including the files `others`, and return the states without tensors by file name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has invalid contents.
+    """
+    verify(checkpoint, *names, *others)
+    return {
+        name: parse(SavedState, _read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name) for name in names
+    }
 
 
 def file_names(checkpoint: Path) -> set[str]:
