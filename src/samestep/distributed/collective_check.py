@@ -9,147 +9,21 @@ in the job's store, then reads those of the other ranks under the same number.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
-import os
-import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from samestep.distributed.interception import call_site, intercept_collectives
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
-
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
-# Internal folders of the package. A call site above them is more useful to a user.
-_INTERNAL = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("distributed", "launcher", "engine", "strategies"))
-
-
-def call_site() -> str:
-    """Return the innermost caller outside of this package, torch and the standard library, as `train.py:40`.
-
-    Without such a caller, as in `samestep train`, return the package's innermost line above the engine.
-    """
-    internal = ""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        file = frame.f_code.co_filename
-        if not _is_library(file):
-            return f"{os.path.relpath(file) if os.path.isabs(file) else file}:{line}"
-        if not internal and file.startswith(_PACKAGE) and not file.startswith(_INTERNAL):
-            internal = f"samestep/{file.removeprefix(_PACKAGE)}:{line}"
-    return internal or "an unknown place"
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    if file.startswith(_STANDARD):
-        return "-packages" not in file.removeprefix(_STANDARD)  # site-packages is inside the standard library's folder
-    return file.startswith((_PACKAGE, _TORCH, "<frozen "))
-
-
-# Collectives of `torch.distributed`: the argument whose dtype is equal on all ranks, and whether its number of elements
-# must be equal too (some backends gather and scatter tensors of different sizes). Point-to-point messages differ from
-# rank to rank and are not checked.
-_COLLECTIVES: dict[str, tuple[str | None, bool]] = {
-    **dict.fromkeys(("all_reduce", "broadcast", "reduce"), ("tensor", True)),
-    **dict.fromkeys(("all_gather", "gather", "scatter"), ("tensor", False)),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), ("input_tensor", True)),
-    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), ("output", True)),
-    **dict.fromkeys(("all_to_all_single", "reduce_scatter"), ("output", False)),
-    **dict.fromkeys(("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "barrier"), (None, False)),
-    **dict.fromkeys(
-        ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"), (None, False)
-    ),
-    **dict.fromkeys(("monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration"), (None, False)),
-}
-
-OnCollective = Callable[[str, bool], Callable[[], None] | None]
-
-
-def intercept_collectives(is_active: Callable[[], bool], on_collective: OnCollective) -> Callable[[], None]:
-    """Call `on_collective(description, is_blocking)` before each collective of all ranks in `torch.distributed`.
-
-    Only calls by name in `torch.distributed` are intercepted: not those of torch's C++ code, nor those of a name
-    imported earlier (`from torch.distributed import all_reduce`). Collectives of a subgroup are ignored, because other
-    ranks have no part in them.
-
-    Args:
-        is_active: evaluated first on every call; False passes the call through.
-        on_collective: `is_blocking` is False with `async_op`. A returned function is called when the collective has
-            returned.
-
-    Returns:
-        A function that restores `torch.distributed`.
-    """
-    # Some of the names are new, others deprecated: not every version has all.
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-    for name, function in originals.items():
-        setattr(dist, name, _intercepted(name, function, is_active, on_collective))
-    return lambda: vars(dist).update(originals)
-
-
-def _intercepted(
-    name: str, function: Callable[..., Any], is_active: Callable[[], bool], on_collective: OnCollective
-) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_active():
-            return function(*args, **kwargs)
-        try:
-            bound = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # raises the proper error
-        if name == "new_group":
-            is_global = not bound.get("use_local_synchronization", False)
-        else:
-            is_global = bound.get("group") in (None, dist.group.WORLD)
-        on_end = on_collective(_description(name, bound), not bound.get("async_op", False)) if is_global else None
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if on_end is not None:
-                on_end()
-
-    return wrapper
-
-
-def _description(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return `all_reduce (sum) of 3 float32`: the properties that are equal on every rank."""
-    argument, is_even = _COLLECTIVES[name]
-    text = name
-    if "reduce" in name:
-        operator = arguments.get("op", dist.ReduceOp.SUM)
-        text += f" ({str(getattr(operator, 'op', operator)).rpartition('.')[2].lower()})"
-    tensor = arguments.get(argument) if argument is not None else None
-    if isinstance(tensor, torch.Tensor):
-        count = f"{tensor.numel()} " if is_even else ""
-        text += f" of {count}{str(tensor.dtype).removeprefix('torch.')}"
-    if name.startswith(("broadcast", "scatter")):
-        text += f" from rank {_root(arguments, 'src', 'group_src')}"
-    if name in ("reduce", "gather", "gather_object"):
-        text += f" to rank {_root(arguments, 'dst', 'group_dst')}"
-    return text
-
-
-def _root(arguments: Mapping[str, Any], *names: str) -> int:
-    return next((arguments[name] for name in names if arguments.get(name) is not None), 0)
-
 
 # Time for the other ranks to store their operation once two ranks differ.
 _DESYNC_SECONDS = 2.0
@@ -196,6 +70,7 @@ class CollectiveCheck:
         self._is_inside = False
         self._engines = 0
         self._after = ""  # for messages
+        self._comparison: tuple[str, Mapping[str, str], Callable[[], torch.Tensor]] | None = None
         self._entries: dict[int, Entry] = {}  # own entries that are in the store
         self._posted = self._compared = 0
         self.at_end: dict[Callable[[], object], Callable[[], None]] = {}
@@ -226,8 +101,10 @@ class CollectiveCheck:
         return "engine" if self._engines == 1 else f"engine {self._engines}"
 
     @contextmanager
-    def operation(self, name: str, facts: Mapping[str, str] | None = None) -> Iterator[None]:
+    def operation(self, name: str, facts: Mapping[str, str] | None = None, *, overlaps: bool = False) -> Iterator[None]:
         """Check an operation of all ranks, with facts that are equal on all; collectives in the block belong to it.
+
+        With `overlaps`, the block starts during the comparison, and calls `complete` before its first collective.
 
         Raises:
             RankDesyncError: ranks issue different operations, or a rank issues none.
@@ -243,7 +120,9 @@ class CollectiveCheck:
             self._is_inside = True
             try:
                 if is_outermost:
-                    self.agree(name, facts or {})
+                    self._begin(name, facts or {})
+                    if not overlaps:
+                        self.complete()
                     self._after = f"after {name}, "
                 yield
             finally:
@@ -256,31 +135,55 @@ class CollectiveCheck:
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
         """Compare a name and facts between ranks, by one small all-reduce; raise on every rank if they differ."""
-        if self._size == 1:
+        self._begin(name, facts)
+        self.complete()
+
+    def _begin(self, name: str, facts: Mapping[str, str]) -> None:
+        self.complete()
+        if self._size > 1:
+            text = "\n".join((name, *facts.values()))
+            number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+            self._comparison = name, facts, self._rows(torch.tensor([number]))
+
+    def complete(self) -> None:
+        """Wait for the comparison that has begun, if any, and raise on every rank if ranks differ."""
+        if self._comparison is None:
             return
-        text = "\n".join((name, *facts.values()))
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        if len(set(self._rows(torch.tensor([number])).flatten().tolist())) == 1:
+        (name, facts, rows), self._comparison = self._comparison, None
+        if len(set(rows().flatten().tolist())) == 1:
             return
         short = {key: ascii(value)[1:-1][: _TEXT_BYTES // 4 // len(facts)] for key, value in facts.items()}
         data = json.dumps([name, call_site()[-_TEXT_BYTES // 8 :], short]).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
+        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)()]
         if any(row[0] != name for row in by_rank):
             raise self._desync_error({rank: Entry(row[0], row[1], 0) for rank, row in enumerate(by_rank)})
         raise _mismatch_error(name, [facts for _, _, facts in by_rank])
 
-    def _rows(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the integers of all ranks, one row per rank; the group is separate from collectives of the script."""
+    def _rows(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to gather integers, one row per rank, and return a function that waits for the rows.
+
+        The group is separate from collectives of the script.
+        """
         rows = torch.zeros(self._size, len(own), dtype=own.dtype)
         rows[self._rank] = own
+
+        def wait() -> torch.Tensor:
+            with self._rank_status.waiting("the collective check"), self._gloo_errors():
+                work.wait()
+            return rows
+
+        with self._gloo_errors():
+            work = dist.all_reduce(rows, group=self._group, async_op=True)  # each element has one non-zero summand
+        return wait
+
+    @contextmanager
+    def _gloo_errors(self) -> Iterator[None]:
         try:
-            with self._rank_status.waiting("the collective check"):
-                dist.all_reduce(rows, group=self._group)  # exact: each element has one non-zero summand
+            yield
         except RuntimeError as error:
             raise PeerLostError(f"rank {self._rank} lost its connection to another rank: {error}") from error
-        return rows
 
     def _is_active(self) -> bool:
         """Whether a collective is the user's: not inside an operation, and not in another thread."""

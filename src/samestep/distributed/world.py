@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +26,9 @@ from samestep.errors import InputError, PeerLostError
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
     from samestep.loggers.logger import Logger
+
+
+_LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,21 @@ class World:
 
         Raises:
             PeerLostError: the backend cannot reach another rank.
+            RuntimeError: the collective failed for another reason, such as a lack of memory.
         """
+        self.context.collective_check.complete()
         try:
             with self.context.status.waiting(name):
                 collective()
         except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
             raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether an error of a backend is the loss of another rank; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_LOST.search(str(error))))
 
 
 def build_world(

@@ -22,7 +22,7 @@ from samestep.engine.build import Components, build_components, uses_batch_stati
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks, settings_of
 from samestep.engine.evaluation import evaluate_batches
-from samestep.engine.forward_state import Rule
+from samestep.engine.buffers import Rule
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import ForwardFunction
@@ -155,7 +155,9 @@ class Engine:
         """
         is_current = self._components.state.is_current()
         facts = self._facts(batch, is_current) if self.world.size > 1 else {}
-        with self.world.context.collective_check.operation(f"{self._name}.step {self.steps + 1}", facts):
+        overlaps = is_current and self._components.runner.overlaps_check
+        check = self.world.context.collective_check
+        with check.operation(f"{self._name}.step {self.steps + 1}", facts, overlaps=overlaps):
             if not is_current:
                 self._refresh()
             self._components.consistency.begin_step(self.steps)

@@ -158,6 +158,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
+def set_tf32(config: StepConfig, device: torch.device) -> None:
+    """Allow or forbid TF32 on a GPU; torch's default is TF32 for convolutions only."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.tf32
+
+
 def call_model(module: torch.nn.Module, inputs: Any) -> Any:
     """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
     positional, named = as_arguments(inputs)
@@ -192,6 +199,11 @@ class StepRunner(ABC):
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
+
+    @property
+    def overlaps_check(self) -> bool:
+        """Whether `compute` calls `collective_check.complete`, before its first collective."""
+        return False
 
     @abstractmethod
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
@@ -282,6 +294,10 @@ class SequentialRunner(StepRunner):
 
     buffers: ForwardState
 
+    @property
+    def overlaps_check(self) -> bool:
+        return not (self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates)
+
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
         strategy, total = self.strategy, None
         tree = MicrobatchTree(batch.microbatches, batch.size)
@@ -295,6 +311,7 @@ class SequentialRunner(StepRunner):
                     if microbatch is not microbatches[0] or microbatch.is_filler:
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)
+                    self.world.context.collective_check.complete()
                     if not microbatch.is_filler:
                         vectors[microbatch.number] = self.vector(
                             batch, microbatch, loss, self.buffers.read(microbatch.number), save
@@ -309,6 +326,7 @@ class SequentialRunner(StepRunner):
                 if last and strategy.defers_gradients:
                     self.require_gradients(self.names)
         self._is_checked = True
+        self.world.context.collective_check.complete()  # of a rank without samples
         return self.finish(batch, tree, total or self.sum_vectors(batch, tree, vectors))
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:

@@ -16,8 +16,8 @@ from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
-from samestep.engine.buffers import MicrobatchBuffers
-from samestep.engine.forward_state import ForwardState, Rule
+from samestep.engine.buffers import MicrobatchBuffers, Rule
+from samestep.engine.forward_state import ForwardState
 from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
 from samestep.engine.microbatch import SequentialRunner, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
@@ -138,6 +138,10 @@ class DataParallelRunner(SequentialRunner):
         self._devices = rank_devices(self.world)
         self._threads = Threads("samestep-device")
         self.is_sequential = bool(self.callbacks)  # callbacks expect one microbatch at a time
+
+    @property
+    def overlaps_check(self) -> bool:
+        return False
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
         devices, microbatches = len(self._devices), batch.microbatches

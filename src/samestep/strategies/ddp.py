@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.distributed.world import World
+from samestep.distributed.world import World, is_lost_connection
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients, unflatten
 from samestep.strategies.reduction import MicrobatchTree, Reduction
@@ -38,6 +38,7 @@ class DdpStrategy(Strategy):
         weakref.finalize(self, self._comm_stream.end)
         self._is_deferred, self._is_first, self._has_parts = True, True, False
         self._current: tuple[MicrobatchTree, int] | None = None
+        self._shared_forwards = 0
         # Emitted for parameters with a dimension of size 1, whose stride is arbitrary; costs one copy of the gradient.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         # The engine averages buffers over microbatches; torch 2.13 renamed the argument that disables their broadcast.
@@ -54,6 +55,11 @@ class DdpStrategy(Strategy):
         self._ddp.register_comm_hook(weakref.ref(self), _reduce_bucket)
         super().__init__("ddp", self._ddp, reduction)
 
+    @property
+    def forward_communicates(self) -> bool:
+        # DDP builds its buckets anew, a collective, in the second forward that is followed by communication.
+        return not (self._is_deferred or self.calls_plain_model) and self._shared_forwards < 2
+
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
         is_deferred = self._is_deferred or self.calls_plain_model
@@ -62,9 +68,9 @@ class DdpStrategy(Strategy):
             self._current = (tree, microbatch)
             with self._first_failure():
                 yield
+            self._shared_forwards += 1
             return
-        # In the second forward with communication, DDP rebuilds its buckets, a collective: DDP would wait for a rank
-        # without samples. Then the plain model is called, and all ranks reduce in `finish`.
+        # DDP would wait for a rank without samples. Then the plain model is called, and all ranks reduce in `finish`.
         self.module = self._ddp if is_shared_by_all else self._ddp.module
         try:
             with self._ddp.no_sync(), _gradient_parts(self._parameters if self._is_first else ()) as parts:
@@ -113,7 +119,7 @@ class DdpStrategy(Strategy):
             yield
         except RuntimeError as error:
             self._comm_stream.raise_failure()
-            if isinstance(error, dist.DistError):
+            if is_lost_connection(error):
                 raise PeerLostError(f"rank {self._world.rank} lost its connection: {error}") from error
             raise
 
@@ -148,7 +154,7 @@ class _CommStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._failure: PeerLostError | None = None
+        self._failure: Exception | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         else:
@@ -164,12 +170,16 @@ class _CommStream:
             return future
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # A future records the stream of `set_result`; `wait` waits for that stream.
-            future.set_result(communicate())
+            try:
+                # A future records the stream of `set_result`; `wait` waits for that stream.
+                future.set_result(communicate())
+            except Exception as error:  # backward would lose its type
+                self._failure = self._failure or error
+                raise
         return future
 
     def raise_failure(self) -> None:
-        """Raise the first lost connection, which is the cause of later errors."""
+        """Raise the first error, which is the cause of later ones."""
         if self._failure is not None:
             raise self._failure
 
@@ -184,7 +194,6 @@ class _CommStream:
             try:
                 future.set_result(communicate())
             except Exception as error:  # boundary: the thread has no caller; the future carries the error
-                if isinstance(error, PeerLostError):
-                    self._failure = self._failure or error
+                self._failure = self._failure or error
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
             del item, future, communicate  # hold the strategy until the next item otherwise

@@ -52,6 +52,11 @@ class Strategy(ABC):
     def __init__(self, name: str, module: torch.nn.Module, reduction: Reduction) -> None:
         self.name, self.module, self._reduction = name, module, reduction
 
+    @property
+    def forward_communicates(self) -> bool:
+        """Whether the wrapper communicates in the next forward."""
+        return False
+
     @abstractmethod
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> AbstractContextManager[None]:
         """Surround forward and backward of one microbatch; `last` marks the last one of this rank."""

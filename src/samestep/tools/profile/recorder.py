@@ -18,7 +18,7 @@ from torch.autograd import DeviceType, Variable
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from samestep.data.batch import GlobalBatch, Microbatch
-from samestep.distributed.collective_check import call_site, intercept_collectives
+from samestep.distributed.interception import call_site, intercept_collectives
 from samestep.distributed.world import World
 from samestep.engine.build import uses_batch_statistics
 from samestep.engine.callbacks import Callback

@@ -24,7 +24,7 @@ from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch
-from samestep.distributed.collective_check import intercept_collectives
+from samestep.distributed.interception import intercept_collectives
 from samestep.distributed.rng import preserved_generators
 from samestep.engine.callbacks import Intervention
 from samestep.engine.consistency import optimizer_tensors

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.distributed import collective_check
-from samestep.distributed.collective_check import call_site, intercept_collectives
+from samestep.distributed import interception
+from samestep.distributed.interception import call_site, intercept_collectives
 
 Calls = list[tuple[str, bool]]
 
@@ -72,7 +72,7 @@ def test_invalid_call_raises_the_original_error(calls: Calls) -> None:
 
 
 def test_functions_are_restored(alone: samestep.World) -> None:
-    originals = {name: getattr(dist, name) for name in collective_check._COLLECTIVES}
+    originals = {name: getattr(dist, name) for name in interception._COLLECTIVES}
     calls: Calls = []
     restore = intercept_collectives(lambda: False, lambda description, blocking: calls.append((description, blocking)))
     assert all(getattr(dist, name) is not function for name, function in originals.items())
@@ -85,7 +85,7 @@ def test_functions_are_restored(alone: samestep.World) -> None:
 
 def test_call_site_is_a_line_of_this_file() -> None:
     file, _, line = call_site().rpartition(":")
-    assert file.endswith("test_collective_check.py")
+    assert file.endswith("test_interception.py")
     assert int(line) > 1
 
 
@@ -93,7 +93,7 @@ def test_call_site_skips_frames_of_the_package() -> None:
     source = "def call():\n    return call_site()\n"
     namespace: dict[str, object] = {"call_site": call_site}
     exec(compile(source, samestep.__file__.replace("__init__", "trainer"), "exec"), namespace)
-    assert "test_collective_check.py:" in str(namespace["call"]())  # type: ignore[operator]
+    assert "test_interception.py:" in str(namespace["call"]())  # type: ignore[operator]
 
 
 def test_returned_function_is_called_at_the_end(alone: samestep.World) -> None:
