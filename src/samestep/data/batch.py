@@ -26,7 +26,7 @@ from samestep.errors import DataError, InputError, SamestepError, message_of
 from samestep.microbatches import Cursor, microbatch_bounds
 
 Collate = Callable[[list[Any]], Any]
-PROBE = -1  # number in a request for the hash of sample 0
+PROBE = -1  # number in a request for the hashes of some samples
 
 
 class SizedDataset(Protocol):
@@ -127,7 +127,7 @@ class GlobalBatch:
 
 
 class MicrobatchRequest(NamedTuple):
-    """Request for one microbatch of a global batch, for a filler, or for the hash of sample 0 (`PROBE`)."""
+    """Request for one microbatch of a global batch, for a filler, or for the hashes of samples (`PROBE`)."""
 
     epoch: int
     number: int
@@ -154,10 +154,14 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
         self.dataset, self._collate, self._seed = dataset, collate, seed
         self._skips = bad_samples == "skip"
 
+    @property
+    def epoch_hooks(self) -> list[Callable[[int], None]]:
+        """The methods `set_epoch` of the dataset."""
+        return [hook for dataset in _parts(self.dataset) if callable(hook := getattr(dataset, "set_epoch", None))]
+
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the dataset, if defined, with generators that are seeded by seed and epoch."""
-        hooks = [hook for dataset in _parts(self.dataset) if callable(hook := getattr(dataset, "set_epoch", None))]
-        if hooks:
+        if hooks := self.epoch_hooks:
             with preserved_generators():
                 seed_generators(derive_seed("sample", self._seed, epoch))
                 for hook in hooks:
@@ -174,9 +178,7 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
 
     def _microbatch(self, request: MicrobatchRequest) -> Microbatch:
         if request.number == PROBE:
-            with suppress(DataError):  # reported with the microbatch of the sample
-                return Microbatch(PROBE, 0, digest_of(self._sample(0, 0, 0)))
-            return Microbatch(PROBE, 0, "unusable")
+            return Microbatch(PROBE, 0, " ".join(map(self._digest_of_sample, request.indices)))
         samples, skipped = [], []
         repeats = numpy.zeros_like(request.indices) if request.repeats is None else request.repeats
         for index, repeat in zip(request.indices, repeats, strict=True):
@@ -206,6 +208,12 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
             fix="set bad_samples: stop and read the error of the first sample",
             code="E_NO_USABLE_SAMPLE",
         )
+
+    def _digest_of_sample(self, index: int) -> str:
+        try:
+            return digest_of(self._sample(0, 0, int(index)))
+        except Exception:
+            return "unusable"  # raised with the microbatch of the sample, if an epoch has it
 
     def _sample(self, epoch: int, repeat: int, index: int) -> Any:
         seed_generators(derive_seed("sample", self._seed, *_facts(epoch, index, repeat)))
@@ -273,20 +281,6 @@ def digest_of(data: Any) -> str:
         elif hasattr(value, "tobytes"):  # arrays of NumPy, images of PIL
             total.update(value.tobytes())
     return total.hexdigest()
-
-
-def has_rows(data: Any, size: int) -> bool:
-    """Return whether every value in nested data is a tensor with rows for `size` samples, one or more per sample."""
-    if isinstance(data, torch.Tensor):
-        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
-    if isinstance(data, Mapping | list | tuple):
-        return all(has_rows(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
-    return False
-
-
-def rows(data: Any, size: int, start: int, stop: int) -> Any:
-    """Return the rows of the samples `[start, stop)` of `size` samples."""
-    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])
 
 
 def channels_last(data: Any) -> Any:

@@ -141,7 +141,7 @@ class Loader:
         self._dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
-        self._first_sample, self._epoch_size = "", ((-1, -1), 0)
+        self._epoch_size, self._probed = ((-1, -1), 0), ((-1, -1), "")  # each with epoch and length of the dataset
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.counts_tokens, self._count_tokens = count_tokens is not None, count_tokens
         self._counts = (0, 0, 0)
@@ -276,13 +276,16 @@ class Loader:
         repeats = repeats_of(order) if self._sampler is not None else numpy.zeros_like(order)
         spans = [slice(start, min(start + self.batch_size, len(order))) for start in starts]
         requests = [self._requests(epoch, order[span], repeats[span]) for span in spans]
-        # Every rank reads sample 0 once, to compare the datasets of ranks.
-        probes = [MicrobatchRequest(epoch, PROBE, order[:0])] if self._world.size > 1 and not self._first_sample else []
+        # Every rank reads the first, middle and last sample once, to compare the datasets of ranks.
+        probed = numpy.unique([0, size // 2, size - 1])
+        key, is_known = (epoch if self._reader.epoch_hooks else 0, size), self._world.size == 1
+        is_known |= self._probed[0] == key
+        probes = [] if is_known else [MicrobatchRequest(epoch, PROBE, probed)]
         microbatches = prefetch_to_device(self._loaded([*probes, *chain(*requests)]), self._world.device)
         self._running.add(iteration)
         try:
             for probe in islice(microbatches, len(probes)):
-                self._first_sample = probe.data
+                self._probed = key, probe.data
             for span, own in zip(spans, requests, strict=True):
                 loaded = list(islice(microbatches, len(own)))
                 yield GlobalBatch(
@@ -292,7 +295,7 @@ class Loader:
                     self._number_of(order[span]),
                     tuple(microbatch for microbatch in loaded if not microbatch.is_filler),
                     tuple(microbatch for microbatch in loaded if microbatch.is_filler),
-                    f"{size} samples (sample 0: {self._first_sample})",
+                    f"{size} samples (hashes of samples {', '.join(map(str, probed))}: {self._probed[1]})",
                     self,
                     iteration,
                 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from samestep.data.batch import GlobalBatch, has_rows, rows
+from samestep.data.batch import GlobalBatch, map_tensors
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.errors import InputError
@@ -258,3 +258,17 @@ def _weights(weight: Sequence[float] | torch.Tensor | None, outputs: torch.Tenso
             code="E_SHAPE",
         )
     return weights
+
+
+def has_rows(data: Any, size: int) -> bool:
+    """Return whether every value in nested data is a tensor with rows for `size` samples, one or more per sample."""
+    if isinstance(data, torch.Tensor):
+        return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
+    if isinstance(data, Mapping | list | tuple):
+        return all(has_rows(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
+    return False
+
+
+def rows(data: Any, size: int, start: int, stop: int) -> Any:
+    """Return the rows of the samples `[start, stop)` of `size` samples."""
+    return map_tensors(data, lambda tensor: tensor[start * len(tensor) // size : stop * len(tensor) // size])

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from samestep.data.batch import Microbatch, has_rows, rows
+from samestep.data.batch import Microbatch
 from samestep.distributed.rng import generator_state, preserved_generators
-from samestep.engine.loss import Loss, LossFunction
+from samestep.engine.loss import Loss, LossFunction, has_rows, rows
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.tools.verify.trials import Trial
 
