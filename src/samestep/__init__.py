@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.launcher.session import init as init
     from samestep.launcher.session import start as start
     from samestep.metrics.counts import Accuracy as Accuracy
+    from samestep.metrics.counts import OverlapMetric as OverlapMetric
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
-    from samestep.metrics.segmentation import OverlapMetric as OverlapMetric
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _HOMES = {
     "LossTerm": "engine.multi_loss",
     "MeshConfig": "config",
     "MultiLoss": "engine.multi_loss",
-    "OverlapMetric": "metrics.segmentation",
+    "OverlapMetric": "metrics.counts",
     "StepConfig": "config",
     "StepResult": "engine.step_stats",
     "StrategyConfig": "config",

@@ -1,11 +1,17 @@
-"""Entry point of the `samestep` command: argument parser, commands and exit codes."""
+"""Entry point of the `samestep` command: argument parser, commands, exit codes, and errors of unknown options."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
+from typing import Any, NoReturn
+
+import yaml
 
 from samestep.cli import doctor, measure, models, runs, train, verify
 from samestep.cli.external_launcher import (
@@ -15,7 +21,7 @@ from samestep.cli.external_launcher import (
     reported_by_rank_0,
     require_local_rank,
 )
-from samestep.cli.unknown_options import CommandParser, parse_arguments
+from samestep.config.equivalents import Equivalent, find_equivalent
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_STOPPED, InputError, RunError, SamestepError
@@ -36,6 +42,9 @@ _COMMANDS = (
     measure.add_tune,
     doctor.add_doctor,
 )
+_OPTION = re.compile(r"--[\w-]+")
+_NAME = re.compile(r"--?[A-Za-z]")
+_TYPO = 0.75
 # Commands whose results are files; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 
@@ -107,3 +116,115 @@ def _check_output(command: str) -> None:
     if command not in _WRITES_RUN:
         raise RunError(problem, expected="space for the result", fix="free space on the disk", code="E_OUTPUT")
     logger.warning(problem)
+
+
+class _UsageError(Exception):
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser that reports unknown options before a missing argument, which may have another name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error for `parse_arguments`."""
+        raise _UsageError(self, message)
+
+
+def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments.
+
+    Raises:
+        InputError: an option is unknown. Other invalid arguments print the usage and end the process.
+    """
+    # argparse would assign arguments after `--` to the recipe, or report them as unknown.
+    before, script_arguments = list(arguments), None
+    if "--" in before:
+        position = before.index("--")
+        before, script_arguments = before[:position], before[position + 1 :]
+    try:
+        parsed, unknown = parser.parse_known_args(before)
+        if script_arguments is not None and not hasattr(parsed, "script_arguments"):
+            parsed, unknown = parser.parse_known_args(arguments)
+        elif script_arguments is not None:
+            parsed.script_arguments = script_arguments
+        names = [argument for argument in unknown if _NAME.match(argument)]
+        if names:
+            raise _unknown(names, arguments, parsed.command_parser)
+        if unknown:
+            raise _UsageError(parsed.command_parser, f"unrecognized arguments: {' '.join(unknown)}")
+    except _UsageError as error:
+        command, options = error.parser, _options(error.parser)
+        names = [argument for argument in arguments if _NAME.match(argument) and not _is_known(argument, options)]
+        if names and command is not parser:
+            raise _unknown(names, arguments, command) from error
+        argparse.ArgumentParser.error(command, str(error))
+    return parsed
+
+
+def _options(command: argparse.ArgumentParser) -> list[str]:
+    return _OPTION.findall(command.format_usage())
+
+
+def _is_known(argument: str, options: Sequence[str]) -> bool:
+    """Whether an argument is an option or its abbreviation, as argparse accepts them."""
+    name = argument.partition("=")[0]
+    return name in ("-h", "--help") or any(option.startswith(name) for option in options)
+
+
+def _unknown(names: Sequence[str], arguments: Sequence[str], command: argparse.ArgumentParser) -> InputError:
+    options = [_with_value(name, arguments) for name in names]
+    fixes = [_suggestion(name, text, command) for name, text in options]
+    texts = [f"{name} {text}".rstrip() for name, text in options]
+    if len(options) > 1:
+        fixes = [f"{text}: {fix}" for text, fix in zip(texts, fixes, strict=True)]
+    return InputError(
+        f"{command.prog}: unknown option{'s' if len(options) > 1 else ''} {', '.join(texts)}",
+        expected=f"options of {command.prog} --help",
+        fix="\n".join(fixes),
+        code="E_UNKNOWN_OPTION",
+    )
+
+
+def _with_value(argument: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return an option and its value, which argparse may have taken for another argument, such as the recipe."""
+    name, equals, text = argument.partition("=")
+    if not equals:
+        following = arguments[arguments.index(argument) + 1 :][:1]
+        text = following[0] if following and not _NAME.match(following[0]) else ""
+    return name, text
+
+
+def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
+    options, option = _options(command), f"--{name.lstrip('-').replace('_', '-')}"
+    if option in options:
+        return Equivalent(option, text or None).question
+    meant = find_equivalent(name, parse_value(text), is_exact=True)
+    if meant is not None and meant.key == "--processes" and meant.key not in options and "--devices" in options:
+        return Equivalent("--devices", meant.value).question
+    close = get_close_matches(option, options, n=1, cutoff=_TYPO)
+    if (meant is None or not _has(meant, options)) and close:
+        return Equivalent(close[0], text or None).question
+    meant = meant or find_equivalent(name, parse_value(text))
+    if meant is not None and _has(meant, options):
+        return meant.question
+    return f"leave {name} out; {command.prog} --help lists the options"
+
+
+def _has(meant: Equivalent, options: Sequence[str]) -> bool:
+    """Whether a command with these options accepts the equivalent; another command is a suggestion too."""
+    if meant.is_recipe_key:
+        return "--set" in options
+    is_command = not meant.key or meant.key.startswith("samestep ")
+    return is_command or meant.key.partition(" ")[0] in options
+
+
+def parse_value(text: str) -> Any:
+    """Return the value of an unknown option as a recipe reads it; an option without a value is a switch."""
+    try:
+        value = yaml.safe_load(text) if text else True
+    except yaml.YAMLError:
+        return text
+    # `1e-4` is text in YAML 1.1, and dates are text here.
+    return value if isinstance(value, bool | int | float | list) else text

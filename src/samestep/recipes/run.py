@@ -26,7 +26,7 @@ from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message
 from samestep.engine.build import uses_batch_statistics
-from samestep.engine.microbatch import autocast, call_model
+from samestep.engine.microbatch import autocast, call_model, set_tf32
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
 from samestep.launcher.session import start
@@ -35,10 +35,9 @@ from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 from samestep.metrics.best import BestRule
 from samestep.metrics.class_report import averages, class_rows
+from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.overlays import is_segmentation, write_overlays
-from samestep.metrics.segmentation import MAX_CLASSES, ConfusionMatrix
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
-from samestep.recipes.machine_notes import machine_notes
 from samestep.recipes.recipe_files import (
     DatasetInfo,
     load_recipe,
@@ -47,7 +46,7 @@ from samestep.recipes.recipe_files import (
     update_recipe,
     write_dataset_info,
 )
-from samestep.recipes.starts import append_start, require_same_code
+from samestep.recipes.starts import append_start, machine_notes, require_same_code
 from samestep.recipes.weights import load_all
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
@@ -133,6 +132,7 @@ def _model_for_inference(
     recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
 ) -> Iterator[tuple[torch.nn.Module, torch.device]]:
     with start(device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads) as world:
+        set_tf32(recipe.step, world.device)
         model = trained_model(recipe, info, checkpoint).to(world.device)
         with torch.no_grad(), autocast(recipe.step.precision, world.device):
             yield model, world.device

@@ -1,20 +1,30 @@
-"""`environment.json` of a run: one entry per start or resumption, and the user's code at the last one."""
+"""Start of a run: notes on the machine, check of the user's code, and the entry in `environment.json`."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.files import unsupported_features, write_atomically
 from samestep.checkpoint.store import read_state
 from samestep.distributed.logging import logger
 from samestep.launcher.job import process_state
 from samestep.launcher.source_files import describe_modules
+from samestep.units import format_bytes
 
+_SHARED_MEMORY = Path("/dev/shm")
+# The default of docker run is 64 MiB.
+_SMALL_SHARED_MEMORY = 128 << 20
+_EFFECTS = {
+    "folder fsync": "the newest checkpoint can be lost when the machine loses power",
+    "symbolic links": "checkpoints/last and checkpoints/best are files with the name of a checkpoint",
+}
 _FILE = "environment.json"
 
 
@@ -64,3 +74,24 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
         logger.warning("%s is no list of entries and is replaced; its earlier entries are lost", path)
         return []
     return entries
+
+
+def machine_notes(run: Path, workers: int) -> list[str]:
+    """Return notes on the file system of a run and on shared memory for loader processes.
+
+    Args:
+        run: directory of the run.
+        workers: loader processes per rank.
+
+    Raises:
+        CheckpointWriteError: the file system lacks an operation that a save needs.
+    """
+    notes = [f"{run} is on a file system without {name}: {_EFFECTS[name]}" for name in unsupported_features(run)]
+    if workers and os.path.isdir(_SHARED_MEMORY):
+        size = shutil.disk_usage(_SHARED_MEMORY).total
+        if size < _SMALL_SHARED_MEMORY:
+            notes.append(
+                f"{_SHARED_MEMORY} has {format_bytes(size)} for the microbatches of loader processes; if they end with "
+                "a bus error: docker run --shm-size=8g or --ipc=host, or --workers 0, which needs none"
+            )
+    return notes

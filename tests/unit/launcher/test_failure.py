@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError, NonFiniteError, PeerLostError
-from samestep.launcher.failure import Failure, RankError, first_cause
-from samestep.launcher.restarts import RestartPolicy
+from samestep.launcher.failure import Failure, RankError, RestartPolicy, first_cause
 
 
 def failure(when: float, **changes: Any) -> Failure:

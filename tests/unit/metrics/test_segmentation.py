@@ -9,8 +9,8 @@ from sklearn.metrics import f1_score, jaccard_score
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
+from samestep.metrics.counts import OverlapMetric, Score
 from samestep.metrics.metrics import build_metrics
-from samestep.metrics.segmentation import OverlapMetric, Score
 
 IGNORED = -100
 
