@@ -27,6 +27,7 @@ FLOORS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.distributed.env"
+DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
 # Who may import pickle, and why: the first sends functions and results between processes of one launch, as
 # multiprocessing itself does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
 PICKLE_USERS = {f"{PACKAGE}.launcher.pickling", f"{PACKAGE}.zoo.paddle"}
@@ -188,6 +189,18 @@ def environment_reads(module: Module) -> list[str]:
     return [module.at(node, f"uses {name}") for node, name in names_used(module) if name in ENVIRONMENT]
 
 
+def device_calls(module: Module) -> list[str]:
+    """Uses of torch.cuda, and comparisons with the name of a kind of accelerator."""
+    if module.name == DEVICE_MODULE:
+        return []
+    broken = [module.at(node, f"uses {name}") for node, name in names_used(module) if name.startswith("torch.cuda")]
+    for node in ast.walk(module.tree):
+        operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if any(isinstance(operand, ast.Constant) and operand.value == "cuda" for operand in operands):
+            broken.append(module.at(node, "compares with 'cuda'"))
+    return broken
+
+
 def unpickling(module: Module) -> list[str]:
     """Pickle imports, torch.load without weights_only=True, allow_pickle=True, object collectives."""
     if module.name in PICKLE_USERS:
@@ -289,6 +302,7 @@ def public_functions(node: ast.AST, *, in_class: bool) -> Iterator[tuple[Functio
 TREE_RULES: list[Callable[[Modules], list[str]]] = [imports_going_up, import_cycles]
 MODULE_RULES: list[Callable[[Module], list[str]]] = [
     environment_reads,
+    device_calls,
     unpickling,
     swallowed_exceptions,
     stubs,

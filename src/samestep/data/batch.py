@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, get_wor
 
 from samestep.config import BadSamples
 from samestep.data.order import Indices
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, InputError, SamestepError, message_of
@@ -301,17 +302,18 @@ def move_next_to(data: Any, other: Any) -> Any:
 
 def prefetch_to_device(microbatches: Iterator[Microbatch], device: torch.device) -> Iterator[Microbatch]:
     """Yield microbatches on `device`; on a GPU, copy the next one on a separate stream during computation."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         yield from microbatches
         return
-    stream = torch.cuda.Stream(device)
+    module = accelerator_module()
+    stream = module.Stream(device)
     ahead: Microbatch | None = None
     for microbatch in microbatches:
-        with torch.cuda.stream(stream):
+        with module.stream(stream):
             copied = move(microbatch, device)
         if ahead is not None:
             yield ahead
-        current = torch.cuda.current_stream(device)
+        current = module.current_stream(device)
         current.wait_stream(stream)
         for tensor in tensors_of(copied):  # the allocator must not reuse memory that the current stream still reads
             tensor.record_stream(current)

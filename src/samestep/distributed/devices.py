@@ -1,4 +1,6 @@
-"""GPUs of a launch and of one rank: selection, division and measurements.
+"""Devices of a launch and of one rank: selection, division and measurements; torch's module for an accelerator.
+
+No other module calls `torch.cuda` or compares a device with `cuda`.
 
 `CUDA_VISIBLE_DEVICES` lists the devices that CUDA may use: comma-separated numbers, or names of devices or of their
 partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment Variables").
@@ -20,8 +22,21 @@ if TYPE_CHECKING:
 
     from samestep.distributed.world import World
 
+ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
 _device_error = partial(InputError, code="E_DEVICES")
+
+
+def is_accelerator(device: torch.device | None) -> bool:
+    """Whether a device computes asynchronously, with streams, memory and random generators of its own."""
+    return device is not None and device.type == ACCELERATOR
+
+
+def accelerator_module() -> Any:
+    """Return torch's module of functions for accelerators, such as `torch.cuda`; importing it uses no device."""
+    import torch
+
+    return torch.get_device_module(ACCELERATOR)
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
@@ -86,7 +101,7 @@ def rank_devices(world: World) -> tuple[torch.device, ...]:
 
     name, requested = world.strategy.name, world.strategy.devices
     no_number = partial(_device_error, fix="set strategy.devices: 2")
-    if world.device.type != "cuda":
+    if not is_accelerator(world.device):
         if requested is None:
             problem = f"strategy {name} on a CPU without a number of devices"
             raise no_number(problem, "a number of simulated devices on a machine without GPUs")
@@ -94,8 +109,8 @@ def rank_devices(world: World) -> tuple[torch.device, ...]:
     if requested is None and world.size > 1:
         problem = f"strategy {name} on {world.size} ranks without a number of devices"
         raise no_number(problem, "a number of GPUs per rank, equal on all ranks of a machine")
-    indices = gpu_range(world.device.index, requested, torch.cuda.device_count())
-    return tuple(torch.device("cuda", index) for index in indices)
+    indices = gpu_range(world.device.index, requested, accelerator_module().device_count())
+    return tuple(torch.device(ACCELERATOR, index) for index in indices)
 
 
 def gpu_range(first: int, requested: int | None, available: int) -> range:
@@ -136,30 +151,28 @@ def gpu_stats(device: torch.device) -> dict[str, Any] | None:
     `peak_allocated_bytes` of the tensors of this process. Unavailable values are None; utilization and temperature need
     the package `nvidia-ml-py`.
     """
-    import torch
-
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    module = accelerator_module()
+    if not is_accelerator(device) or not module.is_initialized():
         return None
     used, total = _value_or_none(_memory, device) or (None, None)
     return {
-        "name": _value_or_none(torch.cuda.get_device_name, device),
+        "name": _value_or_none(module.get_device_name, device),
         "memory_bytes": used,
         "memory_total_bytes": total,
-        "use_percent": _value_or_none(torch.cuda.utilization, device),
-        "temperature_c": _value_or_none(torch.cuda.temperature, device),
-        "peak_allocated_bytes": _value_or_none(torch.cuda.max_memory_allocated, device),
+        "use_percent": _value_or_none(module.utilization, device),
+        "temperature_c": _value_or_none(module.temperature, device),
+        "peak_allocated_bytes": _value_or_none(module.max_memory_allocated, device),
     }
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
     """Return used bytes, by any process, and total bytes."""
-    import torch
-
+    module = accelerator_module()
     # NVML first: a CUDA call from this thread may interfere with a graph capture in another thread.
-    used = _value_or_none(torch.cuda.device_memory_used, device)
+    used = _value_or_none(module.device_memory_used, device)
     if used is not None:
-        return used, torch.cuda.get_device_properties(device).total_memory
-    free, total = torch.cuda.mem_get_info(device)
+        return used, module.get_device_properties(device).total_memory
+    free, total = module.mem_get_info(device)
     return total - free, total
 
 

@@ -16,6 +16,8 @@ import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
+
 Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model", "engine"]
 
 
@@ -62,8 +64,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 def seed_device(seed: int, device: torch.device | None = None) -> None:
     """Seed the generator of the GPU of this thread, if `device` is a GPU."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if is_accelerator(device):
+        accelerator_module().manual_seed(seed)
 
 
 def generator_state() -> tuple[object, ...]:
@@ -114,12 +116,12 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
 def _save_states(device: torch.device | None) -> Callable[[], None]:
     """Return a function that restores the present states of the generators of Python, torch and `device`."""
     python, cpu = random.getstate(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    gpu = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
 
     def restore() -> None:
         random.setstate(python)
         torch.set_rng_state(cpu)
-        if gpu is not None and device is not None:
-            torch.cuda.set_rng_state(gpu, device)
+        if gpu is not None:
+            accelerator_module().set_rng_state(gpu, device)
 
     return restore

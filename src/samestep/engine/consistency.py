@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from samestep.config import StepConfig
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffers import MicrobatchBuffers
@@ -80,7 +81,7 @@ def _blocks(tensors: list[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    count = _GPU_WORDS if device.type == "cuda" else _CPU_WORDS
+    count = _GPU_WORDS if is_accelerator(device) else _CPU_WORDS
     generator = torch.Generator().manual_seed(_SEED)  # not the default one, whose state must not change
     weights = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
     return weights.to(device)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import IsolatedGenerators, preserved_generators
 
 Result = TypeVar("Result")
@@ -80,7 +81,7 @@ class ThreadState:
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}
         ]
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = accelerator_module().current_stream(device) if is_accelerator(device) else None
 
     def run(self, task: Callable[[], Result]) -> Result:
         """Call `task` in the current thread, another one, with the stored state."""
@@ -92,8 +93,8 @@ class ThreadState:
             # With multithreading, all backwards on a GPU share one thread, where waiting for each other is a deadlock.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._stream is not None:
-                stack.enter_context(torch.cuda.device(self._stream.device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(accelerator_module().device(self._stream.device))
+                stack.enter_context(accelerator_module().stream(self._stream))
             if self._default_device.type != "cpu":
                 stack.enter_context(self._default_device)
             for kind, enabled, dtype in self._autocast:

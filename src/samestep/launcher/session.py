@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed.collective_check import CollectiveCheck
-from samestep.distributed.devices import first_gpu_index
+from samestep.distributed.devices import ACCELERATOR, accelerator_module, first_gpu_index, is_accelerator
 from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous, loopback_address
@@ -160,7 +160,7 @@ def _init_process_group(
     disk_operations.rank_status = rank_status
     use_short_temporary_folder()
     rank, size, _ = _ranks(worker, rendezvous)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = f"cpu:gloo,{ACCELERATOR}:nccl" if is_accelerator(device) else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
         job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
         store = _world_store(worker, job, timeout or TIMEOUT)
@@ -226,14 +226,14 @@ def _select_device(
     kind: DeviceKind, local_rank: int, rendezvous: Rendezvous | None, strategy: StrategyConfig | None
 ) -> torch.device:
     """Return the first device of this rank."""
-    available = torch.cuda.device_count() if kind != "cpu" else 0
+    available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
         return torch.device("cpu")
     per_rank = (strategy.devices or 1) if strategy is not None and strategy.name == "device_map" else 1
     if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
         local_rank = 0  # srun --gpus-per-task=1 and similar options show each rank only its own device
-    device = torch.device("cuda", first_gpu_index(local_rank, per_rank, available))
-    torch.cuda.set_device(device)
+    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available))
+    accelerator_module().set_device(device)
     return device
 
 

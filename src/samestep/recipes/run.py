@@ -22,6 +22,7 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import MANY_WORKERS, map_tensors, move
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message
@@ -233,7 +234,8 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
 
 def gpu_names() -> list[str]:
     """Return the names of the visible GPUs, in torch's order."""
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    module = accelerator_module()
+    return [module.get_device_name(number) for number in range(module.device_count())]
 
 
 def _loggers(options: RunOptions, run: Path, place: Path, first_step: int) -> list[Logger]:
@@ -276,7 +278,7 @@ def _is_shipped(recipe: Recipe) -> bool:
 
 
 def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    gpu = accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
     return {
         "from_step": first_step,
         "processes": world.size,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, is_lost_connection
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients, unflatten
@@ -46,7 +47,7 @@ class DdpStrategy(Strategy):
         buffer_sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self._ddp = DistributedDataParallel(
             model,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
+            device_ids=[world.device] if is_accelerator(world.device) else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=world.strategy.bucket_mb,
             **{buffer_sync: False},  # type: ignore[arg-type]
@@ -155,8 +156,8 @@ class _CommStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._failure: Exception | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        if is_accelerator(device):
+            self._stream = accelerator_module().Stream(device)
         else:
             self._queue: SimpleQueue[tuple[TensorFuture, Callable[[], torch.Tensor]] | None] = SimpleQueue()
             # A daemon thread: a failed rank must be able to exit while a receive is pending.
@@ -164,12 +165,12 @@ class _CommStream:
 
     def submit(self, communicate: Callable[[], torch.Tensor]) -> TensorFuture:
         """Run `communicate` after all earlier submissions and return its result as a future."""
-        future: TensorFuture = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
-        if self._device.type != "cuda":
+        future: TensorFuture = torch.futures.Future(devices=[self._device] if is_accelerator(self._device) else None)
+        if not is_accelerator(self._device):
             self._queue.put((future, communicate))
             return future
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(accelerator_module().current_stream(self._device))
+        with accelerator_module().stream(self._stream):
             try:
                 # A future records the stream of `set_result`; `wait` waits for that stream.
                 future.set_result(communicate())
@@ -185,7 +186,7 @@ class _CommStream:
 
     def end(self) -> None:
         """End the thread."""
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             self._queue.put(None)
 
     def _run(self) -> None:

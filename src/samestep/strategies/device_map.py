@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from samestep.config import StrategyConfig
-from samestep.distributed.devices import rank_devices
+from samestep.distributed.devices import accelerator_module, is_accelerator, rank_devices
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.pipeline.partition import assign_parts
@@ -54,8 +54,9 @@ class DeviceMap:
     ) -> tuple[Any, Any]:
         """Hook of a module: move inputs and generator state to its device; draws do not depend on the device map."""
         device = self.devices[self.numbers[name]]
-        if device.type == "cuda" and device != self._generator_device:
-            torch.cuda.set_rng_state(torch.cuda.get_rng_state(self._generator_device), device)
+        if is_accelerator(device) and device != self._generator_device:
+            module_of_kind = accelerator_module()
+            module_of_kind.set_rng_state(module_of_kind.get_rng_state(self._generator_device), device)
             self._generator_device = device
         moved: tuple[Any, Any] = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
@@ -86,7 +87,7 @@ def apply_device_map(model: nn.Module, world: World) -> DeviceMap:
 
 def require_sync_batch_norm_devices(world: World) -> None:
     """Refuse a device map of GPUs, across which sync batch norm cannot run, with an `InputError`."""
-    if world.device.type == "cuda":
+    if is_accelerator(world.device):
         raise _device_map_error(
             "strategy device_map with batch_norm: sync on GPUs",
             expected="sync batch norm computes the statistics of one layer on one device",

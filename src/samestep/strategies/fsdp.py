@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from samestep.config import StrategyConfig
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.local_parameters import Division, LocalParameters
@@ -36,7 +37,7 @@ def shard_model(model: nn.Module, world: World) -> None:
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
     # Without a GPU, pinned memory cannot be allocated.
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
     for module, precision in _with_precision([*shard_units(model), model], config):
         module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload)

@@ -15,6 +15,7 @@ import torch
 
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import MANY_WORKERS, GlobalBatch, tensors_of
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers
 from samestep.engine.engine import Engine
@@ -60,9 +61,9 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         InputError: the variant cannot run.
     """
     with start_world(contender.recipe, options) as world:
-        is_gpu = world.device.type == "cuda"
+        is_gpu = is_accelerator(world.device)
         if is_gpu:
-            torch.cuda.reset_peak_memory_stats(world.device)
+            accelerator_module().reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
         steps = epochs * len(built.train) or 1
         warmup = min(PROBED_STEPS, steps - 1)
@@ -70,7 +71,7 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             timed = _time_steps(built.engine, built.train.endless(), warmup=warmup, steps=steps - warmup)
         except _StopRequested:
             return None
-        memory = _held_bytes(built.engine), torch.cuda.max_memory_allocated(world.device) if is_gpu else 0
+        memory = _held_bytes(built.engine), accelerator_module().max_memory_allocated(world.device) if is_gpu else 0
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
         held, peak = (max(column) for column in zip(*all_gather(memory, world), strict=True))
         return Trained(values, held, peak if is_gpu else None, len(built.train), timed.timing if epochs else None)
@@ -229,8 +230,8 @@ def _time_steps(engine: Engine, batches: Iterator[GlobalBatch], *, warmup: int, 
 
 
 def _synchronize(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    if is_accelerator(world.device):
+        accelerator_module().synchronize(world.device)
     world.barrier()
 
 
@@ -246,9 +247,9 @@ def _limit_memory(memory: int, device: torch.device) -> None:
     Raises:
         InputError: this process uses more already.
     """
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+    if is_accelerator(device):
+        total = accelerator_module().get_device_properties(device).total_memory
+        accelerator_module().set_per_process_memory_fraction(min(1.0, memory / total), device)
         return
     # Heap and private mappings (getrlimit(2)): a limit of the address space would count reservations. Their size is
     # available on Linux only.
@@ -264,6 +265,6 @@ def _limit_memory(memory: int, device: torch.device) -> None:
 
 
 def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return int(accelerator_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

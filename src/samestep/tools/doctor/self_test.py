@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from samestep.config import DeviceKind
+from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.errors import RunError, SamestepError
 from samestep.launcher.launch import launch
 from samestep.launcher.pickling import ByName
@@ -41,7 +43,7 @@ def run_self_test(plan: Plan, preload: Sequence[str]) -> SelfTest:
         gpus = len(devices.gpus)
         summary = launch(
             ByName(__name__, "run_rank"),
-            "cuda" if gpus > 1 else "cpu",
+            ACCELERATOR if gpus > 1 else "cpu",
             plan.microbatch_bytes,
             processes=min(gpus, _MAX_RANKS) if gpus > 1 else 2,
             preload=preload,
@@ -57,16 +59,17 @@ def read_devices() -> TorchDevices:
     import torch
 
     _silence_stderr()
+    module = accelerator_module()
     if torch.version.cuda is None:
         return TorchDevices()
     try:
-        torch.cuda.init()
-        indices = range(torch.cuda.device_count())
+        module.init()
+        indices = range(module.device_count())
         for index in indices:
-            torch.ones(1, device=f"cuda:{index}").item()
+            torch.ones(1, device=torch.device(ACCELERATOR, index)).item()
     except RuntimeError as error:  # no driver, an old driver, a lost GPU, no kernels for this GPU generation
         return TorchDevices(error=str(error).splitlines()[0])
-    return TorchDevices(tuple(torch.cuda.get_device_name(index) for index in indices))
+    return TorchDevices(tuple(module.get_device_name(index) for index in indices))
 
 
 def _silence_stderr() -> None:
@@ -76,7 +79,7 @@ def _silence_stderr() -> None:
     os.close(null)
 
 
-def run_rank(device: str, microbatch_bytes: int) -> str:
+def run_rank(device: DeviceKind, microbatch_bytes: int) -> str:
     """Sum over all ranks and receive microbatches from a worker; runs in every rank.
 
     Returns:
@@ -88,7 +91,7 @@ def run_rank(device: str, microbatch_bytes: int) -> str:
     from samestep.launcher.session import start
 
     _silence_stderr()
-    with start(device="cuda" if device == "cuda" else "cpu") as world:
+    with start(device=device) as world:
         values = torch.full((1024,), world.rank + 1.0, device=world.device)
         world.all_reduce(values)
         expected = world.size * (world.size + 1) / 2
@@ -106,7 +109,7 @@ def run_rank(device: str, microbatch_bytes: int) -> str:
         for index, microbatch in enumerate(loader):
             if not bool((microbatch == index).all()):
                 raise RunError(f"a worker sent a microbatch of {index}, received {microbatch.unique().tolist()}")
-        name, resident = "GPUs" if device == "cuda" else "the CPU", format_bytes(psutil.Process().memory_info().rss)
+        name, resident = "the CPU" if device == "cpu" else "GPUs", format_bytes(psutil.Process().memory_info().rss)
         return f"{world.size} ranks on {name} connected, summed and received microbatches; {resident} per rank"
 
 

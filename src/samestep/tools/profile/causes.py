@@ -314,7 +314,7 @@ def host_bound(measured: Measurements) -> Advice | None:
 def _idle_seconds(measured: Measurements) -> float | None:
     """Return the idle time of a GPU in forward, backward and optimizer; None on a CPU."""
     busy = [summary.busy_seconds for summary in measured.traced.values() if summary.busy_seconds is not None]
-    if measured.conditions.device != "cuda" or not busy:
+    if measured.conditions.device == "cpu" or not busy:
         return None
     return max(0.0, mean(computing_seconds(phases) + phases["optimizer"] for phases in measured.phases) - mean(busy))
 

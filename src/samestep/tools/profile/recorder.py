@@ -18,6 +18,7 @@ from torch.autograd import DeviceType, Variable
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import call_site, intercept_collectives
 from samestep.distributed.world import World
 from samestep.engine.build import uses_batch_statistics
@@ -41,7 +42,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device = device if is_accelerator(device) else None
         self._base = self.now()
         if self._device is not None:
             self._base.synchronize()
@@ -51,8 +52,8 @@ class Clock:
         """Return the current time, at the least cost, for `seconds`."""
         if self._device is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = accelerator_module().Event(enable_timing=True)
+        event.record(accelerator_module().current_stream(self._device))
         return event
 
     def seconds(self, moment: Any) -> float:
@@ -199,7 +200,7 @@ class RankProfiler(profile):
             self.summary = _summarize(list(profiler.events() or ()), traced)
 
         super().__init__(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(device),
             schedule=schedule(wait=0, warmup=warmup, active=traced, repeat=1),
             on_trace_ready=finish,
         )

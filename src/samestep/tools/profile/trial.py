@@ -21,6 +21,7 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.resources import read_processors
 from samestep.distributed.world import World, all_gather
 from samestep.engine.engine import Engine
@@ -241,7 +242,7 @@ def _all_reduce_seconds(world: World, microbatches: int, reduction: Reduction, s
                 tree_all_reduce(world, tree, gradients, gradients[0])
             else:
                 backend_all_reduce(world, gradients[0])
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        if is_accelerator(world.device):
+            accelerator_module().synchronize(world.device)
 
     return median(repeat(run, number=1, repeat=_REDUCTION_TRIALS))

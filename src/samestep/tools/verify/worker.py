@@ -24,6 +24,7 @@ from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import intercept_collectives
 from samestep.distributed.rng import preserved_generators
 from samestep.engine.callbacks import Intervention
@@ -89,11 +90,11 @@ class Probe(Intervention):
         world, modules = engine.world, dict(engine.model.named_modules())
         # Ranks that perform different operations fail at once instead of waiting for each other.
         world.context.collective_check.enable(0)
-        is_gpu = world.device.type == "cuda"
+        is_gpu = is_accelerator(world.device)
         self.write(
             "engine",
             {
-                "device": torch.cuda.get_device_name(world.device) if is_gpu else "cpu",
+                "device": accelerator_module().get_device_name(world.device) if is_gpu else "cpu",
                 "config": asdict(engine.config),
                 "modules": {name: type(module).__name__ for name, module in modules.items()},
                 "parameters": [name for name, _ in engine.model.named_parameters()],
