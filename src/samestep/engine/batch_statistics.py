@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.data.batch import GlobalBatch
+from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.microbatches import MIN_BATCH_NORM_SAMPLES
 from samestep.units import plural
@@ -18,7 +24,7 @@ class FewSamplesWarning(UserWarning):
 
 def few_samples_message(batch_size: int, microbatches: int) -> str | None:
     """Return a warning if microbatches of a batch are small for the statistics of batch norm; None otherwise."""
-    samples = batch_size // microbatches
+    samples = max(1, batch_size // microbatches)
     if microbatches == 1 or samples >= MIN_BATCH_NORM_SAMPLES:
         return None
     return (
@@ -44,8 +50,48 @@ def warn_of_evaluation_mode() -> None:
     )
 
 
-def one_value_error(batch: GlobalBatch, error: ValueError) -> InputError | None:
-    """Return the error of a microbatch whose statistics cannot be computed; None for another error."""
+def uses_batch_statistics(model: torch.nn.Module) -> bool:
+    """Return whether a norm layer of the model uses statistics of the batch in its present mode.
+
+    Torch's synchronized layers count in every mode: DDP supports them on GPUs only.
+    """
+    return any(
+        isinstance(module, torch.nn.SyncBatchNorm)
+        or (isinstance(module, _BatchNorm) and (module.training or module.running_mean is None))
+        for module in model.modules()
+    )
+
+
+def may_have_one_value(batch: GlobalBatch, model: torch.nn.Module) -> bool:
+    """Return whether a norm layer may compute statistics of one value per channel; equal on every rank."""
+    return any(stop - start == 1 for start, stop in batch.bounds) and uses_batch_statistics(model)
+
+
+@contextmanager
+def one_value_errors(batch: GlobalBatch, world: World, *, is_shared: bool) -> Iterator[None]:
+    """Explain the error of a norm layer that receives one value per channel.
+
+    With `is_shared`, every rank raises the error, also those without samples; a collective at the end of the block,
+    which has no other collectives.
+    """
+    own: InputError | None = None
+    try:
+        yield
+    except (ValueError, InputError) as error:
+        own = _one_value_error(batch, error)
+        if own is None or not is_shared:
+            raise (own or error) from error.__cause__ if own is error else error
+    if is_shared:
+        world.context.collective_check.complete()
+        arguments = None if own is None else [own.value, own.expected, own.fix, own.code]
+        for value, expected, fix, code in filter(None, all_gather(arguments, world)):
+            raise InputError(value, expected, fix, code=code)
+
+
+def _one_value_error(batch: GlobalBatch, error: ValueError | InputError) -> InputError | None:
+    """Return the error of statistics that cannot be computed; None for another error."""
+    if isinstance(error, InputError):  # with statistics of the global batch
+        return error if error.code == "E_NORM_LAYER" else None
     if _TORCH_MESSAGE not in str(error):
         return None
     smallest = min(stop - start for start, stop in batch.bounds if stop > start)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.config import StepConfig
 from samestep.config.validation import match_patterns
 from samestep.distributed.world import World
+from samestep.engine.batch_statistics import uses_batch_statistics
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
@@ -32,18 +33,6 @@ from samestep.strategies.device_map import DeviceMap, require_sync_batch_norm_de
 from samestep.strategies.local_parameters import LocalParameters, closure_error, replace_optimizer_parameters
 from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters
 from samestep.strategies.strategy import Strategy, require_plain_model
-
-
-def uses_batch_statistics(model: torch.nn.Module) -> bool:
-    """Return whether a norm layer of the model uses statistics of the batch in its present mode.
-
-    Torch's synchronized layers count in every mode: DDP supports them on GPUs only.
-    """
-    return any(
-        isinstance(module, torch.nn.SyncBatchNorm)
-        or (isinstance(module, _BatchNorm) and (module.training or module.running_mean is None))
-        for module in model.modules()
-    )
 
 
 class Components(NamedTuple):

@@ -17,12 +17,12 @@ from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import one_value_error, warn_of_evaluation_mode, warn_of_few_samples
-from samestep.engine.build import Components, build_components, uses_batch_statistics
+from samestep.engine.batch_statistics import uses_batch_statistics, warn_of_evaluation_mode, warn_of_few_samples
+from samestep.engine.buffers import Rule
+from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks, settings_of
 from samestep.engine.evaluation import evaluate_batches
-from samestep.engine.buffers import Rule
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import ForwardFunction
@@ -202,12 +202,7 @@ class Engine:
         if self._checks_mode and not self.model.training:
             self._checks_mode = False
             warn_of_evaluation_mode()
-        try:
-            stats = runner.compute(batch, self.steps, save=save)
-        except ValueError as error:
-            if (explained := one_value_error(batch, error)) is None:
-                raise
-            raise explained from error
+        stats = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
             stats = reduce_requests(stats, world)
         self._divide_by_count(batch, stats)

@@ -16,6 +16,7 @@ from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_device, seed_generators
 from samestep.distributed.world import World, all_gather
+from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState
@@ -304,7 +305,11 @@ class SequentialRunner(StepRunner):
         vectors: dict[int, torch.Tensor] = {}
         microbatches = (*batch.local_microbatches, *batch.fillers)
         self.buffers.begin(batch.microbatches)
-        with preserved_generators(self.world.device), self.undo_on_failure():
+        is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
+        if is_shared:
+            strategy.calls_plain_model = True  # in this step: no rank communicates before all have computed
+        errors = one_value_errors(batch, self.world, is_shared=is_shared)
+        with preserved_generators(self.world.device), self.undo_on_failure(), errors:
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
                 with strategy.microbatch(tree, microbatch.number, last=last):
@@ -319,7 +324,8 @@ class SequentialRunner(StepRunner):
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
-                        total = self.sum_vectors(batch, tree, vectors) if self._is_checked else None
+                        is_early = self._is_checked and not is_shared
+                        total = self.sum_vectors(batch, tree, vectors) if is_early else None
                     self.backward(loss.sum, batch.size)
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)

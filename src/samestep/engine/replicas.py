@@ -16,6 +16,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
+from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers, Rule
 from samestep.engine.forward_state import ForwardState
 from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
@@ -165,7 +166,8 @@ class DataParallelRunner(SequentialRunner):
         vectors: dict[int, torch.Tensor] = {}
         weights = self._device_weights()
         self.buffers.begin(batch.microbatches)
-        with preserved_generators(self.world.device), self.undo_on_failure():
+        errors = one_value_errors(batch, self.world, is_shared=False)
+        with preserved_generators(self.world.device), self.undo_on_failure(), errors:
             before = generator_state()
             for first in range(0, len(batch.local_microbatches), len(self._devices)):
                 group = batch.local_microbatches[first : first + len(self._devices)]
@@ -253,7 +255,7 @@ class SyncBatchNormRunner(StepRunner):
             gradients[microbatch.number] = [copy.grad for copy in copies]
 
         self.buffers.begin(batch.microbatches)
-        with self.undo_on_failure():
+        with self.undo_on_failure(), one_value_errors(batch, self.world, is_shared=batch.size == 1):
             self._run(batch, tree, compute_microbatch)
             self.world.context.status.end_compute(len(batch.local_microbatches))
             for microbatch in batch.local_microbatches:

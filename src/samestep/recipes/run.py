@@ -25,8 +25,7 @@ from samestep.data.batch import MANY_WORKERS, map_tensors, move
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_statistics import few_samples_message
-from samestep.engine.build import uses_batch_statistics
+from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
 from samestep.engine.microbatch import autocast, call_model, set_tf32
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
