@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.recipe_options import RunPlan
 from samestep.config import resolve_mesh
-from samestep.distributed.env import read_rendezvous, silence_torch_warnings
+from samestep.distributed.env import read_rendezvous, set_environment, silence_torch_warnings
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.launcher.failure import Failure
@@ -93,6 +93,7 @@ def run_as_rank(
         ReportedError: a rank failed, and the failure has been reported.
     """
     _joined.append(rendezvous)
+    set_environment(options.environment or {})
     silence_torch_warnings()
     from samestep.launcher.job import join_job
 

@@ -14,7 +14,7 @@ from typing import Any
 from samestep.cli.options import option_conflict, options_of
 from samestep.config import DeviceKind, Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
-from samestep.distributed.env import read_environment, read_rendezvous, read_slurm_job
+from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import read_processors
@@ -64,6 +64,7 @@ class LaunchOptions:
 
     processes: str  # `N`, `auto`, `MIN:MAX` or `MIN:auto`
     devices: str | None = None
+    share_gpu: bool = False
     device: DeviceKind = "auto"
     max_restarts: int = 0
     hang_after: float = HANG_AFTER  # seconds without progress after which ranks count as hung
@@ -101,8 +102,13 @@ class LaunchOptions:
 
     @property
     def environment(self) -> dict[str, str] | None:
-        """Environment variables that select the devices; None without `--devices`."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.selected_devices)} if self.selected_devices else None
+        """Environment variables that select the devices; None without `--devices` and `--share-gpu`."""
+        if self.share_gpu and self.device == "cpu":
+            raise option_conflict("--share-gpu with --device cpu", "ranks on a CPU share the cores without an option")
+        variables = {SHARE_GPU: "1"} if self.share_gpu else {}
+        if self.selected_devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.selected_devices)
+        return variables or None
 
     def process_range(self, recipe: Recipe | None = None) -> tuple[int, int]:
         """Return the minimum number of ranks after failures, and the initial number of ranks.
@@ -114,11 +120,11 @@ class LaunchOptions:
         text, colon, maximum = self.processes.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
-        if self.selected_devices is not None and count > len(self.selected_devices):
+        if self.selected_devices is not None and count > len(self.selected_devices) and not self.share_gpu:
             raise InputError(
                 f"--processes {self.processes} with {len(self.selected_devices)} devices",
                 expected="one GPU per rank",
-                fix="leave --processes out for one rank per device, or name more devices",
+                fix="leave --processes out for one rank per device, name more devices, or add --share-gpu",
                 code="E_PROCESSES",
             )
         minimum = parse_process_count(text) if colon else count

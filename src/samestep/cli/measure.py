@@ -30,14 +30,14 @@ from samestep.cli.options import (
 from samestep.cli.recipe_options import (
     add_strategy_options,
     all_overrides,
+    load_with_microbatches,
     parse_strategy,
     with_batch_size,
-    with_microbatches,
 )
 from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.loggers.logger import to_json
-from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.bench import ACCUMULATE, WAYS
 from samestep.tools.tune.settings import PREFETCH, STEP_OPTIONS, WORKERS, TuneTarget, grid, machine_key, write_tuning
 from samestep.units import parse_bytes, plural
@@ -145,7 +145,7 @@ def add_tune(commands: Any) -> None:
     group = parser.add_argument_group("machine")
     text = "number of ranks, or auto: one per GPU, or one per core without GPUs"
     group.add_argument("--processes", metavar="N", help=text)
-    add_options(group, "--devices", "--device")
+    add_options(group, "--devices", "--share-gpu", "--device")
     memory = partial(parse_bytes, "--memory")
     group.add_argument("--memory", type=memory, metavar="SIZE", help="memory limit of a rank, such as 2GiB")
     add_strategy_options(parser)
@@ -190,7 +190,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         "bench",
         f"samestep run --processes N {arguments.recipe}, for each number N; the script can measure its own steps",
     )
-    recipe = _load_recipe(arguments, arguments.overrides)
+    recipe = load_with_microbatches(arguments, arguments.overrides)
     strategies = [parse_strategy(text) for text in arguments.layout]
     if not arguments.no_picture:
         require_matplotlib("comparison")
@@ -239,7 +239,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     else:
         size, accumulate = arguments.per_device_batch_size, arguments.accumulate
         overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
-        subject = _load_recipe(arguments, overrides)
+        subject = load_with_microbatches(arguments, overrides)
         _, processes = launch.process_range(subject)
     ranks, options = parse_ranks(arguments.ranks, processes), run_options(arguments)
     if not arguments.no_picture:
@@ -271,7 +271,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     require_single_process("tune")
     advice = "try samestep.loader(num_workers=N, prefetch_factor=K) in the script, or tune a recipe with the same data"
     refuse_script(arguments, "tune", advice)
-    recipe = _load_recipe(arguments, all_overrides(arguments))
+    recipe = load_with_microbatches(arguments, all_overrides(arguments))
     launch = LaunchOptions.parse(arguments)
     config = _tune_config(arguments, launch)
     if ":" in launch.processes:
@@ -305,14 +305,6 @@ def _tune(arguments: argparse.Namespace) -> int:
         print(f"{'written':<20}{folder / 'tune.json'}{'' if arguments.no_picture else ', tune.png'}")
         print(f"{'used by':<20}samestep train {arguments.recipe} --processes {processes}{_same_options(arguments)}")
     return EXIT_DONE
-
-
-def _load_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Recipe:
-    """Return the recipe with a number of microbatches, and print the choice of `auto`."""
-    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides))
-    if text is not None:
-        progress(arguments)(text)
-    return recipe
 
 
 def _same_options(arguments: argparse.Namespace) -> str:

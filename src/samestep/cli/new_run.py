@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,15 @@ from pathlib import Path
 from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
 from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.options import output_errors, run_options, unused_name
-from samestep.cli.recipe_options import RunPlan, all_overrides, plan_to_resume, with_batch_size, with_microbatches
+from samestep.cli.options import output_errors, run_options, timed_name, unused_name
+from samestep.cli.recipe_options import (
+    RunPlan,
+    all_overrides,
+    microbatch_size,
+    plan_to_resume,
+    with_batch_size,
+    with_microbatches,
+)
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.logging import logger
 from samestep.errors import InputError
@@ -94,7 +100,7 @@ class NewRun:
         )
         if size is not None or self.accumulate is not None:
             require_enough_microbatches(recipe.microbatch_count, int(processes), recipe.batch_size)
-        folder = self.runs / (self.name or unused_name(self.runs, Path(self.recipe).stem))
+        folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
         self.creates_parent = not folder.parent.exists()
         _create_folder(folder)
         self.folder = HeldFolder(folder)
@@ -122,11 +128,9 @@ def _describe_batch(recipe: Recipe, size: int | None, accumulate: int | None, pr
     count, microbatches = plural(processes, "process"), plural(recipe.microbatch_count, "microbatch")
     if accumulate is None:
         return f"global batch {recipe.batch_size} = {size} per device x {count}, in {microbatches}, saved in the recipe"
-    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
-    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
     return (
-        f"global batch {recipe.batch_size} = {microbatches} of {text}: {accumulate} per step on each of {count}, "
-        "saved in the recipe"
+        f"global batch {recipe.batch_size} = {microbatches} of {microbatch_size(recipe)}: {accumulate} per step on "
+        f"each of {count}, saved in the recipe"
     )
 
 
@@ -138,12 +142,6 @@ def _create_folder(folder: Path) -> None:
             raise InputError(
                 f"the run {folder} exists",
                 expected="a new name for a new run: no run is overwritten",
-                fix=f"--name {_unused_number(folder)}, or samestep resume {folder}",
+                fix=f"--name {unused_name(folder.parent, folder.name)}, or samestep resume {folder}",
                 code="E_OUTPUT",
             ) from error
-
-
-def _unused_number(folder: Path) -> str:
-    """Return the name of the folder with the first number from 2 that no folder next to it has."""
-    names = (f"{folder.name}-{number}" for number in itertools.count(2))
-    return next(name for name in names if not (folder.parent / name).exists())

@@ -58,6 +58,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "GPUs of the ranks, as positions among the visible GPUs; one rank per GPU unless --processes is "
         "smaller (default: the first ones)",
     },
+    "--share-gpu": {
+        "action": "store_true",
+        "help": "let several ranks use one GPU; they communicate through host memory (not with pp)",
+    },
     "--device": {
         "type": _device_kind,
         "choices": get_args(DeviceKind),
@@ -114,10 +118,7 @@ def add_subject_argument(parser: argparse.ArgumentParser) -> None:
 
 
 # Options without a meaning for a script.
-_RECIPE_OPTIONS = (
-    *("--set", "--strategy", "--mesh", "--per-device-batch-size", "--accumulate"),
-    *("--workers", "--prefetch", "--checkpoint-every"),
-)
+_RECIPE_OPTIONS = ("--strategy", "--mesh", "--per-device-batch-size", "--accumulate", "--workers", "--prefetch")
 
 
 def script_of(arguments: argparse.Namespace) -> Path | None:
@@ -132,16 +133,8 @@ def script_of(arguments: argparse.Namespace) -> Path | None:
             value = f"{arguments.recipe} with arguments after --"
             raise option_conflict(value, "arguments of a script", "leave the arguments out, or --set KEY=VALUE")
         return None
-    for option in (
-        "--set",
-        "--strategy",
-        "--mesh",
-        "--per-device-batch-size",
-        "--accumulate",
-        "--workers",
-        "--prefetch",
-    ):
-        name = "overrides" if option == "--set" else option.removeprefix("--").replace("-", "_")
+    names = {option: option.removeprefix("--").replace("-", "_") for option in _RECIPE_OPTIONS}
+    for option, name in {"--set": "overrides", **names}.items():
         if getattr(arguments, name, None):
             raise option_conflict(f"{option} with a script", f"{option} with a recipe", "set the value in the script")
     require_file(path)
@@ -173,7 +166,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine (results do not depend on these options)")
     text = "number of ranks, or auto: one per GPU, or one per core on a machine without GPUs (default 1)"
     group.add_argument("--processes", metavar="N", help=text)
-    add_options(group, "--devices", "--device", "--workers")
+    add_options(group, "--devices", "--share-gpu", "--device", "--workers")
     text = f"microbatches that each loader process prepares in advance (default {RunOptions.prefetch})"
     group.add_argument("--prefetch", type=int, metavar="N", help=text)
 
@@ -230,9 +223,13 @@ def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
         raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
 
 
-def unused_name(runs: Path, stem: str) -> str:
+def timed_name(runs: Path, stem: str) -> str:
     """Return `stem` with date and time, and a number if several runs start within one second."""
-    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return unused_name(runs, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def unused_name(runs: Path, name: str) -> str:
+    """Return `name`, or the name with the first number from 2 that no folder in `runs` has."""
     candidates = (name if n == 1 else f"{name}-{n}" for n in count(1))
     return next(candidate for candidate in candidates if not (runs / candidate).exists())
 
@@ -240,7 +237,7 @@ def unused_name(runs: Path, stem: str) -> str:
 @contextmanager
 def output_folder(out: Path | None, stem: str) -> Iterator[Path]:
     """Create the folder of `--out`, by default `runs/STEM-TIME`; remove new folders that stay empty."""
-    folder = out or Path("runs") / unused_name(Path("runs"), stem)
+    folder = out or Path("runs") / timed_name(Path("runs"), stem)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     with output_errors(f"{folder} cannot be created", "a writable folder", "--out DIR"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,14 @@ from typing import get_args
 
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.launch_options import PRELOAD, parse_process_count
+from samestep.cli.options import progress
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
 from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.launcher.pickling import ByName
-from samestep.recipes.recipe_files import differences, make_recipe, read_recipe, recipe_data
+from samestep.recipes.recipe_files import differences, load_recipe, make_recipe, read_recipe, recipe_data
 from samestep.recipes.trust import require_trusted
 from samestep.tools.tune.settings import TunedSetting
 from samestep.units import plural
@@ -87,12 +88,10 @@ def with_batch_size(overrides: list[str], size: int | None, processes: str, accu
     """
     if size is None and accumulate is None:
         return overrides
-    option, key = (
-        (f"--accumulate {accumulate}", "microbatches")
-        if size is None
-        else (f"--per-device-batch-size {size}", "batch_size")
-    )
+    options = {"batch_size": f"--per-device-batch-size {size}"} if size is not None else {}
+    options |= {"microbatches": f"--accumulate {accumulate}"} if accumulate is not None else {}
     if not processes.isdigit():
+        key, option = next(iter(options.items()))
         value = 2 * (size or accumulate or 1)
         raise InputError(
             f"{option} with --processes {processes}",
@@ -100,15 +99,12 @@ def with_batch_size(overrides: list[str], size: int | None, processes: str, accu
             fix=f"--processes 2 for {key}={value}, or --set {key}={value} instead",
             code="E_BATCH_SIZE",
         )
-    for name, duplicated, is_set in (
-        (f"--per-device-batch-size {size}", "batch_size", size is not None),
-        (f"--accumulate {accumulate}", "microbatches", accumulate is not None),
-    ):
-        duplicates = [override for override in overrides if override.partition("=")[0] == duplicated]
-        if is_set and duplicates:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in options:
             raise InputError(
-                f"{name} and --set {duplicates[-1]}",
-                expected=f"one option for {duplicated}",
+                f"{options[key]} and --set {override}",
+                expected=f"one option for {key}",
                 fix="leave one of the two options out",
                 code="E_BATCH_SIZE",
             )
@@ -140,10 +136,22 @@ def with_microbatches(recipe: Recipe, *, is_rank: bool = False) -> tuple[Recipe,
         resolved = recipe.with_microbatches(has_norm)
         reason = f"auto: the model has {'' if has_norm else 'no '}batch norm"
     count = resolved.microbatch_count
-    samples, rest = divmod(recipe.batch_size, count)
-    text = f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
     processes = plural(count * recipe.strategy.ranks_per_model, "process")
-    return resolved, f"microbatches: {count} of {text} ({reason}); at most {processes}"
+    return resolved, f"microbatches: {count} of {microbatch_size(resolved)} ({reason}); at most {processes}"
+
+
+def microbatch_size(recipe: Recipe) -> str:
+    """Return the number of samples of a microbatch as text."""
+    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
+    return f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
+
+
+def load_with_microbatches(arguments: argparse.Namespace, overrides: list[str]) -> Recipe:
+    """Return the recipe of a command with a number of microbatches, and print the choice of `auto`."""
+    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides))
+    if text is not None:
+        progress(arguments)(text)
+    return recipe
 
 
 @dataclass(frozen=True)

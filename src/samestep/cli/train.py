@@ -29,7 +29,7 @@ from samestep.cli.options import (
     add_run_argument,
     print_json,
     require_file,
-    unused_name,
+    timed_name,
 )
 from samestep.cli.recipe_options import (
     RunPlan,
@@ -96,7 +96,7 @@ def add_run(commands: Any) -> None:
     group = parser.add_argument_group("machine")
     text = "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)"
     group.add_argument("--processes", default="auto", metavar="N", help=text)
-    add_options(group, "--devices")
+    add_options(group, "--devices", "--share-gpu")
     add_fault_options(parser)
     add_options(parser.add_argument_group("output"), "--runs")
     parser.set_defaults(run=_run_script)
@@ -168,7 +168,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
     script: Path = arguments.script
     require_file(script)
     options = LaunchOptions.parse(arguments)
-    log_dir = arguments.runs / unused_name(arguments.runs, script.stem) / "logs"
+    log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
     processes = options.process_range()
     call = partial(ByName("samestep.launcher.worker", "run_script"), script, tuple(arguments.arguments))
     starts = itertools.count()

@@ -20,10 +20,9 @@ from samestep.cli.options import (
     progress,
     script_of,
 )
-from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
+from samestep.cli.recipe_options import add_strategy_options, all_overrides, load_with_microbatches
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
-from samestep.recipes.recipe_files import load_recipe
 from samestep.tools.verify.trials import Conditions, Interventions, Subject
 
 _STEPS = 3
@@ -110,10 +109,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     script = script_of(arguments)
     if script is not None:
         return Subject(name=script.name, script=script, arguments=tuple(arguments.script_arguments))
-    recipe = load_recipe(arguments.recipe, all_overrides(arguments))
-    recipe, text = with_microbatches(recipe)
-    if text is not None:
-        progress(arguments)(text)
+    recipe = load_with_microbatches(arguments, all_overrides(arguments))
     return Subject(name=Path(arguments.recipe).stem, recipe=recipe)
 
 

@@ -119,6 +119,22 @@ _OMITTED = {
     "the number of classes follows from the data": "num_classes nb_classes n_classes",
 }
 
+# Switches: the key or option, its values for on and off, and a note.
+_SWITCHES: dict[str, tuple[str, Any, Any, str]] = {
+    "no_cuda use_cpu cpu": ("--device", "cpu", "auto", ""),
+    "fp16 use_fp16 half": ("step.precision", "fp16", "fp32", ""),
+    "bf16 use_bf16": ("step.precision", "bf16", "fp32", ""),
+    "sync_bn syncbn sync_batchnorm sync_batch_norm use_sync_bn use_syncbn convert_sync_bn": (
+        *("step.batch_norm", "sync", "microbatch", ""),
+    ),
+    "freeze_encoder": ("model.freeze", ["encoder.*"], [], ""),
+    "gradient_checkpointing grad_checkpointing activation_checkpointing use_checkpoint recompute": (
+        *("step.recompute", ["blocks.*"], [], "shell patterns of module names"),
+    ),
+    "dp data_parallel use_dp": ("--strategy", "dp", "auto", ""),
+    "fsdp zero use_fsdp": ("--strategy", "fsdp", "auto", ""),
+    "wandb use_wandb": ("--loggers", "jsonl,progress,wandb", "jsonl,progress", ""),
+}
 _PRECISIONS = {
     "fp16": ("fp16", "16", "16-mixed", "16-true", "float16", "half", "o1", "o2"),
     "bf16": ("bf16", "bf16-mixed", "bf16-true", "bfloat16"),
@@ -201,10 +217,6 @@ def _device(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     return Equivalent("--device", {"gpu": "cuda", "true": "cuda", "false": "cpu"}.get(kind, kind))
 
 
-def _no_cuda(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("--device", "cpu" if _is_on(value) else "auto")
-
-
 def _precision(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     text = _text(value).lower()
     name = next((name for name, words in _PRECISIONS.items() if text in words), None)
@@ -213,28 +225,12 @@ def _precision(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     return Equivalent("step.precision", name or value)
 
 
-def _half(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("step.precision", "fp16" if _is_on(value) else "fp32")
-
-
-def _brain_float(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("step.precision", "bf16" if _is_on(value) else "fp32")
-
-
-def _sync_batch_norm(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("step.batch_norm", "sync" if _is_on(value) else "microbatch")
-
-
 def _freeze(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     if isinstance(value, list | str):
         return Equivalent("model.freeze", value if isinstance(value, list) else [value])
     if not _is_on(value):
         return Equivalent("model.freeze", [])
     return Equivalent("model.freeze_except", ["fc.*"], "shell patterns of the parameters that are trained, here a head")
-
-
-def _freeze_encoder(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("model.freeze", ["encoder.*"] if _is_on(value) else [])
 
 
 def _pretrained(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
@@ -302,29 +298,12 @@ def _ema(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     return Equivalent("ema.decay", value if isinstance(value, float) and 0 < value < 1 else 0.9999)
 
 
-def _recompute(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    patterns = ["blocks.*"] if _is_on(value) else []
-    return Equivalent("step.recompute", patterns, "shell patterns of module names")
-
-
 def _channels_last(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     return Equivalent("step.channels_last", value == "channels_last" if isinstance(value, str) else _is_on(value))
 
 
-def _data_parallel(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("--strategy", "dp" if _is_on(value) else "auto")
-
-
-def _sharded(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("--strategy", "fsdp" if _is_on(value) else "auto")
-
-
 def _metrics(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
     return Equivalent("metrics", value if isinstance(value, list) else [value])
-
-
-def _wandb(value: Any, recipe: Mapping[str, Any]) -> Equivalent:
-    return Equivalent("--loggers", "jsonl,progress,wandb" if _is_on(value) else "jsonl,progress")
 
 
 _TRANSLATED: dict[Callable[[Any, Mapping[str, Any]], Equivalent], str] = {
@@ -339,13 +318,8 @@ _TRANSLATED: dict[Callable[[Any, Mapping[str, Any]], Equivalent], str] = {
     "devices n_procs num_procs n_devices num_devices",
     _device_numbers: "device_ids gpu_ids gpu gpu_id visible_devices cuda_visible_devices",
     _device: "device accelerator cuda use_cuda",
-    _no_cuda: "no_cuda use_cpu cpu",
     _precision: "precision amp use_amp mixed_precision amp_dtype amp_level dtype",
-    _half: "fp16 use_fp16 half",
-    _brain_float: "bf16 use_bf16",
-    _sync_batch_norm: "sync_bn syncbn sync_batchnorm sync_batch_norm use_sync_bn use_syncbn convert_sync_bn",
     _freeze: "freeze freeze_layers freeze_backbone feature_extract freeze_features only_train_head",
-    _freeze_encoder: "freeze_encoder",
     _pretrained: "pretrained use_pretrained",
     _resume: "resume resume_from resume_from_checkpoint auto_resume continue start_epoch last_epoch ckpt_path",
     _evaluate: "eval evaluate eval_only test_only do_eval only_eval",
@@ -358,16 +332,13 @@ _TRANSLATED: dict[Callable[[Any, Mapping[str, Any]], Equivalent], str] = {
     _warmup_ratio: "warmup_ratio warmup_proportion",
     _percent: "val_percent validation",
     _ema: "ema use_ema model_ema",
-    _recompute: "gradient_checkpointing grad_checkpointing activation_checkpointing use_checkpoint recompute",
     _channels_last: "channels_last memory_format",
-    _data_parallel: "dp data_parallel use_dp",
-    _sharded: "fsdp zero use_fsdp",
     _metrics: "metric metrics eval_metric eval_metrics metric_for_best_model",
-    _wandb: "wandb use_wandb",
 }  # fmt: skip
 
 _SAME = {_squash(word): key for key, words in _SAME_VALUE.items() for word in words.split()}
 _REASONS = {_squash(word): reason for reason, words in _OMITTED.items() for word in words.split()}
+_ON_AND_OFF = {_squash(word): switch for words, switch in _SWITCHES.items() for word in words.split()}
 _TRANSLATIONS = {_squash(word): translate for translate, words in _TRANSLATED.items() for word in words.split()}
 
 
@@ -383,10 +354,11 @@ def find_equivalent(
         is_exact: accept no typing errors in the word.
     """
     name = _squash(word)
-    if not any(name in table for table in (_SAME, _REASONS, _TRANSLATIONS)):
+    known = {**_SAME, **_REASONS, **_ON_AND_OFF, **_TRANSLATIONS}
+    if name not in known:
         if is_exact:
             return None
-        close = get_close_matches(name, [*_SAME, *_REASONS, *_TRANSLATIONS], n=1, cutoff=_TYPO)
+        close = get_close_matches(name, known, n=1, cutoff=_TYPO)
         if not close:
             return None
         (name,) = close
@@ -394,4 +366,7 @@ def find_equivalent(
         return Equivalent("", None, _REASONS[name])
     if name in _SAME:
         return Equivalent(_SAME[name], value)
+    if name in _ON_AND_OFF:
+        key, on, off, note = _ON_AND_OFF[name]
+        return Equivalent(key, on if _is_on(value) else off, note)
     return _TRANSLATIONS[name](value, recipe)

@@ -145,7 +145,7 @@ class JsonlLogger(Logger):
         with disk_operations.run("write", self._path):
             if self._file is None:
                 self._file = self._path.open("a", buffering=1, encoding="utf-8")
-                if _ends_mid_line(self._path):  # an earlier process was killed during a write
+                if ends_mid_line(self._path):  # an earlier process was killed during a write
                     self._file.write("\n")
             self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
 
@@ -154,7 +154,8 @@ class JsonlLogger(Logger):
             self._file.close()
 
 
-def _ends_mid_line(path: Path) -> bool:
+def ends_mid_line(path: Path) -> bool:
+    """Return whether the last line of a file is incomplete."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))

@@ -18,7 +18,7 @@ import psutil
 from samestep.distributed.devices import gpu_stats
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
-from samestep.loggers.logger import to_json_line
+from samestep.loggers.logger import ends_mid_line, to_json_line
 
 INTERVAL_SECONDS = 2.0
 _MIN_RATE_SECONDS = 0.2  # the CPU clock is too coarse for rates over less time
@@ -90,10 +90,8 @@ class RankMonitor:
     def _open(self) -> FileIO:
         # No parents: a machine without access to the run directory must not create another one.
         self._path.parent.mkdir(exist_ok=True)
-        file = FileIO(self._path, "a+")
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            self._ends_mid_line = file.read(1) != b"\n"  # an earlier process was killed during a write
+        file = FileIO(self._path, "a")
+        self._ends_mid_line = ends_mid_line(self._path)  # an earlier process was killed during a write
         return file
 
     def _append(self, file: FileIO) -> None:

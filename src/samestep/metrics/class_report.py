@@ -12,7 +12,7 @@ import numpy
 
 from samestep.errors import InputError
 
-_MAX_ROWS = 40  # of a table in a terminal; the file has all classes
+_MAX_ROWS = 40  # of a table; the file has all classes
 _MAX_NAME, _MAX_LABEL = 30, 16  # characters of a name in the table and in the plot
 _MAX_CELL_NUMBERS, _MAX_TICK_NAMES = 20, 60  # classes up to which the plot has numbers in cells, and names at ticks
 
@@ -49,13 +49,17 @@ def averages(rows: Sequence[ClassRow]) -> dict[str, float]:
     return {"balanced_accuracy": recall / count, "macro_f1": f1 / count}
 
 
+def rows_of_table(rows: Sequence[ClassRow]) -> list[ClassRow]:
+    """Return the rows; for many classes, only those with the lowest F1, in ascending order."""
+    if len(rows) <= _MAX_ROWS:
+        return list(rows)
+    return sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))[:_MAX_ROWS]
+
+
 def table_lines(rows: Sequence[ClassRow]) -> list[str]:
-    """Return the rows as aligned lines of text; for many classes, only those with the lowest F1."""
-    shown, remark = list(rows), []
-    if len(rows) > _MAX_ROWS:
-        order = sorted(range(len(rows)), key=lambda number: (rows[number].f1 is None, rows[number].f1, number))
-        shown = [rows[number] for number in order[:_MAX_ROWS]]
-        remark = [f"these are the {_MAX_ROWS} of {len(rows)} classes with the lowest F1"]
+    """Return the rows of a table as aligned lines of text."""
+    shown = rows_of_table(rows)
+    remark = [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"] if len(shown) < len(rows) else []
     width = max(len("class"), *(len(_shortened(row.name, _MAX_NAME)) for row in shown))
     lines = [f"{'class':<{width}}  {'precision':>9}  {'recall':>7}  {'F1':>7}  {'samples':>7}"]
     for row in shown:

@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from samestep.errors import InputError
 from samestep.loggers.logger import format_metric
-from samestep.metrics.class_report import ClassRow, class_rows
+from samestep.metrics.class_report import ClassRow, class_rows, rows_of_table
 from samestep.tools.run_lines import parse_finite
 from samestep.tools.verify.verification import FORMAT, summary
 
@@ -21,7 +21,6 @@ CERTIFICATE_FILE = "certificate.json"
 CLASSES_FILE = "classes.json"
 _FINDING_KEYS = ("cause", "where", "evidence", "fix")
 _MAX_OVERLAYS = 8
-_MAX_ROWS = 40
 _MAX_BYTES, _MAX_SIDE = 250_000, 1200  # larger pictures are scaled down
 _NOT_VALUES = ("checkpoint", "classes", "confusion", "step", "balanced_accuracy", "macro_f1")
 
@@ -121,13 +120,12 @@ def read_class_report(folder: Path) -> ClassReport:
             code="E_UNREADABLE",
         ) from error
     numbers = {name: parse_finite(value) for name, value in data.items() if name not in _NOT_VALUES}
-    worst = sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))
     overlays = sorted((folder / "overlays").glob("*.png"))
     pictures = [_picture(path) for path in overlays[:_MAX_OVERLAYS]]
     return ClassReport(
         title=f"{data.get('checkpoint', folder)}",
         values={name: format_metric(name, value) for name, value in numbers.items() if value is not None},
-        rows=rows if len(rows) <= _MAX_ROWS else worst[:_MAX_ROWS],
+        rows=rows_of_table(rows),
         classes=len(rows),
         confusion=_picture(folder / "confusion.png"),
         overlays=[picture for picture in pictures if picture is not None],
