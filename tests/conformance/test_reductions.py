@@ -109,6 +109,11 @@ def test_every_method_was_used(sums: dict[int, Any]) -> None:
     assert all(used(ranks) == {"buckets", "accumulated"} for ranks in RANKS[1:])
 
 
+def test_messages_through_copies_are_part_of_the_comparisons(sums: dict[int, Any]) -> None:
+    for kind in ("vectors", "long"):
+        assert {method for *_, method in sums[3][0][kind]} == {"vector", "staged"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_of_summation_changes_the_bits(dtype: str) -> None:
     """Otherwise the tests above could not fail."""

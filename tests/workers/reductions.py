@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -131,6 +132,14 @@ def as_bytes(tensors: Tensors) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
+def staged(world: World) -> World:
+    """Return the world with messages through copies, as of ranks that share a GPU."""
+    copied = replace(world)
+    vars(copied)["stages_messages"] = True
+    assert copied.stages_messages and not world.stages_messages
+    return copied
+
+
 def sums() -> list[dict[str, dict[tuple[str, str, MicrobatchTree, str], bytes]]]:
     """Return sums of gradients and vectors (hashes of long ones), by rank, reduction, dtype, batch and method."""
     results: dict[str, dict[tuple[str, str, MicrobatchTree, str], bytes]] = {"gradients": {}, "vectors": {}, "long": {}}
@@ -143,13 +152,14 @@ def sums() -> list[dict[str, dict[tuple[str, str, MicrobatchTree, str], bytes]]]
                 for tree in trees:
                     for method, reduce in methods(world, tree).items():
                         results["gradients"][name, dtype_name, tree, method] = as_bytes(reduce(step))
-            reduction = build_reduction(name, world, [])
-            for tree in trees:
-                vectors = {microbatch: vector_of(microbatch) for microbatch in own_microbatches(tree, world)}
-                total = reduction.reduce_vector(tree, vectors, LENGTH)
-                results["vectors"][name, "float64", tree, "vector"] = as_bytes([total])
-            for tree in trees[:3]:
-                vectors = {microbatch: vector_of(microbatch, LONG) for microbatch in own_microbatches(tree, world)}
-                total = reduction.reduce_vector(tree, vectors, LONG)
-                results["long"][name, "float64", tree, "vector"] = hashlib.sha256(as_bytes([total])).digest()
+            for method, messages in {"vector": world, "staged": staged(world)}.items():
+                reduction = build_reduction(name, messages, [])
+                for tree in trees:
+                    vectors = {microbatch: vector_of(microbatch) for microbatch in own_microbatches(tree, world)}
+                    total = reduction.reduce_vector(tree, vectors, LENGTH)
+                    results["vectors"][name, "float64", tree, method] = as_bytes([total])
+                for tree in trees[:3]:
+                    vectors = {microbatch: vector_of(microbatch, LONG) for microbatch in own_microbatches(tree, world)}
+                    total = reduction.reduce_vector(tree, vectors, LONG)
+                    results["long"][name, "float64", tree, method] = hashlib.sha256(as_bytes([total])).digest()
         return gathered(results)

@@ -9,16 +9,18 @@ partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from samestep.distributed.world import World
 
@@ -125,16 +127,51 @@ def gpu_range(first: int, requested: int | None, available: int) -> range:
     return range(first, available if requested is None else first + requested)
 
 
-def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int) -> int:
-    """Return the index of a rank's first GPU: in the order of local ranks; too few GPUs: `InputError`."""
-    if (local_rank + 1) * gpus_per_rank > available:
-        processes = available // gpus_per_rank
+def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, share: bool = False) -> int:
+    """Return the index of a rank's first GPU: in the order of local ranks, and with `share` from the first GPU again.
+
+    Raises:
+        InputError: too few GPUs.
+    """
+    places = available // gpus_per_rank
+    if places == 0 or (local_rank >= places and not share):
+        sees = f"torch sees {plural(available, 'GPU')}"
         raise _device_error(
-            f"this rank is number {local_rank} on its machine but torch sees {available} GPUs",
+            f"ranks {local_rank % places} and {local_rank} of this machine would share a GPU: {sees}"
+            if places
+            else f"rank {local_rank} of this machine has no GPU: {sees}",
             expected="one GPU per rank" if gpus_per_rank == 1 else f"strategy.devices: {gpus_per_rank} GPUs per rank",
-            fix=f"use --processes {processes}, or --device cpu" if processes else "use --device cpu",
+            fix=f"use --processes {places}, --share-gpu, or --device cpu" if places else "use --device cpu",
         )
-    return local_rank * gpus_per_rank
+    return local_rank % places * gpus_per_rank
+
+
+def gpu_uuids(first: torch.device, count: int) -> list[str]:
+    """Return the UUIDs of `count` GPUs from the first one of a rank; empty on a CPU."""
+    if not is_accelerator(first):
+        return []
+    properties = accelerator_module().get_device_properties
+    return [str(properties(index).uuid) for index in range(first.index, first.index + count)]
+
+
+def require_own_gpus(store: dist.Store, rank: int, size: int, uuids: Sequence[str]) -> None:
+    """Require that no GPU belongs to two ranks, which NCCL does not support. Every rank calls this.
+
+    Raises:
+        InputError: ranks share a GPU; on every rank.
+    """
+    store.set(f"gpus/{rank}", ",".join(uuids))
+    users: dict[str, list[int]] = {}
+    for other in range(size):
+        for uuid in store.get(f"gpus/{other}").decode().split(","):
+            users.setdefault(uuid, []).append(other)
+    for uuid, ranks in users.items():
+        if len(ranks) > 1:
+            raise _device_error(
+                f"{ranks_text(ranks)} use the same GPU, {uuid}",
+                expected="one GPU per rank",
+                fix="start one rank per GPU; --share-gpu, or samestep.start(share_gpu=True), lets ranks share GPUs",
+            )
 
 
 _UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)

@@ -17,6 +17,7 @@ _TOKEN = "SAMESTEP_TOKEN"
 _LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
@@ -37,6 +38,7 @@ class Environment:
     visible_devices: str | None = None  # devices visible to CUDA, as comma-separated numbers or names; None for all
     device_order: str | None = None  # order in which CUDA numbers devices
     gloo_interface: str | None = None  # network interface of gloo
+    share_gpu: bool = False  # several ranks may use one GPU
 
 
 def read_environment() -> Environment:
@@ -45,7 +47,10 @@ def read_environment() -> Environment:
     Raises:
         InputError: SAMESTEP_TOKEN is set and empty.
     """
-    environment = Environment(*map(os.environ.get, (_TOKEN, _VISIBLE, _ORDER, _GLOO_INTERFACE)))
+    texts = map(os.environ.get, (_TOKEN, _VISIBLE, _ORDER, _GLOO_INTERFACE))
+    token, visible_devices, device_order, gloo_interface = texts
+    share_gpu = os.environ.get(SHARE_GPU) == "1"
+    environment = Environment(token, visible_devices, device_order, gloo_interface, share_gpu)
     if environment.token == "":
         raise InputError(
             f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"

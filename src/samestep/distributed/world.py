@@ -18,6 +18,7 @@ from torch.distributed.tensor import _redistribute, debug
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
 from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
@@ -82,6 +83,12 @@ class World:
     def mesh_shape(self) -> MeshShape:
         """Sizes of the mesh axes."""
         return resolve_mesh(self.strategy, self.size)
+
+    @cached_property
+    def stages_messages(self) -> bool:
+        """Whether messages between two ranks pass through host memory: gloo sends no memory of a GPU."""
+        group = self.group or dist.group.WORLD
+        return is_accelerator(self.device) and group is not None and group._get_backend(self.device).name() == "gloo"
 
     @property
     def data(self) -> World:
@@ -198,7 +205,7 @@ def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.Pr
 
 def gather_numbers(world: World, values: Sequence[int]) -> list[tuple[int, ...]]:
     """Return 64-bit signed integers of all ranks, equally many of each, by rank, on every rank. Collective."""
-    rows = torch.zeros(world.size, len(values), dtype=torch.int64, device=world.device)
+    rows = torch.zeros(world.size, len(values), dtype=torch.int64)  # on the CPU: no wait for a GPU
     rows[world.rank] = torch.tensor(values, dtype=torch.int64)
     world.all_reduce(rows)  # exact: each element has one non-zero summand
     return [tuple(row) for row in rows.tolist()]
@@ -221,7 +228,6 @@ def all_gather(value: Any, world: World) -> list[Any]:
     lengths = [length for (length,) in gather_numbers(world, [len(data)])]
     own = torch.zeros(max(lengths), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    own = own.to(world.device)
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
     received = (bytes(row[:length].cpu().numpy()) for row, length in zip(rows, lengths, strict=True))

@@ -28,6 +28,7 @@ import psutil
 from samestep.distributed.env import (
     FORK_SERVER,
     HASH_SEED,
+    SHARE_GPU,
     prepare_torch_environment,
     silence_torch_warnings,
     variables_of_subprocess,
@@ -80,6 +81,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     hang_after: float = HANG_AFTER,
     grace: float | None = None,
+    share_gpu: bool = False,
 ) -> Any:
     """Run `function(*arguments)` in `processes` ranks on this machine.
 
@@ -95,6 +97,7 @@ def launch(
         environment: variables to set in each rank before torch initializes devices.
         hang_after: seconds without progress of any rank after which the run is ended, with the stacks of all ranks.
         grace: seconds that ranks have to end after a request; None without a limit.
+        share_gpu: several ranks may use one GPU, as in `samestep.start`.
 
     Returns:
         The result of rank 0, with tensors on the CPU.
@@ -106,6 +109,7 @@ def launch(
     """
     config = LaunchConfig(hang_after, grace, log_dir=log_dir)
     call = portable(partial(function, *arguments))
+    environment = {**(environment or {}), **({SHARE_GPU: "1"} if share_gpu else {})}
     return run_workers(call, processes=processes, launch_config=config, preload=preload, environment=environment).value
 
 

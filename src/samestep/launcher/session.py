@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from samestep.config import DeviceKind, Reduction, StrategyConfig
+from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.config.strategy import MeshShape
 from samestep.distributed.collective_check import CollectiveCheck
-from samestep.distributed.devices import ACCELERATOR, accelerator_module, first_gpu_index, is_accelerator
+from samestep.distributed.devices import (
+    ACCELERATOR,
+    accelerator_module,
+    first_gpu_index,
+    gpu_uuids,
+    is_accelerator,
+    require_own_gpus,
+)
 from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous, loopback_address
@@ -47,6 +55,7 @@ def start(
     timeout: timedelta | None = None,
     strategy: StrategyConfig | None = None,
     loggers: Sequence[Logger] = (),
+    share_gpu: bool = False,
 ) -> Iterator[World]:
     """Join the other ranks, and yield the world.
 
@@ -61,6 +70,7 @@ def start(
             launcher; collectives then have a slightly longer limit, so that the watchdog reports a hang first.
         strategy: parallel strategy; None for replication.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block.
+        share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
 
     Yields:
         The world. Its process group ends with the block.
@@ -74,10 +84,16 @@ def start(
     prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
     rank, size, local_rank = _ranks(worker, rendezvous)
     configure_logging(rank)
-    rank_device = _select_device(device, local_rank, rendezvous, strategy)
+    share_gpu = share_gpu or read_environment().share_gpu
+    rank_device = _select_device(device, local_rank, rendezvous, strategy, share_gpu=share_gpu)
     _set_determinism(reduction, threads)
     status = worker.rank_status if worker else local_rank_status()
-    store, collective_timeout, watchdog = _init_process_group(worker, rendezvous, timeout, rank_device, status)
+    if share_gpu and is_accelerator(rank_device):
+        _require_no_pipeline(resolve_mesh(strategy or StrategyConfig(), size))
+    own_gpus = gpu_uuids(rank_device, _gpus_per_rank(strategy)) if not share_gpu else []
+    store, collective_timeout, watchdog = _init_process_group(
+        worker, rendezvous, timeout, rank_device, status, own_gpus
+    )
     stop = worker.stop if worker else StopRequest()
     if worker:
         stop.install()  # not earlier: SIGTERM must end a script that never calls start()
@@ -108,6 +124,7 @@ def init(
     timeout: timedelta | None = None,
     strategy: StrategyConfig | None = None,
     loggers: Sequence[Logger] = (),
+    share_gpu: bool = False,
 ) -> World:
     """Join the other ranks, and return the world, for notebooks and scripts without a `with` block.
 
@@ -121,12 +138,19 @@ def init(
         timeout: as in `samestep.start`.
         strategy: as in `samestep.start`.
         loggers: as in `samestep.start`.
+        share_gpu: as in `samestep.start`.
 
     Raises:
         InputError: as in `samestep.start`; also if the process has a world already.
     """
     context = start(
-        device=device, reduction=reduction, threads=threads, timeout=timeout, strategy=strategy, loggers=loggers
+        device=device,
+        reduction=reduction,
+        threads=threads,
+        timeout=timeout,
+        strategy=strategy,
+        loggers=loggers,
+        share_gpu=share_gpu,
     )
     world = process_state.session.enter_context(context)
     atexit.register(_end_session, world)
@@ -155,15 +179,22 @@ def _init_process_group(
     timeout: timedelta | None,
     device: torch.device,
     rank_status: RankStatus,
+    own_gpus: Sequence[str],
 ) -> tuple[dist.Store, timedelta, PeerWatchdog | None]:
-    """Create the process group; return this world's store, the time limit of collectives and the peer watchdog."""
+    """Create the process group; return this world's store, the time limit of collectives and the peer watchdog.
+
+    `own_gpus` are GPUs that this rank must share with no other.
+    """
     disk_operations.rank_status = rank_status
     use_short_temporary_folder()
     rank, size, _ = _ranks(worker, rendezvous)
-    backend = f"cpu:gloo,{ACCELERATOR}:nccl" if is_accelerator(device) else "gloo"
+    # NCCL supports one rank per GPU.
+    backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
         job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
         store = _world_store(worker, job, timeout or TIMEOUT)
+        if own_gpus and size > 1:
+            require_own_gpus(store, rank, size, own_gpus)
         default = worker.timeout if worker else job.hang_after if job else HANG_AFTER
         hang_after = timeout.total_seconds() if timeout is not None else default
         limit = timedelta(seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0))
@@ -223,18 +254,37 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
 
 
 def _select_device(
-    kind: DeviceKind, local_rank: int, rendezvous: Rendezvous | None, strategy: StrategyConfig | None
+    kind: DeviceKind,
+    local_rank: int,
+    rendezvous: Rendezvous | None,
+    strategy: StrategyConfig | None,
+    *,
+    share_gpu: bool,
 ) -> torch.device:
     """Return the first device of this rank."""
     available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
         return torch.device("cpu")
-    per_rank = (strategy.devices or 1) if strategy is not None and strategy.name == "device_map" else 1
+    per_rank = _gpus_per_rank(strategy)
     if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
         local_rank = 0  # srun --gpus-per-task=1 and similar options show each rank only its own device
-    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available))
+    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=share_gpu))
     accelerator_module().set_device(device)
     return device
+
+
+def _require_no_pipeline(shape: MeshShape) -> None:
+    if shape.pipeline > 1:
+        raise InputError(
+            f"the mesh {shape.name} on ranks that share GPUs",
+            expected="stages of a pipeline on GPUs of their own: torch sends messages between stages by NCCL",
+            fix="start one rank per GPU, or use another strategy",
+            code="E_INCOMPATIBLE",
+        )
+
+
+def _gpus_per_rank(strategy: StrategyConfig | None) -> int:
+    return (strategy.devices or 1) if strategy is not None and strategy.name == "device_map" else 1
 
 
 def _set_determinism(reduction: Reduction, threads: int) -> None:

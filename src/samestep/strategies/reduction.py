@@ -21,12 +21,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import owned_microbatches
 from samestep.strategies.buckets import flatten
 
 Node = tuple[int, int]
 T = TypeVar("T")
+Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
 _COLLECTIVE = "a tree all-reduce"
 # Up to this size, the number of messages costs more than their length (measured on loopback with 4 ranks).
@@ -113,9 +115,9 @@ def tree_all_reduce(
 
     If the ranks' subtrees pair up, as for a power of two, pairs of ranks exchange and add: complete vectors while these
     are small, halves of halves otherwise (recursive doubling, and halving and doubling: Thakur et al., "Optimization
-    of collective communication operations in MPICH", 2005). Two ranks can use the backend's all-reduce, since a sum of
-    two operands commutes. Otherwise each rank reduces one slice of the vector: it receives that slice of every subtree
-    sum, adds the slices in tree order, and sends the result to all ranks.
+    of collective communication operations in MPICH", 2005). Otherwise each rank reduces one slice of the vector: it
+    receives that slice of every subtree sum, adds the slices in tree order, and sends the result to all ranks. A
+    backend never adds, not even for two ranks: NCCL may add in a network switch, with other rounding.
     """
     if world.size == 1:
         return total
@@ -123,8 +125,6 @@ def tree_all_reduce(
         world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
     elif total.nbytes <= _SMALL_BYTES:
         world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
-    elif world.size == 2:
-        world.all_reduce(total)
     else:
         world.run_collective(lambda: _reduce_by_halving(world, total), _COLLECTIVE)
     return total
@@ -177,8 +177,30 @@ def _reduce_by_slices(
     _communicate(world, [(own, peer) for peer in peers], [(total[slices[peer]], peer) for peer in peers])
 
 
-def _communicate(world: World, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
+def _communicate(world: World, sent: Messages, received: Messages) -> None:
     """Send and receive tensors; each comes with the rank of the peer."""
+    if world.stages_messages:
+        communicate_staged(world, sent, received)
+    else:
+        _exchange(world, sent, received)
+
+
+def communicate_staged(world: World, sent: Messages, received: Messages) -> None:
+    """Send and receive copies in pinned host memory, in the order of the current stream of the device."""
+    staged_sent = [(_host_buffer(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+    staged_received = [(_host_buffer(tensor), peer) for tensor, peer in received]
+    if is_accelerator(world.device):
+        accelerator_module().current_stream(world.device).synchronize()
+    _exchange(world, staged_sent, staged_received)
+    for (tensor, _), (copy, _) in zip(received, staged_received, strict=True):
+        tensor.copy_(copy, non_blocking=True)
+
+
+def _host_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_accelerator(tensor.device))
+
+
+def _exchange(world: World, sent: Messages, received: Messages) -> None:
     operations = [
         dist.P2POp(operation, tensor, group=world.group, group_peer=peer)
         for operation, messages in ((dist.irecv, received), (dist.isend, sent))

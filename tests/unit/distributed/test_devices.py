@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.distributed.devices import first_gpu_index, gpu_range, gpu_stats, select_devices, visible_devices
+import samestep
+from samestep.distributed.devices import (
+    first_gpu_index,
+    gpu_range,
+    gpu_stats,
+    gpu_uuids,
+    require_own_gpus,
+    select_devices,
+    visible_devices,
+)
+from samestep.distributed.env import read_environment
 from samestep.errors import InputError
 
 
@@ -64,16 +75,61 @@ def test_without_a_number_one_rank_has_all_gpus() -> None:
 @pytest.mark.parametrize(
     ("rank", "per_rank", "available", "fix"),
     [
-        (2, 1, 2, "use --processes 2, or --device cpu"),
-        (1, 2, 3, "use --processes 1, or --device cpu"),
+        (2, 1, 2, "use --processes 2, --share-gpu, or --device cpu"),
+        (1, 2, 3, "use --processes 1, --share-gpu, or --device cpu"),
         (0, 1, 0, "use --device cpu"),
     ],
 )
 def test_rank_without_gpus_is_rejected(rank: int, per_rank: int, available: int, fix: str) -> None:
     with pytest.raises(InputError) as error:
         first_gpu_index(rank, per_rank, available)
-    assert f"number {rank}" in error.value.value
+    owners = f"rank {rank} of" if available == 0 else f"ranks 0 and {rank} of"
+    assert error.value.value.startswith(owners)
     assert (error.value.code, error.value.fix) == ("E_DEVICES", fix)
+
+
+def test_shared_gpus_are_filled_by_turns() -> None:
+    assert [first_gpu_index(rank, 1, 2, share=True) for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [first_gpu_index(rank, 2, 5, share=True) for rank in range(4)] == [0, 2, 0, 2]
+    with pytest.raises(InputError, match="has no GPU") as error:
+        first_gpu_index(0, 2, 1, share=True)
+    assert error.value.code == "E_DEVICES"
+
+
+def own_gpus_error(uuids: list[list[str]]) -> list[str]:
+    """Call `require_own_gpus` as every rank, with one store; return the messages."""
+    store, messages = dist.HashStore(), []
+    for rank, own in enumerate(uuids):
+        store.set(f"gpus/{rank}", ",".join(own))
+    for rank, own in enumerate(uuids):
+        try:
+            require_own_gpus(store, rank, len(uuids), own)
+        except InputError as error:
+            assert error.code == "E_DEVICES"
+            messages.append(error.value)
+    return messages
+
+
+def test_ranks_with_one_gpu_are_refused_by_name() -> None:
+    """Also if each rank sees this GPU alone, as under srun and mpirun: UUIDs are equal, numbers need not be."""
+    assert own_gpus_error([["GPU-a"], ["GPU-b"], ["GPU-a"]]) == ["ranks 0 and 2 use the same GPU, GPU-a"] * 3
+    assert own_gpus_error([["GPU-a", "GPU-b"], ["GPU-b", "GPU-c"]]) == ["ranks 0 and 1 use the same GPU, GPU-b"] * 2
+    assert own_gpus_error([["GPU-a"], ["GPU-b"], ["MIG-c"]]) == []
+
+
+def shares_gpu() -> list[bool]:
+    with samestep.start() as world:
+        return samestep.all_gather(read_environment().share_gpu, world)
+
+
+@pytest.mark.parametrize("share_gpu", [False, True])
+def test_launch_lets_every_rank_share(share_gpu: bool) -> None:
+    """On a GPU: tests/gpu/test_shared_gpu.py."""
+    assert samestep.launch(shares_gpu, processes=2, share_gpu=share_gpu) == [share_gpu] * 2
+
+
+def test_cpu_has_no_gpu_uuids() -> None:
+    assert gpu_uuids(torch.device("cpu"), 1) == []
 
 
 def test_too_many_devices_are_rejected() -> None:

@@ -1,0 +1,78 @@
+"""Several ranks on one GPU: `pytest -m gpu` on a machine that has one. Not run on hardware yet."""
+
+import pytest
+import torch
+
+import samestep
+from samestep.config import MeshConfig, StepConfig, StrategyConfig
+from samestep.errors import InputError
+from samestep.launcher.launch import RankError, launch
+from workers.reductions import LONG
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+RANKS = (2, 3, 4)
+
+
+def train(strategy: StrategyConfig | None, *, share_gpu: bool = True) -> tuple[list[float], list[torch.Tensor]]:
+    """Return losses and full weights of three steps in float64."""
+    with samestep.start(device="cuda", strategy=strategy, share_gpu=share_gpu) as world:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 600), torch.nn.Dropout(0.2), torch.nn.Linear(600, 8)).double()
+        dataset = torch.utils.data.TensorDataset(torch.randn(48, 16).double(), torch.randint(8, (48,)))
+        config, optimizer = StepConfig(clip_norm=1.0), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, config=config)
+        losses = [
+            engine.step(batch).loss for batch in samestep.loader(dataset, batch_size=16, microbatches=8, world=world)
+        ]
+        local = engine.local_parameters
+        return losses, [local.full_tensor(name, p.detach()).cpu() for name, p in local.local.items()]
+
+
+def backend_and_sum() -> tuple[bool, float]:
+    with samestep.start(device="cuda", share_gpu=True) as world:
+        values = torch.ones(LONG, device=world.device)
+        world.all_reduce(values)
+        return world.stages_messages, float(values.sum())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_exact_has_the_bits_of_one_rank(ranks: int) -> None:
+    losses, weights = launch(train, None, processes=1)
+    shared_losses, shared = launch(train, None, processes=ranks)
+    assert shared_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(shared, weights, strict=True))
+
+
+def test_messages_are_staged_and_collectives_are_not() -> None:
+    assert launch(backend_and_sum, processes=2) == (True, 2.0 * LONG)
+
+
+@pytest.mark.parametrize(
+    "strategy", [StrategyConfig(name="fsdp"), StrategyConfig(mesh=MeshConfig(replicate=2, shard=2))]
+)
+def test_divided_models_agree_with_one_rank_to_rounding(strategy: StrategyConfig) -> None:
+    _, weights = launch(train, None, processes=1)
+    _, shared = launch(train, strategy, processes=4)
+    for tensor, expected in zip(shared, weights, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-10)
+
+
+def unshared() -> None:
+    with pytest.raises(InputError) as error:
+        train(None, share_gpu=False)
+    assert error.value.code == "E_DEVICES"
+    raise error.value
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name() -> None:
+    last = torch.cuda.device_count()
+    with pytest.raises(RankError, match=f"ranks 0 and {last} of this machine would share a GPU"):
+        launch(unshared, processes=last + 1)
+
+
+def test_pipelines_are_refused() -> None:
+    with pytest.raises(RankError, match="ranks that share GPUs"):
+        launch(train, StrategyConfig(name="pp"), processes=2)
