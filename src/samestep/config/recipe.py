@@ -171,6 +171,8 @@ class StepConfig(Constrained):
             the backend's all-reduce: equal to rounding.
         batch_norm: `microbatch` normalizes each microbatch by its own statistics and averages running statistics over
             microbatches; `sync` normalizes by the statistics of the global batch.
+        gather: `microbatch` computes the loss of each microbatch and adds them; `global` computes one loss from the
+            outputs and targets of the whole global batch, for losses that compare samples, such as contrastive losses.
         clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
         non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update (parameters,
             optimizer and buffers stay unchanged; the step still counts).
@@ -189,6 +191,7 @@ class StepConfig(Constrained):
     seed: Annotated[int, Ge(0), Lt(2**64)] = 0
     reduction: Reduction = "exact"
     batch_norm: BatchNorm = "microbatch"
+    gather: Literal["microbatch", "global"] = "microbatch"
     clip_norm: Annotated[float, Gt(0)] | None = None
     non_finite: Literal["stop", "skip"] = "stop"
     precision: Precision = "fp32"

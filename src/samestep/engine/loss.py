@@ -111,6 +111,10 @@ class StepLoss:
         """
         return losses[0]
 
+    def combine_whole(self, losses: Sequence[Loss], samples: int) -> Loss:
+        """Return the one loss of a whole global batch of `samples` samples from its terms."""
+        return losses[0]
+
     def means(self, sums: Sequence[tuple[float, float]]) -> dict[str, float]:
         """Return `loss` and the mean of each of several terms, from sums and counts over a whole dataset."""
         ((total, count),) = sums

@@ -66,6 +66,16 @@ class LossTerm:
         return Loss(total * samples if self.count == "once" else total, self.items(targets, samples))
 
 
+    def require_valid(self, count: float, place: str) -> None:
+        """Refuse a count that is negative or not finite."""
+        if not 0 <= count < math.inf:
+            raise _term_error(
+                f"loss term {self.name} counted {count} in {place}",
+                "a finite count of at least 0",
+                f"check the count function of the term and the targets of {place}",
+            )
+
+
 class MultiLoss(StepLoss):
     """Weighted sum of terms, each with its own count; the `loss` argument of `samestep.Engine`.
 
@@ -108,13 +118,8 @@ class MultiLoss(StepLoss):
         world.all_reduce(counts)  # each element has one non-zero summand, so the order of summation is irrelevant
         rows = counts.tolist()
         for term, row in zip(self.terms, rows, strict=True):
-            invalid = [number for number, count in enumerate(row) if not 0 <= count < math.inf]
-            if invalid:
-                raise _term_error(
-                    f"loss term {term.name} counted {row[invalid[0]]} in microbatch {invalid[0]}",
-                    "a finite count of at least 0",
-                    "check the count function of the term and the targets of this microbatch",
-                )
+            for number, count in enumerate(row):
+                term.require_valid(count, f"microbatch {number}")
         return [rounded_sum(row) for row in rows]
 
     def term_losses(self, outputs: Any, targets: Any, samples: int) -> list[Loss]:
@@ -130,6 +135,12 @@ class MultiLoss(StepLoss):
             for term, loss, count in zip(self.terms, losses, counts, strict=True)
         ]
         return Loss(sum(shares[1:], start=shares[0]), samples)
+
+    def combine_whole(self, losses: Sequence[Loss], samples: int) -> Loss:
+        counts = [float(loss.count) for loss in losses]
+        for term, count in zip(self.terms, counts, strict=True):
+            term.require_valid(count, "the global batch")
+        return self.combine(losses, counts, samples, samples)
 
     def means(self, sums: Sequence[tuple[float, float]]) -> dict[str, float]:
         means = [total / count if count else math.nan for total, count in sums]

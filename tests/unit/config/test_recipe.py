@@ -92,6 +92,7 @@ def test_bounds_belong_to_the_range(make: Any) -> None:
     [
         (StepConfig, "reduction"),
         (StepConfig, "batch_norm"),
+        (StepConfig, "gather"),
         (StepConfig, "non_finite"),
         (StepConfig, "precision"),
         (ScheduleConfig, "name"),

@@ -1,0 +1,229 @@
+"""Outputs and targets of all microbatches of a global batch, on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from samestep.data.batch import Microbatch, tensors_of
+from samestep.distributed.world import World, all_gather
+from samestep.engine.buffers import bytes_of
+from samestep.errors import InputError
+
+_MAX_TEXT = 200  # characters of a structure in an error
+_gather_error = partial(InputError, code="E_GATHER")
+
+
+class Computed(NamedTuple):
+    """A microbatch after its forward, without a loss of its own."""
+
+    microbatch: Microbatch
+    outputs: Any
+    targets: Any
+
+
+class GlobalOutputs(NamedTuple):
+    """Outputs and targets of a global batch, the rows of all samples in order, without the graphs of microbatches."""
+
+    bounds: dict[int, tuple[int, int]]  # samples of each microbatch that has any, ascending
+    outputs: Any
+    targets: Any
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return max((stop for _, stop in self.bounds.values()), default=0)
+
+
+class _Tensor(NamedTuple):
+    """Description of a tensor in outputs or targets."""
+
+    path: str  # such as `outputs['image']`
+    dtype: str  # empty for a value that is neither a tensor nor JSON
+    shape: list[int]
+    requires_grad: bool = False
+
+    @property
+    def is_scalar(self) -> bool:
+        return not self.shape
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.kind.itemsize
+
+    @property
+    def kind(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind
+
+
+class _Row(NamedTuple):
+    """Description of one microbatch: number, samples, structure of `(outputs, targets)`, and tensors in order."""
+
+    number: int
+    size: int  # 0 for a filler: compared, but not joined
+    structure: Any
+    tensors: list[_Tensor]
+
+    @classmethod
+    def of(cls, computed: Computed) -> _Row:
+        microbatch, tensors = computed.microbatch, list[_Tensor]()
+        size = 0 if microbatch.is_filler else microbatch.size
+        structure = [
+            _describe(value, name, tensors) for name, value in computed._asdict().items() if name != "microbatch"
+        ]
+        return cls(microbatch.number, size, structure, tensors)
+
+    @classmethod
+    def from_json(cls, number: int, size: int, structure: Any, tensors: list[list[Any]]) -> _Row:
+        return cls(number, size, structure, [_Tensor(*entry) for entry in tensors])
+
+    def require_rows(self) -> None:
+        """Refuse values of unknown types, and tensors without one row per sample."""
+        for tensor in self.tensors:
+            if not tensor.dtype:
+                raise _gather_error(
+                    tensor.path,
+                    "tensors, numbers, text and None in tuples, lists and dicts, for a loss of the whole batch",
+                    'return a dict of tensors from the model, and {"outputs": ..., "targets": ...} without a loss from '
+                    "a forward function",
+                )
+            if self.size and not tensor.is_scalar and tensor.shape[0] != self.size:
+                raise _gather_error(
+                    f"{tensor.path} has the shape {tuple(tensor.shape)} in microbatch {self.number}, which has "
+                    f"{self.size} samples",
+                    "one row per sample, because the rows of all microbatches are joined in the order of the samples; "
+                    "or a tensor without dimensions, such as a learned scale",
+                    "return views of the same samples as separate outputs (first, second), with the samples in "
+                    "dimension 0",
+                )
+
+
+def _describe(value: Any, path: str, tensors: list[_Tensor]) -> Any:
+    """Return the structure of nested data as JSON, and append its tensors to `tensors`."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not isinstance(value, DTensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        tensors.append(_Tensor(path, dtype, list(value.shape), value.requires_grad))
+        return "tensor"
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        return {"mapping": [[key, _describe(item, f"{path}[{key!r}]", tensors)] for key, item in value.items()]}
+    if type(value) in (list, tuple):
+        items = [_describe(item, f"{path}[{number}]", tensors) for number, item in enumerate(value)]
+        return {type(value).__name__: items}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    tensors.append(_Tensor(f"{path} is a {type(value).__name__}", "", []))
+    return "unknown"
+
+
+def _build(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return nested data from its structure and the tensors in order."""
+    if structure == "tensor":
+        return next(tensors)
+    ((kind, contents),) = structure.items()
+    if kind == "mapping":
+        return {key: _build(item, tensors) for key, item in contents}
+    if kind == "value":
+        return contents
+    items = [_build(item, tensors) for item in contents]
+    return tuple(items) if kind == "tuple" else items
+
+
+def gather_outputs(computed: Sequence[Computed], world: World) -> GlobalOutputs:
+    """Return the outputs and targets of the microbatches of all ranks on every rank; a collective.
+
+    Tensors are nested in tuples, lists and mappings, and have one row per sample. Tensors without dimensions, such as a
+    learned scale, and values that are no tensors, are equal in all microbatches.
+
+    Raises:
+        InputError: outputs or targets cannot be joined; on every rank.
+    """
+    own = [_Row.of(entry) for entry in computed]
+    by_rank = [[_Row.from_json(*row) for row in rows] for rows in all_gather(own, world)]
+    rows = list(chain(*by_rank))
+    for row in rows:
+        row.require_rows()
+        _require_same_structure(rows[0], row)
+    tensors = _all_gather_tensors(computed, by_rank, world)
+    filled = sorted((row.number, row, tensors[row.number]) for row in rows if row.size)
+    ends = [0, *accumulate(row.size for _, row, _ in filled)]
+    bounds = {number: bound for (number, *_), bound in zip(filled, pairwise(ends), strict=True)}
+    if not filled:
+        return GlobalOutputs(bounds, None, None)
+    joined = []
+    for column, tensor in enumerate(rows[0].tensors):
+        value = _join(tensor, [row_tensors[column] for *_, row_tensors in filled])
+        joined.append(value.requires_grad_(any(row.tensors[column].requires_grad for row in rows)))
+    outputs, targets = _build({"tuple": rows[0].structure}, iter(joined))
+    return GlobalOutputs(bounds, outputs, targets)
+
+
+def _require_same_structure(first: _Row, row: _Row) -> None:
+    """Refuse a microbatch whose outputs or targets differ from those of another one in more than rows."""
+    for one, other in zip(first.tensors, row.tensors, strict=False):
+        if (one.path, one.dtype, one.shape[1:], one.is_scalar) != (
+            other.path,
+            other.dtype,
+            other.shape[1:],
+            other.is_scalar,
+        ):
+            values = [f"{t.path} of {t.dtype} and shape {tuple(t.shape)}" for t in (one, other)]
+            break
+    else:
+        values = [json.dumps(structure) for structure in (first.structure, row.structure)]
+        if values[0] == values[1]:
+            return
+        values = [f"outputs and targets {value[:_MAX_TEXT]}" for value in values]
+    raise _gather_error(
+        f"microbatch {first.number} has {values[0]}, microbatch {row.number} has {values[1]}",
+        "outputs and targets of all microbatches that differ only in rows",
+        "pad to one size, and return tensors with one row per sample for values that depend on the samples",
+    )
+
+
+def _join(tensor: _Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all microbatches, or the value that is equal in all of them."""
+    if not tensor.is_scalar:
+        return torch.cat(list(values))
+    bits = torch.stack([bytes_of(value) for value in values])
+    if bool((bits != bits[0]).any()):
+        raise _gather_error(
+            f"{tensor.path} is {values[0].item():.6g} in one microbatch and has another value in others",
+            "a tensor without dimensions, such as a learned scale, is equal in all microbatches",
+            "return one value per sample",
+        )
+    return values[0]
+
+
+def _all_gather_tensors(
+    computed: Sequence[Computed], by_rank: Sequence[Sequence[_Row]], world: World
+) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of each microbatch with samples, on the device of this rank; a collective."""
+    own = [
+        bytes_of(tensor.detach()).to(world.device)
+        for entry, row in zip(computed, by_rank[world.rank], strict=True)
+        if row.size
+        for tensor in tensors_of((entry.outputs, entry.targets))
+    ]
+    lengths = [sum(tensor.nbytes for row in rows if row.size for tensor in row.tensors) for rows in by_rank]
+    sent = torch.zeros(max(lengths), dtype=torch.uint8, device=world.device)
+    if own:
+        sent[: lengths[world.rank]] = torch.cat(own)
+    received = [torch.empty_like(sent) for _ in by_rank]
+    world.run_collective(lambda: dist.all_gather(received, sent, group=world.group), "an all-gather of outputs")
+    result = {}
+    for data, rows in zip(received, by_rank, strict=True):
+        filled = [row for row in rows if row.size]
+        sizes = [tensor.nbytes for row in filled for tensor in row.tensors]
+        pieces = iter(data[: sum(sizes)].split(sizes))
+        for row in filled:
+            # Clones are aligned for every type.
+            result[row.number] = [next(pieces).clone().view(t.kind).view(t.shape) for t in row.tensors]
+    return result
