@@ -7,20 +7,30 @@ from torch.utils.data import TensorDataset, random_split
 
 import samestep
 
+EPOCHS = 5
+
+world = samestep.init()
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-data = TensorDataset(images.float() / 16, labels)
-train, test = random_split(data, [1400, 397])
-model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+data = TensorDataset(images.float().view(-1, 1, 8, 8) / 16, labels)
+train_data, test_data = random_split(data, [1400, 397])
+train_batches = samestep.loader(train_data, batch_size=64, microbatches=8, world=world)
+test_batches = samestep.loader(test_data, batch_size=64, microbatches=8, world=world)
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(1024, 10),
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loss_function = nn.CrossEntropyLoss()
+engine = samestep.Engine(model, optimizer, loss_function, world=world)
+checkpoints = samestep.CheckpointManager("checkpoints", engine, train_batches)
 
-with samestep.start() as world:
-    engine = samestep.Engine(model, optimizer, nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(train, batch_size=64, microbatches=8, world=world)
-    for _ in range(3):
-        for batch in batches:
-            engine.step(batch)
-
-    values = engine.evaluate(samestep.loader(test, batch_size=64, microbatches=8, world=world))
+for epoch in checkpoints.epochs(EPOCHS):
+    for batch in train_batches:
+        engine.step(batch)
+    values = engine.evaluate(test_batches, ["accuracy"])
     if world.is_main:
-        print(f"loss {values['loss']:.4f}")
+        print(f"epoch {epoch + 1}: accuracy {values['accuracy']:.1%}, loss {values['loss']:.4f}")
+        torch.save(model.state_dict(), "digits.pt")

@@ -17,7 +17,7 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.state import Training, load, pack, read_verified
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
-from samestep.data.loader import Loader
+from samestep.data.loader import Loader, epochs
 from samestep.distributed.logging import logger
 from samestep.distributed.world import all_gather
 from samestep.engine.consistency import checksum
@@ -34,11 +34,9 @@ class CheckpointManager:
     """Checkpoints of one training loop: complete or absent, verified, resumable on any number of ranks.
 
         checkpoints = samestep.CheckpointManager("checkpoints", engine, batches)
-        checkpoints.resume()
-        while batches.cursor.epoch < epochs:
+        for epoch in checkpoints.epochs(10):
             for batch in batches:
-                if engine.step(batch).stop:
-                    break
+                engine.step(batch)
             checkpoints.save(engine.evaluate(test_batches))
 
     With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
@@ -75,6 +73,7 @@ class CheckpointManager:
     ) -> None:
         self._rule = BestRule.of(best_by, best_mode)
         self._best: float | None = None
+        self._saved: int | None = None  # number of the last checkpoint
         self._engines, self._loaders, self._objects = _by_name(engine), _by_name(batches), dict(state or {})
         self._world = world = next(iter(self._engines.values())).world
         for each in self._engines.values():
@@ -87,6 +86,20 @@ class CheckpointManager:
         process_state.source_files.note_imports()
         status = world.context.status
         self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
+
+        If the body has called `save` after the last step, the state is not saved again.
+
+        Raises:
+            as `resume`, `samestep.epochs` and `save`.
+        """
+        self.resume()
+        for epoch in epochs(next(iter(self._loaders.values())), number):
+            yield epoch
+            if self._saved != self._step:
+                self.save()
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
         """Save engines, schedules, objects and positions. Call on every rank; rank 0 writes.
@@ -115,7 +128,7 @@ class CheckpointManager:
         is_best = values is not None and self._rule.is_best(values, self._best)
         if values is not None and is_best:
             self._best = values[self._rule.by]
-        step = max(engine.steps for engine in self._engines.values())
+        step = self._saved = self._step
         cursor = next(iter(self._loaders.values())).cursor
         if self._world.is_main:
             epoch = cursor.epoch if step and not cursor.samples else None
@@ -160,6 +173,10 @@ class CheckpointManager:
             load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
         self._restore(saved)
         return True
+
+    @property
+    def _step(self) -> int:
+        return max(engine.steps for engine in self._engines.values())
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         """Yield the objects of each engine; those of the loop belong to the first engine in alphabetical order."""

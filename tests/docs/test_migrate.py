@@ -37,8 +37,7 @@ def printed_loss(*arguments: object, cwd: Path) -> float:
 
 
 def loss_in(text: str) -> float:
-    (value,) = re.findall(r"^loss (\d+\.\d{4})$", text, re.MULTILINE)
-    return float(value)
+    return float(re.findall(r"loss (\d+\.\d{4})$", text, re.MULTILINE)[-1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,6 +78,28 @@ def test_migrated_script_gives_the_same_loss(name: str, tmp_path: Path) -> None:
     expected = printed_loss(*start, before, cwd=tmp_path)
     loss = printed_loss(after, cwd=tmp_path)
     assert loss == pytest.approx(expected, abs=2e-4)
-    done = samestep("run", "--processes", 3, after, cwd=tmp_path)
+    (tmp_path / "several").mkdir()
+    done = samestep("run", "--processes", 3, after, cwd=tmp_path / "several")
     assert done.code == 0, done.err
     assert loss_in(done.out) == loss, "one and three processes"
+
+
+@pytest.mark.slow
+def test_migrated_plain_loop_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
+    script = EXAMPLES / "plain_after.py"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    loss = printed_loss(script, cwd=whole)
+    with subprocess.Popen(
+        [sys.executable, "-u", script], cwd=killed, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("epoch 3"):
+            assert process.poll() is None
+        process.kill()
+    done = samestep("run", "--processes", 3, script, cwd=killed)
+    assert done.code == 0, done.err
+    assert "epoch 2" not in done.out
+    assert loss_in(done.out) == loss
+    assert (killed / "digits.pt").read_bytes() == (whole / "digits.pt").read_bytes()

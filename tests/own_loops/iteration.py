@@ -1,5 +1,6 @@
 """Loops over loaders: peeking, early ends, nested loops, several loaders, and the position after a resumption."""
 
+import signal
 from itertools import islice
 from typing import Any
 
@@ -413,6 +414,34 @@ def epochs_of_a_loader_that_no_step_uses(setting: Setting) -> Any:
     loop = Loop(setting)
     for _ in samestep.epochs(loop.tests, 2):
         loop.train(1)
+
+
+@same
+def epochs_of_checkpoints_continue_after_a_stop_request(setting: Setting) -> Any:
+    loop, stop = Loop(setting), setting.world.context.stop
+    with checkpoints_of(setting, loop) as checkpoints:
+        for _ in checkpoints.epochs(3):
+            for batch in loop.batches:
+                loop.step(batch)
+                if len(loop.seen) == 5 and setting.world.rank == setting.world.size - 1:
+                    stop.number = signal.SIGTERM  # the step after this one receives the request
+    stop.number = None
+    assert loop.batches.cursor == Cursor(1, 32)
+    other, numbers = Loop(setting), []
+    other.seen = loop.seen
+    with checkpoints_of(setting, other) as checkpoints:
+        for epoch in checkpoints.epochs(3):
+            numbers.append(epoch)
+            for batch in other.batches:
+                other.step(batch)
+            checkpoints.save(other.engine.evaluate(other.tests))
+    assert numbers == [1, 2]
+    assert digest(other.result) == digest(plain(setting, epochs=3))
+    third = Loop(setting)
+    with checkpoints_of(setting, third) as checkpoints:
+        assert list(checkpoints.epochs(3)) == []
+        assert checkpoints.resume("best")
+    return other.result
 
 
 @same

@@ -41,6 +41,7 @@ from samestep.data.order import (
     require_compatible,
     require_samples,
 )
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import (
@@ -71,6 +72,7 @@ class Loader:
         num_workers: number of worker processes.
         prefetch_factor: microbatches loaded ahead per worker.
         stopped: whether the last step received a stop request.
+        ends_on_stop: an iteration ends after a step that received a stop request.
         skips: whether unusable samples are left out.
         skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
         counts_tokens: whether `take_counts` counts tokens.
@@ -194,6 +196,7 @@ class Loader:
 
     def _open(self, num_workers: int, prefetch_factor: int) -> None:
         self.num_workers, self.prefetch_factor, self.stopped = num_workers, prefetch_factor, False
+        self.ends_on_stop = False
         self._idle, self._used, self._forked_size = list[MicrobatchLoader](), list[MicrobatchLoader](), 0
         self._iterations, self._running = 0, set[int]()
 
@@ -211,7 +214,7 @@ class Loader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if has_workers else None,
             collate_fn=lambda item: item,
-            pin_memory=self._pins and self._world.device.type == "cuda",
+            pin_memory=self._pins and is_accelerator(self._world.device),
             persistent_workers=has_workers,  # `_items` ends the workers
             worker_init_fn=partial(init_worker, self._dataset, self._worker_init_fn) if has_workers else None,
             # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
@@ -299,6 +302,8 @@ class Loader:
                     self,
                     iteration,
                 )
+                if self.ends_on_stop and self.stopped and self._stepped == iteration:
+                    return
         finally:
             self._running.discard(iteration)
         if self._stepped == iteration:  # the last batch can have no step
@@ -376,14 +381,18 @@ def epochs(batches: Loader, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
     An epoch is complete when the steps have used all its samples. After a resumption, the first one is the epoch of the
-    checkpoint. If the body leaves an epoch early, the next iteration continues the epoch; after a stop request, the
-    loop ends.
+    checkpoint. If the body leaves an epoch early, the next iteration continues the epoch. After a stop request, the
+    iteration over the loader ends with the step, and so does this loop with the epoch.
 
     Raises:
         InputError: the body took no step with a batch of the loader.
     """
     while (begin := batches.cursor).epoch < number:
-        yield begin.epoch
+        batches.ends_on_stop = True
+        try:
+            yield begin.epoch
+        finally:
+            batches.ends_on_stop = False
         if batches.stopped:
             return
         if batches.cursor == begin:
