@@ -51,7 +51,7 @@ CODES = {
     "E_NOT_PICKLABLE": "A function or a result cannot be sent between processes.",
     "E_NOT_JSON": "`all_gather` received a value that is neither a tensor nor JSON.",
     "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes on different ranks, or nothing was counted.",
-    "E_BATCH": "A batch is not a pair `(inputs, targets)`, and no forward function was given.",
+    "E_BATCH": "A batch is not a pair `(inputs, targets)` and no forward function was given, or is not of a loader.",
     "E_SHAPE": "Outputs, targets or weights have shapes that do not match.",
     "E_LOSS": "A loss function returned no usable loss, or one of PyTorch's losses has no count.",
     "E_LOSS_TERM": "A term of a `MultiLoss` has an invalid name, count or weight.",

@@ -213,8 +213,8 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
     def _digest_of_sample(self, index: int) -> str:
         try:
             return digest_of(self._sample(0, 0, int(index)))
-        except Exception:
-            return "unusable"  # raised with the microbatch of the sample, if an epoch has it
+        except Exception:  # boundary: raised with the microbatch of the sample, if an epoch has it
+            return "unusable"
 
     def _sample(self, epoch: int, repeat: int, index: int) -> Any:
         seed_generators(derive_seed("sample", self._seed, *_facts(epoch, index, repeat)))

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.checkpoint.state import Training
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
+from samestep.data.joint_batch import Batches, joint_batch
 from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics, warn_of_evaluation_mode, warn_of_few_samples
@@ -135,11 +136,12 @@ class Engine:
         """Name of the strategy."""
         return self._components.runner.strategy.name
 
-    def step(self, batch: GlobalBatch, *, forward: ForwardFunction | None = None, save: bool = False) -> StepResult:
+    def step(self, batch: Batches, *, forward: ForwardFunction | None = None, save: bool = False) -> StepResult:
         """Compute one optimizer step from one global batch.
 
         Args:
-            batch: the samples of the step.
+            batch: the samples of the step; or batches of several loaders as a tuple or mapping, such as those of `zip`.
+                The forward function then receives a tuple or mapping of their data, and the positions of all move.
             forward: function from the model and the data of a microbatch, of any structure, to a `Loss(sum, count)`, a
                 scalar, the mean over the microbatch, or a mapping with one of them as `loss`. Other numbers of the
                 mapping are returned as `result.values`; `outputs` and `targets` are for metrics. It calls the model
@@ -153,6 +155,7 @@ class Engine:
             RankDesyncError: another rank is about to do something else.
             RankMismatchError: ranks have different batches, datasets or settings, or hold different state; see `check`.
         """
+        batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
         facts = self._facts(batch, is_current) if self.world.size > 1 else {}
         overlaps = is_current and self._components.runner.overlaps_check
@@ -279,7 +282,7 @@ class Engine:
 
     def evaluate(
         self,
-        batches: Iterable[GlobalBatch],
+        batches: Iterable[Batches],
         metrics: Metrics | None = None,
         *,
         forward: ForwardFunction | None = None,
@@ -303,13 +306,13 @@ class Engine:
         assert values is not None
         return values
 
-    def evaluate_until_stop(self, batches: Iterable[GlobalBatch], metrics: Metrics = ()) -> dict[str, float] | None:
+    def evaluate_until_stop(self, batches: Iterable[Batches], metrics: Metrics = ()) -> dict[str, float] | None:
         """Like `evaluate`, but return None on every rank if a rank receives a stop request; metrics are then reset."""
         return self._evaluate(batches, metrics, until_stop=True)
 
     def _evaluate(
         self,
-        batches: Iterable[GlobalBatch],
+        batches: Iterable[Batches],
         metrics: Metrics | None,
         forward: ForwardFunction | None = None,
         *,

@@ -12,6 +12,7 @@ import torch
 
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, move_next_to
+from samestep.data.joint_batch import Batches, joint_batch
 from samestep.data.loader import Loader
 from samestep.distributed.collective_check import BATCH
 from samestep.distributed.rng import preserved_generators
@@ -75,7 +76,7 @@ class _NoLoss(StepLoss):
 
 def evaluate(
     model: torch.nn.Module,
-    batches: Iterable[GlobalBatch],
+    batches: Iterable[Batches],
     metrics: Metrics = (),
     *,
     world: World,
@@ -130,7 +131,7 @@ def evaluate(
 
 def evaluate_batches(
     model: torch.nn.Module,
-    batches: Iterable[GlobalBatch],
+    batches: Iterable[Batches],
     metrics: Sequence[Metric | LossMetric],
     compute: EvaluationOutputs,
     all_ranks: World,
@@ -154,7 +155,8 @@ def evaluate_batches(
     slots = 0
     stopped = False
     with evaluation_mode(model), torch.no_grad(), preserved_generators(world.device), EvaluationState(model) as state:
-        for position, batch in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
+        for position, given in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
+            batch = joint_batch(given, has_forward=compute.forward.function is not None)
             if until_stop and _stops_before_batch(all_ranks):
                 stopped = True
                 break
