@@ -41,6 +41,15 @@ def accelerator_module() -> Any:
     return torch.get_device_module(ACCELERATOR)
 
 
+def set_tf32(device: torch.device, *, allowed: bool) -> None:
+    """Allow or forbid TF32 on a GPU; torch's default is TF32 for convolutions only."""
+    import torch
+
+    if is_accelerator(device):
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
     """Return the names of the `count` devices that torch counts under a setting of `CUDA_VISIBLE_DEVICES`, in order."""
     if setting is None:

@@ -99,6 +99,11 @@ class StatisticsExchange:
             return None
         return first.combine(rows[:, 1:_HEADER], rows[:, _HEADER : _HEADER + len(first.values)])
 
+    def end_of_forward(self, compute: Callable[..., Any]) -> Message:
+        """Return the message with which a microbatch receives the result of `compute` after all forwards."""
+        values = torch.empty(0, dtype=torch.float64, device=self._world.device)
+        return Message(len(self._layers), "forward", 0, values, compute)
+
     def _check(self, rows: torch.Tensor) -> None:
         # One transfer for both checks: each transfer synchronises host and device.
         non_finite = (~torch.isfinite(rows)).any(dim=1)
@@ -123,6 +128,8 @@ class StatisticsExchange:
         if code == _DONE:
             return "is done"
         layer, direction = divmod(code - _DONE - 1, 2)
+        if layer == len(self._layers):
+            return "is at the end of its forward"
         return f"is at the {_DIRECTIONS[direction]} of the norm layer {self._layers[layer]!r}"
 
 
@@ -269,8 +276,9 @@ class _Normalize(torch.autograd.Function):
         data, slope = inputs.to(kind), gradient.to(kind)
         # Sums of dy * xhat and of dy per channel: the affine gradients of torch's backward with fixed moments.
         mean, variance, ones = moments.mean, moments.variance, torch.ones_like(moments.mean)
+        none = mean.new_empty(0)  # CUDA's kernel without a gradient of the inputs refuses None; both are not read
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            slope, data, ones, mean, variance, None, None, False, eps, [False, True, True]
+            slope, data, ones, mean, variance, none, none, False, eps, [False, True, True]
         )
         by_weight = dot.to(weight.dtype) if ctx.needs_input_grad[1] else None
         by_bias = total.to(ctx.bias_type) if ctx.needs_input_grad[2] else None

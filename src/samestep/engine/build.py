@@ -15,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.config import StepConfig
 from samestep.config.validation import match_patterns
+from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.buffers import Rule
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
-from samestep.engine.forward_state import Rule
+from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
@@ -83,7 +85,7 @@ def build_components(
     device_map = move_to_devices(model, world)
     if previous is None:
         transform_model(model, config, world.device)
-    local_parameters = divide_model(model, world)
+    local_parameters = divide_model(model, world, config.reduction)
     if config.compile and isinstance(local_parameters, StageParameters):
         local_parameters.stages.compile()  # the model as a whole is never called
     replace_optimizer_parameters(optimizer, model_parameters, local_parameters)
@@ -97,7 +99,7 @@ def build_components(
     forward = MicrobatchForward(as_step_loss(loss), config, world.device)
     strategy = build_strategy(model, local_parameters, config.reduction, world, concurrent=sync_batch_norm)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
-    kind = _runner_class(strategy, world, sync_batch_norm=sync_batch_norm)
+    kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, callbacks)
@@ -132,12 +134,14 @@ def _evaluation_outputs(
     return EvaluationOutputs(model, forward, world.data)
 
 
-def _runner_class(strategy: Strategy, world: World, *, sync_batch_norm: bool) -> type[StepRunner]:
+def _runner_class(strategy: Strategy, world: World, config: StepConfig, *, sync_batch_norm: bool) -> type[StepRunner]:
     if isinstance(strategy, PipelineStrategy):
         return PipelineRunner
     if world.strategy.name == "dp":
         return DataParallelRunner
-    return SyncBatchNormRunner if sync_batch_norm else SequentialRunner
+    if sync_batch_norm:
+        return SyncBatchNormRunner
+    return GlobalLossRunner if config.gather == "global" else SequentialRunner
 
 
 def _averaged_weights(
@@ -247,6 +251,12 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
             "and recomputed modules",
             f"set step.batch_norm: microbatch, or remove step.{option}",
         )
+    if config.gather == "global" and (is_dp or world.mesh_shape.pipeline > 1):
+        raise _incompatible(
+            f"step.gather: global with {'strategy dp' if is_dp else f'the mesh {world.mesh_shape.name}'}",
+            "one process per device, and outputs of all microbatches before the first backward",
+            "--strategy ddp or fsdp, or set step.gather: microbatch",
+        )
     if world.mesh_shape.pipeline > 1 and config.compile and world.strategy.schedule == "zero_bubble":
         raise _incompatible(
             "step.compile with strategy.schedule: zero_bubble",
@@ -299,10 +309,7 @@ def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.de
     Raises:
         InputError: a pattern matches no module.
     """
-    if device.type == "cuda":
-        # torch's default is TF32 for convolutions and full precision for matrix products.
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.tf32
+    set_tf32(device, allowed=config.tf32)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in _checkpointed_modules(model, config.recompute):
@@ -312,6 +319,8 @@ def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.de
         # earlier on a rank must not select the kernel.
         torch._inductor.config.fallback_random = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+        # torch splits the graph of a model inside DDP at the bounds of buckets, and rounding to bf16 depends on splits.
+        torch._dynamo.config.optimize_ddp = False
         model.compile(dynamic=False)
 
 

@@ -29,7 +29,7 @@ from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
-from samestep.engine.step_stats import StepResult, StepStats, reduce_requests
+from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
 from samestep.strategies.local_parameters import closure_error
@@ -42,7 +42,8 @@ class Engine:
         model: trained in place and moved to the world's device.
         optimizer: any optimizer of torch, with exactly the model's trained parameters.
         loss: a loss of `torch.nn`; a function from outputs and targets to a `Loss(sum, count)`, or to a scalar, the
-            mean over a microbatch; or a `MultiLoss`. None if every step has a forward function.
+            mean over a microbatch; or a `MultiLoss`. None if every step has a forward function. With
+            `StepConfig(gather="global")`, the function receives the outputs and targets of the whole global batch.
         world: the ranks, from `samestep.start()`.
         scheduler: any scheduler of torch; its state is a part of checkpoints.
         scheduler_interval: `step` or `epoch`, required with a scheduler: the scheduler is stepped after each optimizer
@@ -145,7 +146,8 @@ class Engine:
             forward: function from the model and the data of a microbatch, of any structure, to a `Loss(sum, count)`, a
                 scalar, the mean over the microbatch, or a mapping with one of them as `loss`. Other numbers of the
                 mapping are returned as `result.values`; `outputs` and `targets` are for metrics. It calls the model
-                that it receives. None calls model and loss with inputs and targets.
+                that it receives. None calls model and loss with inputs and targets. With `gather: global`, a mapping
+                with `outputs` and `targets` for the loss of the engine, and without `loss`.
             save: this rank requests a checkpoint of the state after the step; every rank receives `result.save`.
 
         Raises:
@@ -181,7 +183,8 @@ class Engine:
                 code="E_INCOMPATIBLE",
             )
         runner.forward.function, runner.forward.needs_loss = function, needs_loss
-        runner.strategy.calls_plain_model = function is not None
+        # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
+        runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
 
     def _facts(self, batch: GlobalBatch, is_current: bool) -> dict[str, str]:
         """Return properties of a step that are equal on every rank. `samestep verify` compares most of them itself."""
@@ -205,15 +208,17 @@ class Engine:
         if self._checks_mode and not self.model.training:
             self._checks_mode = False
             warn_of_evaluation_mode()
-        stats = runner.compute(batch, self.steps, save=save)
+        total = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
-            stats = reduce_requests(stats, world)
-        self._divide_by_count(batch, stats)
+            reduce_requests(batch.microbatches, total, world)
+        self.local_parameters.align_gradients()
+        self._divide_by_count(batch, counts_of(batch.microbatches, total).sum())
         for callback in self._callbacks:
             callback.end_gradients(self)
         norm = self.local_parameters.total_norm()
+        stats = runner.read(batch, total, norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        finite = not stats.bad_microbatches and math.isfinite(norm)
+        finite = not stats.bad_microbatches and math.isfinite(stats.grad_norm)
         if finite:
             self._update(batch, stats, norm)
         else:
@@ -224,19 +229,17 @@ class Engine:
         self.steps += 1
         if batch.source is not None:
             batch.source.end_step(batch, stop=stats.stop)
-        values = runner.forward.means(world.data)
+        values = runner.forward.means(world.data, runner.forward.value_names(), stats.values)
         result = StepResult(
-            self.steps, stats.loss, stats.count, lr, float(norm), not finite, stats.stop, stats.save, values
+            self.steps, stats.loss, stats.count, lr, stats.grad_norm, not finite, stats.stop, stats.save, values
         )
         for callback in self._callbacks:
             callback.end_step(self, result)
         return result
 
-    def _divide_by_count(self, batch: GlobalBatch, stats: StepStats) -> None:
-        """Correct the divisor of the gradients from the number of samples to the global count."""
-        if stats.count != batch.size and stats.count > 0:
-            gradients = [p.grad for p in self.local_parameters.names if p.grad is not None]
-            torch._foreach_mul_(gradients, batch.size / stats.count)
+    def _divide_by_count(self, batch: GlobalBatch, count: torch.Tensor) -> None:
+        """Correct the divisor of the gradients from the number of samples to the global count, on the device."""
+        self.local_parameters.scale_gradients(torch.where(count > 0, batch.size / count, 1.0))
         self.scaler.unscale_(self.optimizer)
         self.local_parameters.agree_on_overflow(self.scaler, self.optimizer, self.world)
 

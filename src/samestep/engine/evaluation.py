@@ -15,9 +15,11 @@ from samestep.data.batch import GlobalBatch, Microbatch, move_next_to
 from samestep.data.joint_batch import Batches, joint_batch
 from samestep.data.loader import Loader
 from samestep.distributed.collective_check import BATCH
+from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import preserved_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.buffers import EvaluationState, written_in_evaluation_error
+from samestep.engine.global_loss import GlobalLoss, part_of_loss
 from samestep.engine.loss import Loss, LossFunction, StepLoss
 from samestep.engine.microbatch import EVALUATION, ForwardFunction, MicrobatchForward
 from samestep.engine.multi_loss import MultiLoss, as_step_loss, no_loss
@@ -55,6 +57,9 @@ class EvaluationOutputs:
         self, batch: GlobalBatch, position: int, state: EvaluationState
     ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
         """Yield microbatches with outputs and the loss of each term; each starts with the buffers in `state`."""
+        if self.forward.gathers:
+            yield from self._with_global_loss(batch, position, state)
+            return
         for microbatch in batch.local_microbatches:
             result = self.forward.term_losses(self._model, microbatch, EVALUATION, position)
             state.restore()
@@ -62,6 +67,18 @@ class EvaluationOutputs:
         for filler in batch.fillers:
             self.forward.term_losses(self._model, filler, EVALUATION, position)
             state.restore()
+
+    def _with_global_loss(
+        self, batch: GlobalBatch, position: int, state: EvaluationState
+    ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
+        computed = []
+        for microbatch in (*batch.local_microbatches, *batch.fillers):
+            computed.append(self.forward.outputs(self._model, microbatch, EVALUATION, position))
+            state.restore()
+        gathered, terms = GlobalLoss(self.forward, self.world).terms(computed, batch, EVALUATION, position)
+        for entry in computed[: len(batch.local_microbatches)]:
+            losses = [part_of_loss(term, entry.microbatch, gathered.bounds) for term in terms]
+            yield entry.microbatch, entry.outputs, losses
 
 
 class _NoLoss(StepLoss):
@@ -93,7 +110,7 @@ def evaluate(
         world: the ranks, from `samestep.start()`.
         loss: as in `Engine`; None for metrics only.
         forward: as in `Engine.step`; the mapping needs no `loss`.
-        config: precision and seed.
+        config: precision, TF32 and seed.
 
     Returns:
         `loss` if there is one, `samples` and every metric, each sample counted once.
@@ -119,10 +136,13 @@ def evaluate(
             code="E_INCOMPATIBLE",
         )
     with world.context.collective_check.operation("samestep.evaluate"):
+        config = config or StepConfig()
+        set_tf32(world.device, allowed=config.tf32)
         model.to(world.device)
         broadcast_model(model, world)
-        microbatch_forward = MicrobatchForward(step_loss, config or StepConfig(), world.device)
+        microbatch_forward = MicrobatchForward(step_loss, config, world.device)
         microbatch_forward.function, microbatch_forward.needs_loss = forward, loss is not None
+        microbatch_forward.gathers &= loss is not None
         compute = EvaluationOutputs(model, microbatch_forward, world.data)
         values = evaluate_batches(model, batches, objects, compute, world, until_stop=False)
     assert values is not None
@@ -149,27 +169,29 @@ def evaluate_batches(
     """
     world, loss = compute.world, compute.forward.active_loss
     counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
-    rows: list[tuple[int, list[float]]] = []  # slot; sum and count of each term, samples
+    rows: list[tuple[int, list[torch.Tensor | float]]] = []  # slot; sum and count of each term, samples
     identities = []
-    values_of_slots: list[list[Any]] = []
+    names: list[list[Any]] = []  # slot and name of the values of a forward function
+    scalars: list[torch.Tensor] = []  # their sums and counts
     slots = 0
     stopped = False
     with evaluation_mode(model), torch.no_grad(), preserved_generators(world.device), EvaluationState(model) as state:
         for position, given in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
             batch = joint_batch(given, has_forward=compute.forward.function is not None)
-            if until_stop and _stops_before_batch(all_ranks):
+            if until_stop and _stops_before_batch(all_ranks, gathers=compute.forward.gathers):
                 stopped = True
                 break
             world.context.status.heartbeat()
             identities.append(f"{batch.identity} of {batch.dataset}")
             for microbatch, outputs, losses in compute(batch, position, state):
-                numbers = [float(number) for term in losses for number in (term.sum, term.count)] or [0.0, 0.0]
+                numbers = [number for term in losses for number in (term.sum, term.count)] or [0.0, 0.0]
                 rows.append((slots + microbatch.number, [*numbers, microbatch.size]))
                 targets = compute.forward.with_targets(microbatch).data[1]
                 require_outputs(outputs, targets, counting)
                 for metric in counting if microbatch.size else ():
                     metric.update(move_next_to(outputs, targets), targets)
-            values_of_slots += [[slots + number, *rest] for number, *rest in compute.forward.values()]
+            names += [[slots + number, name] for number, name in compute.forward.value_names()]
+            scalars += compute.forward.scalars()
             compute.forward.results = {}
             slots += batch.microbatches
     if until_stop and _any_rank(stopped, all_ranks):
@@ -178,10 +200,10 @@ def evaluate_batches(
         return None
     digest = hashlib.blake2b("\n".join(identities).encode(), digest_size=4).hexdigest()
     all_ranks.context.collective_check.agree("evaluation", {BATCH: f"{len(identities)} batches ({digest})"})
-    *totals, samples = _sums(rows, 2 * loss.term_count + 1, slots, state.written, world)
+    (*totals, samples), of_values = _sums(rows, 2 * loss.term_count + 1, slots, scalars, state.written, world)
     values = _means(loss, totals, needs_loss=compute.forward.needs_loss)
     require_loss(values, metrics)
-    values |= {"samples": int(samples), **compute.forward.means(world, values_of_slots)}
+    values |= {"samples": int(samples), **compute.forward.means(world, names, of_values)}
     return values | {
         metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
         for metric in metrics
@@ -204,26 +226,49 @@ def _means(loss: StepLoss, totals: list[float], *, needs_loss: bool) -> dict[str
 
 
 def _sums(
-    rows: Sequence[tuple[int, list[float]]], columns: int, slots: int, written: list[str], world: World
-) -> list[float]:
-    """Return the sum of each column over the rows of all ranks, one row per slot; a collective.
+    rows: Sequence[tuple[int, list[torch.Tensor | float]]],
+    columns: int,
+    slots: int,
+    scalars: Sequence[torch.Tensor],
+    written: list[str],
+    world: World,
+) -> tuple[list[float], list[float]]:
+    """Return the sum of each column over the rows of all ranks, one row per slot, and `scalars`; a collective.
+
+    The host waits for the device once.
 
     Raises:
         InputError: the evaluation has written parameters on some rank.
     """
+    data = _on_device([number for _, numbers in rows for number in numbers], world.device).view(-1, columns)
+    places = torch.tensor([slot for slot, _ in rows], dtype=torch.int64).to(world.device, non_blocking=True)
     gathered = torch.zeros(columns, slots + 1, dtype=torch.float64, device=world.device)
-    for slot, numbers in rows:
-        gathered[:, slot] = torch.tensor(numbers, dtype=torch.float64)
-    gathered[0, slots] = len(written)
+    gathered.index_copy_(1, places, data.T)
+    gathered[0, slots:].fill_(len(written))
     world.all_reduce(gathered)  # each element has one non-zero summand, so the order of summation is irrelevant
-    if gathered[0, slots] > 0:
+    numbers = torch.cat([gathered.reshape(-1), _on_device(scalars, world.device)]).tolist()
+    if numbers[slots] > 0:
         raise written_in_evaluation_error(sorted(set(chain.from_iterable(all_gather(written, world)))))
-    return [rounded_sum(row) for row in gathered[:, :slots].tolist()]
+    sums = [rounded_sum(numbers[column * (slots + 1) :][:slots]) for column in range(columns)]
+    return sums, numbers[columns * (slots + 1) :]
 
 
-def _stops_before_batch(world: World) -> bool:
+def _on_device(scalars: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Return scalars as a float64 vector on a device, without a wait for it."""
+    positions = [number for number, scalar in enumerate(scalars) if isinstance(scalar, torch.Tensor)]
+    plain = [0.0 if isinstance(scalar, torch.Tensor) else float(scalar) for scalar in scalars]
+    vector = torch.tensor(plain, dtype=torch.float64).to(device, non_blocking=True)
+    if positions:
+        tensors = [torch.as_tensor(scalars[p]).detach().double().view(1) for p in positions]
+        values = torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
+        vector.index_copy_(0, torch.tensor(positions).to(device, non_blocking=True), values)
+    return vector
+
+
+def _stops_before_batch(world: World, *, gathers: bool) -> bool:
     """Return whether this rank stops; ranks that compute a batch together stop together."""
-    return _any_rank(world.stop_requested, world) if world.mesh_shape.splits_model else world.stop_requested
+    is_joint = gathers or world.mesh_shape.splits_model
+    return _any_rank(world.stop_requested, world) if is_joint else world.stop_requested
 
 
 def _any_rank(flag: bool, world: World) -> bool:

@@ -14,52 +14,40 @@ State that no microbatch changed keeps its bits and is not communicated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, get_args
 
 import torch
 
-from samestep.config.validation import match_patterns
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffers import ParameterCheck, bits_of, bytes_of, copy_tensors, flat, hash_of, listed, size_of
-from samestep.errors import InputError
+from samestep.engine.buffers import (
+    UNKNOWN_VERSION,
+    Kind,
+    ParameterCheck,
+    Place,
+    Rule,
+    any_differs,
+    as_number,
+    as_tensor,
+    bytes_of,
+    changed_state_error,
+    copies,
+    copy_tensors,
+    flat,
+    hash_of,
+    is_number,
+    rules_of,
+    size_of,
+    unequal_state_error,
+    version_of,
+)
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
-Rule = Literal["mean", "equal", "last", "sum"]
-Kind = Literal["_buffers", "_parameters", "__dict__"]
 _MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
 _INEXACT = (torch.float64, torch.complex128)  # the mean of equal values can be rounded
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Place of a value among the buffers, parameters or attributes of a module."""
-
-    module: torch.nn.Module
-    path: str
-    key: str
-    kind: Kind
-    rule: Rule
-    is_persistent: bool = True
-
-    def table(self, module: torch.nn.Module | None = None) -> dict[str, Any]:
-        table: dict[str, Any] = getattr(module or self.module, self.kind)
-        return table
-
-    def value(self, module: torch.nn.Module | None = None) -> Any:
-        """Return the value in this module, or in a replica of it."""
-        value = self.table(module).get(self.key)
-        return value.data if self.kind == "_parameters" and value is not None else value
-
-    def put(self, value: Any) -> None:
-        if self.kind == "_parameters":
-            self.table()[self.key].data = value
-        elif self.table().get(self.key) is not value:
-            self.table()[self.key] = value
+_SMALL = 2**16  # elements of tensors that are kept and compared in every microbatch
+_SUMMED = ("mean", "sum")
 
 
 class ForwardState:
@@ -79,9 +67,12 @@ class ForwardState:
     ) -> None:
         self._model, self._rules, self._is_whole = model, rules or {}, is_whole
         self._modules = list(model.modules())
+        self._device = next(
+            (tensor.device for tensor in chain(model.buffers(), model.parameters())), torch.device("cpu")
+        )
         self._active: list[str] = []  # names of state that some step has changed
         self._is_first = True
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         self._locate()
         self.declared_parameters = [name for name, place in self._places.items() if place.kind == "_parameters"]
         self.parameters = ParameterCheck(model if is_whole else None, self.declared_parameters)
@@ -89,7 +80,12 @@ class ForwardState:
     @property
     def length(self) -> int:
         """Number of elements of the vector of a microbatch."""
-        return self._encoded_length(self._active) + len(self._flagged) + 1
+        return self.control_length + sum(size_of(self._start[n]) for n in self._active if self._rule(n) in _SUMMED)
+
+    @property
+    def control_length(self) -> int:
+        """Number of the first elements of the vector, which `combine` needs as numbers."""
+        return len(self._inexact) + 2 + self._hash_count(self._active)
 
     def begin(self, microbatches: int) -> None:
         """Copy the state at the beginning of a step of `microbatches` microbatches."""
@@ -100,11 +96,16 @@ class ForwardState:
         self.parameters.begin(digests=self._is_first)
         self._microbatches = microbatches
         self._objects = {name: place.value() for name, place in self._places.items()}
-        self._start = {n: tensor.clone() for n, v in self._objects.items() if (tensor := _tensor(v)) is not None}
+        tensors = {n: tensor for n, value in self._objects.items() if (tensor := as_tensor(value)) is not None}
+        self._start = dict(zip(tensors, copies(list(tensors.values())), strict=True))
+        self._versions = {name: version_of(self._objects[name]) for name in self._start}
         self._active = [name for name in self._active if name in self._start]
-        self._compared = [n for n, start in self._start.items() if n not in self._active or start.dtype in _INEXACT]
-        self._flagged = [name for name in self._compared if self._places[name].kind != "__dict__"]
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values that each microbatch changed
+        tensors = {n: start for n, start in self._start.items() if self._places[n].kind != "__dict__"}
+        self._inexact = [name for name in self._active if name in tensors and tensors[name].dtype in _INEXACT]
+        self._inactive = {name: start for name, start in tensors.items() if name not in self._active}
+        self._large = {name for name, start in self._inactive.items() if start.numel() > _SMALL}
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values with which each microbatch may have ended
+        self._touched: set[str] = set()  # by the last microbatch
         self._results: dict[str, torch.Tensor] = {}
         self._problems: set[str] = set()
         self._changed_attributes: set[str] = set()
@@ -115,51 +116,83 @@ class ForwardState:
         self._put({})
         self._dirty = None
 
-    def read(self, number: int, module: torch.nn.Module | None = None) -> torch.Tensor:
+    def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor:
         """Return the contribution of a microbatch after its forward, as a float64 vector of `length` elements.
+
+        Small tensors are always kept and compared, without a wait for the device. Writes to large ones are detected by
+        a comparison in the first step and by their versions later; a write that changes no version, by a comparison in
+        the last microbatch, is an error.
 
         Args:
             number: the microbatch.
             module: the replica of the model that computed it; None for the model itself.
+            last: it is the last microbatch of this rank.
         """
         values, unusable = self._read(module)
-        changed = self._differing(values, [name for name in self._compared if name not in unusable])
-        self._dirty = {*changed, *unusable}
-        self._changed_attributes |= {name for name in changed if self._places[name].kind == "__dict__"}
+        self._touched = {name for name in values if name in self._inactive}
+        if self._is_first:  # attributes are numbers of the host
+            attributes = self._differing(values, [name for name in values if self._places[name].kind == "__dict__"])
+            self._changed_attributes.update(attributes)
+            large = self._differing(values, [name for name in self._large if name not in unusable])
+            self._touched = {*attributes, *large, *(self._touched - self._large)}
+        self._dirty = {*self._touched, *unusable}
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
         is_last = number == self._microbatches - 1
-        kept = [
-            name for name in self._active if self._rule(name) == "equal" or (is_last and self._rule(name) == "last")
-        ]
-        self._kept[number] = {name: values[name].clone() for name in chain(kept, changed)}
-        flags = [float(name in changed) for name in self._flagged]
-        tail = torch.tensor([*flags, float(bool(self._problems))], dtype=torch.float64)
-        head = self._encode(number, values, self._active)
-        return torch.cat([head, tail.to(head.device)])
+        kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
+        kept = list(dict.fromkeys([*kept, *self._touched]))
+        ends = [values[name] for name in kept]
+        self._kept[number] = dict(zip(kept, copies(ends) if module is None else ends, strict=True))
+        encoded = self._encode(number, values, self._active)
+        control = encoded.new_zeros(len(self._inexact) + 2)
+        for position, name in enumerate(self._inexact):
+            control[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
+        if compared := [name for name in self._inactive if name in self._touched]:
+            control[-2:-1].copy_(any_differs([values[n] for n in compared], [self._start[n] for n in compared]))
+        if self._problems:
+            control[-1:].fill_(1.0)
+        elif last and module is None and (names := self._unobserved()):
+            objects = [self._objects[name].detach() for name in names]
+            control[-1:].copy_(any_differs(objects, [self._start[name] for name in names]))
+        return torch.cat([control, encoded])
 
-    def combine(self, total: torch.Tensor, tree: MicrobatchTree, strategy: Strategy, world: World) -> None:
+    def combine(
+        self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
+    ) -> None:
         """Compute the state at the end of the step from the sum of the vectors of all microbatches; a collective.
+
+        Args:
+            total: the sum.
+            control: its first `control_length` elements.
+            tree: the microbatches.
+            strategy: sums further vectors, if state has changed for the first time.
+            world: the ranks.
 
         Raises:
             InputError: the forward changed state for which there is no rule, or microbatches differ.
         """
-        head, flags = total.split([self._encoded_length(self._active), len(self._flagged) + 1])
-        *is_changed, has_problem = (flag > 0 for flag in flags.tolist())
-        if has_problem:
+        count = len(self._inexact)
+        flags, (is_changed, has_problem), hashes = control[:count], control[count : count + 2], control[count + 2 :]
+        if has_problem != 0:
             self._raise_problems(world)
-        changed = {name for name, flag in zip(self._flagged, is_changed, strict=True) if flag}
+        changed = {name for name, flag in zip(self._inexact, flags, strict=True) if flag > 0}
+        if is_changed or self._is_first:
+            own = set(self._changed_attributes)
+            for kept in self._kept.values():
+                own.update(self._differing(kept, [name for name in kept if name in self._inactive]))
+            changed.update(*all_gather(sorted(own), world))
         if self._is_first:
             self._is_first = False
-            changed.update(*all_gather(sorted(self._changed_attributes), world))
             self._keep_attributes(changed)
-        results = self._decode(self._active, head, tree, world)
-        results = {name: value for name, value in results.items() if name not in self._flagged or name in changed}
+        results = self._decode(self._active, hashes, total[self.control_length :], tree, world)
+        results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
         new = [name for name in self._places if name in changed and name not in self._active]
         if new:
             vectors = {n: self._encode(n, {**self._start, **kept}, new) for n, kept in self._kept.items()}
-            second = strategy.sum_vectors(tree, vectors, self._encoded_length(new)).wait()
+            count = self._hash_count(new)
+            length = count + sum(size_of(self._start[name]) for name in new if self._rule(name) in _SUMMED)
+            second = strategy.sum_vectors(tree, vectors, length).wait()
             self._active += new
-            results |= self._decode(new, second, tree, world)
+            results |= self._decode(new, second[:count].tolist(), second[count:], tree, world)
         self._results = results | self._received(tree, world)
 
     def commit(self) -> None:
@@ -178,13 +211,13 @@ class ForwardState:
             for key, parameter in module._parameters.items() if self._is_whole and self._rules else ():
                 if parameter is not None and not parameter.requires_grad:
                     tensors[prefix + key] = (module, path, key, "_parameters", parameter)
-        rules = _rules_of({name: entry[-1] for name, entry in tensors.items()}, self._rules)
+        rules = rules_of({name: entry[-1] for name, entry in tensors.items()}, self._rules)
         self._places = {}
         for name, (module, path, key, kind, tensor) in tensors.items():
             default: Rule = "mean" if tensor.is_floating_point() or tensor.is_complex() else "equal"
             if kind == "_buffers" or name in rules:
                 is_persistent = key not in module._non_persistent_buffers_set
-                self._places[name] = _Place(module, path, key, kind, rules.get(name, default), is_persistent)
+                self._places[name] = Place(module, path, key, kind, rules.get(name, default), is_persistent)
         self._add_attributes(active_attributes.__contains__)
         self._count = self._buffer_count(self._modules)
 
@@ -193,12 +226,12 @@ class ForwardState:
             for key, value in vars(module).items():
                 name = f"{path}.{key}" if path else key
                 if (
-                    _is_number(value)
+                    is_number(value)
                     and key not in _MODULE_ATTRIBUTES
                     and name not in self._places
                     and is_selected(name)
                 ):
-                    self._places[name] = _Place(module, path, key, "__dict__", "last")
+                    self._places[name] = Place(module, path, key, "__dict__", "last")
 
     def _keep_attributes(self, changed: Iterable[str]) -> None:
         """Forget the attributes that the first step did not change."""
@@ -213,7 +246,7 @@ class ForwardState:
         return self._places[name].rule
 
     def _read(self, module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Return the present values, and the names of those that have another shape or type than at the beginning.
+        """Return the values that may have changed, and the names of those with another shape or type than before.
 
         Such a buffer is a cache if it is not persistent, and keeps its value at the beginning; otherwise a problem.
         """
@@ -221,7 +254,11 @@ class ForwardState:
         values, unusable = {}, set()
         for name, start in self._start.items():
             place = self._places[name]
-            tensor = _tensor(place.value(None if modules is None else modules[place.path]))
+            value = place.value(None if modules is None else modules[place.path])
+            is_known = name in self._large and modules is None and not self._is_first
+            if is_known and value is self._objects[name] and version_of(value) == self._versions[name] >= 0:
+                continue
+            tensor = as_tensor(value)
             if tensor is None or tensor.shape != start.shape or tensor.dtype != start.dtype:
                 if place.kind != "__dict__":  # an attribute that is no number any longer belongs to the model
                     unusable.add(name)
@@ -231,6 +268,16 @@ class ForwardState:
             values[name] = tensor.to(start.device)
         self._note_new_buffers(self._modules if modules is None else list(modules.values()), module)
         return values, unusable
+
+    def _unobserved(self) -> list[str]:
+        """Return the names of large tensors that the last microbatch has not changed, unless without a new version."""
+        names = []
+        for name in sorted(self._large) if not self._is_first else ():
+            place, start = self._places[name], self._start[name]
+            value = place.table().get(place.key)
+            if name not in self._touched and value is self._objects[name] and value.shape == start.shape:
+                names.append(name)
+        return names
 
     def _note_new_buffers(self, modules: Sequence[torch.nn.Module], replica: torch.nn.Module | None) -> None:
         """Note buffers that the forward registered, and remove those that are caches, which are not persistent."""
@@ -248,53 +295,53 @@ class ForwardState:
 
     def _differing(self, values: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[str]:
         """Return the names of values whose bits differ from those at the beginning of the step."""
-        flags = [(bits_of(values[name]) != bits_of(self._start[name])).any() for name in names]
+        flags = [any_differs([values[name]], [self._start[name]]) for name in names]
         if not flags:
             return []
         device = flags[0].device
         differ = torch.stack([flag.to(device) for flag in flags]).tolist()  # one synchronization with a GPU
-        return [name for name, differs in zip(names, differ, strict=True) if differs]
+        return [name for name, is_different in zip(names, differ, strict=True) if is_different]
 
-    def _encoded_length(self, names: Sequence[str]) -> int:
-        sizes = [size_of(self._start[name]) for name in names if self._rule(name) in ("mean", "sum")]
-        return sum(sizes) + self._microbatches * any(self._rule(name) == "equal" for name in names)
+    def _hash_count(self, names: Sequence[str]) -> int:
+        return self._microbatches * any(self._rule(name) == "equal" for name in names)
+
+    def _groups(self, names: Sequence[str]) -> list[tuple[Rule, list[str]]]:
+        """Return the names of state that is summed, by rule and type: one group is one kernel."""
+        groups: dict[tuple[Rule, torch.dtype], list[str]] = {}
+        for name in names:
+            if self._rule(name) in _SUMMED:
+                groups.setdefault((self._rule(name), self._start[name].dtype), []).append(name)
+        return [(rule, members) for (rule, _), members in groups.items()]
 
     def _encode(self, number: int, values: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
-        """Return the summands of a microbatch, and its hash of the state that must be equal in all microbatches."""
-        parts = []
-        for name in names:
-            if self._rule(name) == "mean":
-                parts.append(flat(values[name]))
-            elif self._rule(name) == "sum":
-                parts.append(flat(values[name]) - flat(self._start[name]))
+        """Return a microbatch's hash of the state that must be equal in all microbatches, and the summands."""
+        hashes = torch.zeros(self._hash_count(names), dtype=torch.float64, device=self._device)
         if equal := [values[name] for name in names if self._rule(name) == "equal"]:
-            hashes = torch.zeros(self._microbatches, dtype=torch.float64, device=equal[0].device)
-            hashes[number] = hash_of(equal)
-            parts.append(hashes)
-        return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, dtype=torch.float64)
+            hashes[number : number + 1].copy_(hash_of(equal))
+        parts = [hashes]
+        for rule, members in self._groups(names):
+            summand = flat([values[name] for name in members])
+            parts.append(summand if rule == "mean" else summand - flat([self._start[name] for name in members]))
+        return torch.cat([part.to(self._device) for part in parts])
 
     def _decode(
-        self, names: Sequence[str], total: torch.Tensor, tree: MicrobatchTree, world: World
+        self, names: Sequence[str], hashes: Sequence[float], sums: torch.Tensor, tree: MicrobatchTree, world: World
     ) -> dict[str, torch.Tensor]:
         """Return the means and sums of the state, and require that equal state is equal."""
-        summed = [name for name in names if self._rule(name) in ("mean", "sum")]
-        *parts, hashes = total.split(
-            [*(size_of(self._start[name]) for name in summed), len(total) - self._sum_size(summed)]
-        )
-        results = {}
-        for name, part in zip(summed, parts, strict=True):
-            start = self._start[name]
-            value = part / len(tree.filled) if self._rule(name) == "mean" else part + flat(start).to(part.device)
-            results[name] = (
-                torch.view_as_complex(value.view(*start.shape, 2)) if start.is_complex() else value.view_as(start)
-            )
-        by_number = hashes.tolist()
-        if by_number and len({by_number[number] for number in tree.filled}) > 1:
+        groups, results = self._groups(names), {}
+        lengths = [sum(size_of(self._start[name]) for name in members) for _, members in groups]
+        for (rule, members), part in zip(groups, sums.split(lengths), strict=True):
+            starts = [self._start[name] for name in members]
+            value = part / len(tree.filled) if rule == "mean" else part + flat(starts).to(part.device)
+            pieces = value.split([size_of(start) for start in starts])
+            for name, start, piece in zip(members, starts, pieces, strict=True):
+                is_complex = start.is_complex()
+                results[name] = (
+                    torch.view_as_complex(piece.view(*start.shape, 2)) if is_complex else piece.view_as(start)
+                )
+        if hashes and len({hashes[number] for number in tree.filled}) > 1:
             self._raise_unequal([name for name in names if self._rule(name) == "equal"], world)
         return results
-
-    def _sum_size(self, names: Sequence[str]) -> int:
-        return sum(size_of(self._start[name]) for name in names)
 
     def _received(self, tree: MicrobatchTree, world: World) -> dict[str, torch.Tensor]:
         """Return the state that is that of the last microbatch, which the last rank owns."""
@@ -325,20 +372,17 @@ class ForwardState:
                 targets.append(target.detach())
                 sources.append(value)
             else:
-                place.put(_number(value.item(), target))
+                place.put(as_number(value.item(), target))
+            self._versions[name] = UNKNOWN_VERSION
         with torch.no_grad():
             copy_tensors(targets, sources)
+        self._versions |= {n: version_of(self._objects[n]) for n, v in self._versions.items() if v == UNKNOWN_VERSION}
 
     def _raise_problems(self, world: World) -> None:
+        written = self._differing({n: self._objects[n].detach() for n in self._large}, self._unobserved())
+        self._problems |= {f"buffer {name} without a new version, as by .data" for name in written}
         names = sorted(set(chain.from_iterable(all_gather(sorted(self._problems), world))))
-        raise InputError(
-            f"the forward of a training step changed {listed(names)}",
-            expected="a forward changes the values of buffers, not their shapes and types; it registers no buffers "
-            "and writes no parameters",
-            fix="write parameters after engine.step, or declare frozen ones, such as a key encoder: "
-            "Engine(..., buffers={'key_encoder.*': 'last'}); register buffers with their final shape in __init__",
-            code="E_BUFFER",
-        )
+        raise changed_state_error(names)
 
     def _raise_unequal(self, names: Sequence[str], world: World) -> None:
         own = {
@@ -346,54 +390,4 @@ class ForwardState:
         }
         rows = all_gather(own, world)
         unequal = [name for name in names if len({value for row in rows for value in row[name]}) > 1]
-        raise InputError(
-            f"microbatches of a step ended with different values of {listed(unequal)}",
-            expected="integer and bool buffers, such as counters of steps, that are equal after every microbatch",
-            fix=f'choose a rule: Engine(..., buffers={{"{(unequal or list(names))[0]}": "last"}}) for the value of the '
-            'last microbatch, or "sum" for the sum of all changes',
-            code="E_BUFFER",
-        )
-
-
-def _rules_of(tensors: Mapping[str, torch.Tensor], rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rule of each tensor that matches a pattern."""
-    result: dict[str, Rule] = {}
-    for pattern, rule in rules.items():
-        if rule not in get_args(Rule):
-            raise InputError(
-                f"the rule for {pattern!r} in buffers is {rule!r}",
-                expected=f"one of {', '.join(get_args(Rule))}",
-                fix=f'buffers={{"{pattern}": "last"}}',
-                code="E_BUFFER",
-            )
-        for name in match_patterns(tensors, [pattern], key="buffers", kind="buffer", example="*.queue"):
-            dtype = tensors[name].dtype
-            if (rule == "mean" and not dtype.is_floating_point and not dtype.is_complex) or (
-                rule == "sum" and dtype == torch.bool
-            ):
-                raise InputError(
-                    f"the rule for {name!r} in buffers is {rule!r}, and its type is {dtype}",
-                    expected="mean for floating-point and complex values, sum for these and integers",
-                    fix=f'buffers={{"{name}": "last"}}',
-                    code="E_BUFFER",
-                )
-            result[name] = rule
-    return result
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether an attribute is a number that float64 holds exactly."""
-    return type(value) in (bool, float) or (type(value) is int and abs(value) < 2**53)
-
-
-def _tensor(value: Any) -> torch.Tensor | None:
-    """Return a value as a tensor; None for anything but tensors and numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return torch.tensor(float(value), dtype=torch.float64) if _is_number(value) else None
-
-
-def _number(value: float, before: bool | int | float) -> bool | int | float:
-    """Return a value with the type of the value before, if this holds it exactly."""
-    kind = type(before)
-    return kind(value) if math.isfinite(value) and kind(value) == value else value
+        raise unequal_state_error(unequal or list(names))

@@ -17,11 +17,12 @@ from samestep.distributed.world import World, all_gather
 from samestep.engine.buffers import bytes_of
 from samestep.errors import InputError
 
+Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors at which a backward begins, and their gradients
 _MAX_TEXT = 200  # characters of a structure in an error
 _gather_error = partial(InputError, code="E_GATHER")
 
 
-class Computed(NamedTuple):
+class LocalOutputs(NamedTuple):
     """A microbatch after its forward, without a loss of its own."""
 
     microbatch: Microbatch
@@ -73,7 +74,7 @@ class _Row(NamedTuple):
     tensors: list[_Tensor]
 
     @classmethod
-    def of(cls, computed: Computed) -> _Row:
+    def of(cls, computed: LocalOutputs) -> _Row:
         microbatch, tensors = computed.microbatch, list[_Tensor]()
         size = 0 if microbatch.is_filler else microbatch.size
         structure = [
@@ -136,7 +137,7 @@ def _build(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-def gather_outputs(computed: Sequence[Computed], world: World) -> GlobalOutputs:
+def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutputs:
     """Return the outputs and targets of the microbatches of all ranks on every rank; a collective.
 
     Tensors are nested in tuples, lists and mappings, and have one row per sample. Tensors without dimensions, such as a
@@ -203,7 +204,7 @@ def _join(tensor: _Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _all_gather_tensors(
-    computed: Sequence[Computed], by_rank: Sequence[Sequence[_Row]], world: World
+    computed: Sequence[LocalOutputs], by_rank: Sequence[Sequence[_Row]], world: World
 ) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of each microbatch with samples, on the device of this rank; a collective."""
     own = [

@@ -16,16 +16,16 @@ import torch
 from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
 from samestep.distributed.rng import Purpose, preserved_generators
 from samestep.distributed.world import World
+from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
 from samestep.engine.forward_state import ForwardState
-from samestep.engine.gather import Computed, GlobalOutputs, gather_outputs
+from samestep.engine.gather import GlobalOutputs, LocalOutputs, Roots, gather_outputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import TRAINING, MicrobatchForward, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.step_stats import StepStats
 from samestep.strategies.reduction import MicrobatchTree
 
-_NO_LOSS = Loss(torch.zeros(()), 0.0)  # of a microbatch: the loss is that of the whole batch
-Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # outputs, and their gradients
+NO_LOSS = Loss(torch.zeros(()), 0.0)  # of a microbatch: the loss is that of the whole batch
 
 
 def part_of_loss(loss: Loss, microbatch: Microbatch, bounds: Mapping[int, tuple[int, int]]) -> Loss:
@@ -50,7 +50,7 @@ class OutputGradients(NamedTuple):
         """Return a microbatch's part of the loss."""
         return part_of_loss(self.loss, microbatch, self.bounds)
 
-    def roots(self, computed: Computed) -> Roots:
+    def roots(self, computed: LocalOutputs) -> Roots:
         """Return the differentiable outputs of a microbatch and their gradients, with which its backward begins.
 
         The gradient of a tensor without dimensions belongs to the first microbatch. Gradients are zero elsewhere, and
@@ -85,7 +85,7 @@ class GlobalLoss:
         self._last = GlobalOutputs({}, None, None)
 
     def terms(
-        self, computed: Sequence[Computed], batch: GlobalBatch, purpose: Purpose, position: int
+        self, computed: Sequence[LocalOutputs], batch: GlobalBatch, purpose: Purpose, position: int
     ) -> tuple[GlobalOutputs, list[Loss]]:
         """Return gathered outputs and the loss of each term; a collective. The random state is that of no microbatch.
 
@@ -100,7 +100,7 @@ class GlobalLoss:
             return gathered, self._forward.loss.term_losses(gathered.outputs, gathered.targets, gathered.samples)
 
     def gradients(
-        self, computed: Sequence[Computed], batch: GlobalBatch, position: int, scaler: torch.amp.GradScaler
+        self, computed: Sequence[LocalOutputs], batch: GlobalBatch, position: int, scaler: torch.amp.GradScaler
     ) -> OutputGradients:
         """Return the loss of a training step after `position` steps, and its gradients; a collective."""
         gathered, terms = self.terms(computed, batch, TRAINING, position)
@@ -163,7 +163,10 @@ class GlobalLossRunner(StepRunner):
         self.buffers.begin(batch.microbatches)
         with preserved_generators(self.world.device), self.undo_on_failure(), _BufferCopies(self.model) as copies:
             states: dict[int, torch.Tensor] = {}
-            computed = self._forwards(batch, position, copies, states)
+            # Outputs are gathered after the block, in which no rank communicates.
+            is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
+            with one_value_errors(batch, self.world, is_shared=is_shared):
+                computed = self._forwards(batch, position, copies, states)
             result = self._loss.gradients(computed, batch, position, self.scaler)
             self.world.context.status.end_compute(len(batch.local_microbatches))
             vectors = {
@@ -188,7 +191,7 @@ class GlobalLossRunner(StepRunner):
 
     def _forwards(
         self, batch: GlobalBatch, position: int, copies: _BufferCopies, states: dict[int, torch.Tensor] | None = None
-    ) -> list[Computed]:
+    ) -> list[LocalOutputs]:
         """Return the microbatches of this rank with outputs.
 
         Vectors of their buffers are added to `states`; without it, the forwards are not those of a step.
@@ -201,7 +204,7 @@ class GlobalLossRunner(StepRunner):
                 callback.begin_microbatch(microbatch)
             computed.append(self.forward.outputs(self.model, microbatch, TRAINING, position))
             for callback in callbacks:
-                callback.end_microbatch(self.forward.with_targets(microbatch), computed[-1].outputs, _NO_LOSS)
+                callback.end_microbatch(self.forward.with_targets(microbatch), computed[-1].outputs, NO_LOSS)
             if not microbatch.is_filler and states is not None:
                 is_last = microbatch is batch.local_microbatches[-1]
                 states[microbatch.number] = self.buffers.read(microbatch.number, last=is_last)

@@ -20,6 +20,7 @@ from samestep.engine.batch_statistics import may_have_one_value, one_value_error
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState
+from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.step_stats import StepStats, stats_vector, vector_length
@@ -36,10 +37,15 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MicrobatchForward:
-    """Computes outputs and loss of a microbatch under the step configuration."""
+    """Computes outputs and loss of a microbatch under the step configuration.
+
+    Attributes:
+        gathers: the loss is that of the whole global batch, computed from the outputs of all microbatches.
+    """
 
     def __init__(self, loss: StepLoss, config: StepConfig, device: torch.device) -> None:
         self.loss, self.config, self.device = loss, config, device
+        self.gathers = config.gather == "global"
         self._counts: list[float] = []
         self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
         self._is_loss_checked = False
@@ -57,12 +63,12 @@ class MicrobatchForward:
     @property
     def active_loss(self) -> StepLoss:
         """The loss whose terms `term_losses` returns."""
-        return self.loss if self.function is None else _ONE_TERM
+        return self.loss if self.function is None or self.gathers else _ONE_TERM
 
     def begin_step(self, batch: GlobalBatch, world: World) -> None:
         """Sum the counts that the loss needs before the first forward; a collective."""
         self.results = {}
-        self._counts = self.loss.global_counts(batch, world) if self.function is None else []
+        self._counts = [] if self.function is not None or self.gathers else self.loss.global_counts(batch, world)
         self._sizes = [stop - start for start, stop in batch.bounds]
 
     def __call__(
@@ -88,18 +94,44 @@ class MicrobatchForward:
         Raises:
             InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
-        inputs = microbatch.pair[0] if self.function is None else microbatch.data
+        with self.context(purpose, position, microbatch.number, concurrent=concurrent):
+            outputs = self._outputs(module, microbatch)
+            if self.function is None:
+                return outputs, self.losses_of_outputs(microbatch, outputs)
+            loss = self.results[microbatch.number].loss
+            losses = [] if loss is None else [loss]
+            return outputs, losses if microbatch.size else _without_samples(losses)
+
+    def outputs(self, module: torch.nn.Module, microbatch: Microbatch, purpose: Purpose, position: int) -> LocalOutputs:
+        """Return a microbatch with outputs and targets; arguments as in `term_losses`.
+
+        Raises:
+            InputError: the batch is not a pair.
+        """
+        with self.context(purpose, position, microbatch.number):
+            outputs = self._outputs(module, microbatch)
+        if self.function is None:
+            return LocalOutputs(microbatch, outputs, microbatch.pair[1])
+        result = self.results[microbatch.number]  # a loss in place of outputs is refused when outputs are gathered
+        return LocalOutputs(microbatch, outputs if result.loss is None else result.loss, result.targets)
+
+    def context(
+        self, purpose: Purpose, position: int, microbatch: int, *, concurrent: bool = False
+    ) -> AbstractContextManager[None]:
+        """Seed the generators for a microbatch, and return the autocast context."""
         seed = seed_device if concurrent else seed_generators
-        seed(derive_seed(purpose, self.seed, position, microbatch.number), self.device)
-        with autocast(self.config.precision, self.device):
-            inputs = channels_last(inputs) if self.config.channels_last else inputs
-            if self.function is not None:
-                result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=self.needs_loss)
-                self.results[microbatch.number] = result
-                losses = [] if result.loss is None else [result.loss]
-                return result.outputs, losses if microbatch.size else _without_samples(losses)
-            outputs = call_model(module, inputs)
-            return outputs, self.losses_of_outputs(microbatch, outputs)
+        seed(derive_seed(purpose, self.seed, position, microbatch), self.device)
+        return autocast(self.config.precision, self.device)
+
+    def _outputs(self, module: torch.nn.Module, microbatch: Microbatch) -> Any:
+        inputs = microbatch.pair[0] if self.function is None else microbatch.data
+        inputs = channels_last(inputs) if self.config.channels_last else inputs
+        if self.function is None:
+            return call_model(module, inputs)
+        needs_loss = self.needs_loss and not self.gathers
+        result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=needs_loss)
+        self.results[microbatch.number] = result
+        return result.outputs
 
     def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
         """Return the loss of each term; zero for a filler, which takes part in the computation and adds nothing."""
@@ -116,28 +148,31 @@ class MicrobatchForward:
             return microbatch
         return microbatch._replace(data=(microbatch.data, self.results[microbatch.number].targets))
 
-    def means(self, world: World, own: list[list[Any]] | None = None) -> dict[str, float]:
+    def means(self, world: World, names: Sequence[list[Any]], numbers: Sequence[float]) -> dict[str, float]:
         """Return the means of the values for logging; a collective if there is a forward function.
 
         Args:
             world: the ranks.
-            own: number, name, sum and count of the values of this rank; None for those since `begin_step`.
+            names: microbatch and name of each value of this rank.
+            numbers: sum and count of each value.
         """
         if self.function is None:
             return {}
-        rows, means = list(chain(*all_gather(self.values() if own is None else own, world))), {}
+        own = [[*name, *numbers[2 * i : 2 * i + 2]] for i, name in enumerate(names)]
+        rows, means = list(chain(*all_gather(own, world))), {}
         for name in sorted({row[1] for row in rows}):
             total, count = (rounded_sum([row[column] for row in rows if row[1] == name]) for column in (2, 3))
             means[name] = total / count if count else math.nan
         return means
 
-    def values(self) -> list[list[Any]]:
-        """Return number, name, sum and count of the values for logging of this rank since `begin_step`."""
-        return [
-            [number, name, float(value.sum), float(value.count)]
-            for number, result in self.results.items()
-            for name, value in result.values.items()
-        ]
+    def scalars(self) -> list[torch.Tensor]:
+        """Return sums and counts of the values for logging of this rank since `begin_step`, on their devices."""
+        values = chain.from_iterable(result.values.values() for result in self.results.values())
+        return [torch.as_tensor(number) for value in values for number in (value.sum, value.count)]
+
+    def value_names(self) -> list[list[Any]]:
+        """Return microbatch and name of the values for logging of this rank, in the order of `scalars`."""
+        return [[number, name] for number, result in self.results.items() for name in result.values]
 
     def combine(self, microbatch: Microbatch, losses: Sequence[Loss]) -> Loss:
         """Return the one loss of a training step from the losses of its terms."""
@@ -157,13 +192,6 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     """Return the autocast context of a precision."""
     dtype = _AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def set_tf32(config: StepConfig, device: torch.device) -> None:
-    """Allow or forbid TF32 on a GPU; torch's default is TF32 for convolutions only."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.tf32
 
 
 def call_model(module: torch.nn.Module, inputs: Any) -> Any:
@@ -207,13 +235,16 @@ class StepRunner(ABC):
         return False
 
     @abstractmethod
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         """Leave the sum over microbatches of the gradient, divided by the number of samples, in `.grad`.
 
         Args:
             batch: the samples of the step.
             position: number of earlier steps; random states depend on it.
             save: this rank requests a checkpoint after the step.
+
+        Returns:
+            The sum of the statistics vectors of all microbatches.
         """
 
     def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
@@ -240,28 +271,36 @@ class StepRunner(ABC):
         """Return the statistics vector of a microbatch."""
         stop = self.world.stop_requested
         vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, stop=stop, save=save)
-        return vector.to(self.world.device)
+        return vector.to(self.world.device, non_blocking=True)
 
     def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor]) -> Total:
         """Start the sum of the statistics vectors of all microbatches."""
         return self.strategy.sum_vectors(tree, vectors, vector_length(batch.microbatches, self.buffers.length))
 
-    def finish(self, batch: GlobalBatch, tree: MicrobatchTree, total: Total) -> StepStats:
-        """Complete the gradients and return the statistics of the step."""
+    def finish(self, tree: MicrobatchTree, total: Total) -> torch.Tensor:
+        """Complete the gradients and return the sum of the statistics vectors."""
         self.strategy.finish(tree)
-        stats = StepStats.from_vector(batch.microbatches, total.wait())
+        return total.wait()
+
+    def read(self, batch: GlobalBatch, total: torch.Tensor, norm: torch.Tensor) -> StepStats:
+        """Wait for the device, and return the statistics of the step; complete the state that the forward changed."""
+        with self.world.context.status.waiting("the results of the step"):
+            stats = StepStats.from_vector(
+                batch.microbatches, total, self.buffers.control_length, norm, self.forward.scalars()
+            )
+        tree = MicrobatchTree(batch.microbatches, batch.size)
         with self.undo_on_failure():
-            self.buffers.combine(stats.buffers, tree, self.strategy, self.world.data)
+            self.buffers.combine(stats.buffers, stats.control, tree, self.strategy, self.world.data)
         return stats
 
-    def backward(self, loss: torch.Tensor, samples: int) -> None:
-        """Backward of `loss / samples`.
+    def roots(self, loss: torch.Tensor, samples: int) -> Roots:
+        """Return the tensor at which the backward of `loss / samples` begins, and its gradient.
 
         The division keeps gradients at the scale of a mean, which fp16 needs. The engine corrects the divisor to the
         global count after the last microbatch. Both divisors are equal on every rank.
         """
         scaled = self.scaler.scale(loss)
-        torch.autograd.backward(scaled, torch.full_like(scaled, 1 / samples))
+        return [scaled], [torch.full_like(scaled, 1 / samples)]
 
     def require_gradients(self, names: Mapping[torch.nn.Parameter, str], microbatch: int | None = None) -> None:
         """Refuse parameters that received no gradient from the backward of a microbatch, or a sparse one.
@@ -299,7 +338,7 @@ class SequentialRunner(StepRunner):
     def overlaps_check(self) -> bool:
         return not (self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates)
 
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total = self.strategy, None
         tree = MicrobatchTree(batch.microbatches, batch.size)
         vectors: dict[int, torch.Tensor] = {}
@@ -318,22 +357,22 @@ class SequentialRunner(StepRunner):
                     loss = self._loss(microbatch, position)
                     self.world.context.collective_check.complete()
                     if not microbatch.is_filler:
-                        vectors[microbatch.number] = self.vector(
-                            batch, microbatch, loss, self.buffers.read(microbatch.number), save
-                        )
+                        is_last = microbatch is batch.local_microbatches[-1]
+                        buffers = self.buffers.read(microbatch.number, last=is_last)
+                        vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers, save)
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
                         is_early = self._is_checked and not is_shared
                         total = self.sum_vectors(batch, tree, vectors) if is_early else None
-                    self.backward(loss.sum, batch.size)
+                    torch.autograd.backward(*self.roots(loss.sum, batch.size))
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)
                 if last and strategy.defers_gradients:
                     self.require_gradients(self.names)
         self._is_checked = True
         self.world.context.collective_check.complete()  # of a rank without samples
-        return self.finish(batch, tree, total or self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, total or self.sum_vectors(batch, tree, vectors))
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
         callbacks = () if microbatch.is_filler else self.callbacks
@@ -353,7 +392,7 @@ class SequentialRunner(StepRunner):
             for microbatch in batch.local_microbatches:
                 self.buffers.restore()
                 _, loss = self.forward(self.model, microbatch, position)
-                if not has_finite_gradient(loss, self.names):
+                if not has_finite_gradient([loss.sum], [None], self.names):
                     bad.append(microbatch.number)
         self.buffers.restore()
         return flagged_by_any(bad, batch, self.world)

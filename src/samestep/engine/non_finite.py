@@ -10,7 +10,6 @@ import torch
 
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World, all_gather
-from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepStats
 from samestep.errors import NonFiniteError
 from samestep.strategies.local_parameters import LocalParameters
@@ -21,10 +20,17 @@ if TYPE_CHECKING:
 _MAX_LISTED = 8
 
 
-def has_finite_gradient(loss: Loss, parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Compute the gradient of a microbatch's loss, and return whether every element is finite."""
-    gradients = torch.autograd.grad(loss.sum, list(parameters), allow_unused=True)
-    return all(_is_finite(gradient) for gradient in gradients if gradient is not None)
+def has_finite_gradient(
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    parameters: Iterable[torch.nn.Parameter],
+) -> bool:
+    """Compute the backward of a microbatch, and return whether every element of its gradients is finite.
+
+    The backward begins at `tensors` with `gradients`: at a scalar loss with None, or at outputs.
+    """
+    found = torch.autograd.grad(tensors, list(parameters), gradients, allow_unused=True)
+    return all(_is_finite(gradient) for gradient in found if gradient is not None)
 
 
 def flagged_by_any(microbatches: Sequence[int], batch: GlobalBatch, world: World) -> list[int]:
@@ -41,7 +47,7 @@ def non_finite_error(
     """Return the error for the step after `steps` steps, with a non-finite loss or gradient; a collective."""
     if stats.bad_microbatches:
         microbatches = runner.bad_losses(batch, stats)
-        loss, samples = stats.losses[microbatches[0]], _samples(batch, microbatches)
+        loss, samples = stats.losses[stats.bad_microbatches[0]], _samples(batch, microbatches)
         problem = f"the loss of {_listed('microbatch', microbatches)} is not finite (loss {loss}; {samples})"
         fix = "check these samples and the learning rate"
     else:

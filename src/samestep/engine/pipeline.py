@@ -18,7 +18,6 @@ from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments, autocast
-from samestep.engine.step_stats import StepStats
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy
 from samestep.strategies.reduction import MicrobatchTree
@@ -37,7 +36,7 @@ class PipelineRunner(StepRunner):
         self._stages = self.strategy.stages
         self.stage_buffers = StageBuffers(self.model, self.buffers.names, self._stages)
 
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         microbatches, buffers = batch.local_microbatches, self.stage_buffers
         tree = MicrobatchTree(batch.microbatches, batch.size)
         self.buffers.begin()
@@ -65,7 +64,7 @@ class PipelineRunner(StepRunner):
         for slot, microbatch in enumerate(microbatches):
             _, losses = work.results.get(slot, (None, no_loss))
             vectors[microbatch.number] = self.vector(batch, microbatch, losses[0], work.buffers[slot], save)
-        return self.finish(batch, tree, self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
 
 
 class PipelineOutputs(EvaluationOutputs):

@@ -18,9 +18,13 @@ from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers, Rule
+from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState
+from samestep.engine.gather import LocalOutputs, Roots
+from samestep.engine.global_loss import NO_LOSS, GlobalLoss, OutputGradients
 from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
-from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.loss import Loss
+from samestep.engine.microbatch import TRAINING, SequentialRunner, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.pipeline import PipelineRunner
 from samestep.engine.step_stats import StepStats
@@ -144,7 +148,7 @@ class DataParallelRunner(SequentialRunner):
     def overlaps_check(self) -> bool:
         return False
 
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         devices, microbatches = len(self._devices), batch.microbatches
         if devices > microbatches and not batch.begin.samples:  # a last batch may have fewer microbatches
             raise InputError(
@@ -154,13 +158,13 @@ class DataParallelRunner(SequentialRunner):
                 fix=f"set strategy.devices: {microbatches}",
                 code="E_TOO_MANY_RANKS",
             )
-        stats = None if self.is_sequential else self._concurrent(batch, position, save)
-        if stats is None:
+        total = None if self.is_sequential else self._concurrent(batch, position, save)
+        if total is None:
             self.is_sequential = True
             return super().compute(batch, position, save=save)
-        return stats
+        return total
 
-    def _concurrent(self, batch: GlobalBatch, position: int, save: bool) -> StepStats | None:
+    def _concurrent(self, batch: GlobalBatch, position: int, save: bool) -> torch.Tensor | None:
         """Compute the step with one thread per device; return None, with nothing changed, if the model draws."""
         tree = MicrobatchTree(batch.microbatches, batch.size)
         vectors: dict[int, torch.Tensor] = {}
@@ -179,7 +183,7 @@ class DataParallelRunner(SequentialRunner):
                     vectors[microbatch.number] = vector
                     _set_gradients(self, batch, tree, microbatch, gradients)
             self.world.context.status.end_compute(len(batch.local_microbatches))
-        return self.finish(batch, tree, self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
 
     def _device_weights(self) -> list[Weights]:
         """Copy the weights to each device; the model's own device uses the same memory."""
@@ -218,7 +222,7 @@ class DataParallelRunner(SequentialRunner):
         _, loss = self.forward(replica.module, on_device, position, concurrent=True)
         vector = self.vector(batch, microbatch, loss, self.buffers.read(microbatch.number, replica.module), save)
         copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
-        self.backward(loss.sum, batch.size)
+        torch.autograd.backward(*self.roots(loss.sum, batch.size))
         require_untouched(list(self.names))
         self.require_gradients(copies)
         return vector, [None if copy.grad is None else copy.grad.to(self.world.device) for copy in copies]
@@ -234,37 +238,41 @@ class SyncBatchNormRunner(StepRunner):
         self._threads = Threads("samestep-microbatch")
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._exchange: StatisticsExchange | None = None
+        self._global_loss = GlobalLoss(self.forward, self.world.data)
 
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> StepStats:
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         tree = MicrobatchTree(batch.microbatches, batch.size)
         vectors: dict[int, torch.Tensor] = {}
         gradients: dict[int, Gradients] = {}
 
-        def compute_microbatch(microbatch: Microbatch, replica: Replica) -> None:
-            for callback in self.callbacks:
-                callback.begin_microbatch(microbatch)
-            outputs, loss = self.forward(replica.module, microbatch, position)
-            for callback in self.callbacks:
-                callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
+        def end_microbatch(microbatch: Microbatch, replica: Replica, loss: Loss, roots: Roots) -> None:
             buffers = self.buffers.read(microbatch.number, replica.module)
             vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers, save)
             copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
-            self.backward(loss.sum, batch.size)
+            torch.autograd.backward(*roots)
             require_untouched(list(self.names))
             self.require_gradients(copies, microbatch.number)
             gradients[microbatch.number] = [copy.grad for copy in copies]
 
+        if self.forward.gathers and batch.size == 1:  # norm layers may raise on one rank, while others gather outputs
+            raise InputError(
+                "a batch of one sample with step.gather: global and step.batch_norm: sync",
+                expected="at least 2 samples in each batch",
+                fix="drop_last=True in samestep.loader (data.drop_last in a recipe), or another batch size",
+                code="E_INCOMPATIBLE",
+            )
         self.buffers.begin(batch.microbatches)
         with self.undo_on_failure(), one_value_errors(batch, self.world, is_shared=batch.size == 1):
-            self._run(batch, tree, compute_microbatch)
+            self._run(batch, tree, position, end_microbatch, self.callbacks)
             self.world.context.status.end_compute(len(batch.local_microbatches))
             for microbatch in batch.local_microbatches:
                 _set_gradients(self, batch, tree, microbatch, gradients.pop(microbatch.number))
-        return self.finish(batch, tree, self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
 
     def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
         """Return the microbatches with the first non-finite statistics: all others share them."""
-        return self._first_bad(batch, "forward") or stats.bad_microbatches
+        bad = self._global_loss.bad_microbatches() if self.forward.gathers else stats.bad_microbatches
+        return self._first_bad(batch, "forward") or bad
 
     def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
         """Return the microbatches with the first non-finite statistics, or those whose own gradient is not finite."""
@@ -273,31 +281,61 @@ class SyncBatchNormRunner(StepRunner):
             return first_bad
         bad: list[int] = []
 
-        def check_microbatch(microbatch: Microbatch, replica: Replica) -> None:
-            _, loss = self.forward(replica.module, microbatch, position)
-            if not has_finite_gradient(loss, [replica.parameters[parameter] for parameter in self.names]):
+        def check_microbatch(microbatch: Microbatch, replica: Replica, loss: Loss, roots: Roots) -> None:
+            if not has_finite_gradient(*roots, [replica.parameters[parameter] for parameter in self.names]):
                 bad.append(microbatch.number)
 
-        self._run(batch, MicrobatchTree(batch.microbatches, batch.size), check_microbatch)
+        self._run(batch, MicrobatchTree(batch.microbatches, batch.size), position, check_microbatch)
         return flagged_by_any(bad, batch, self.world)
 
-    def _run(self, batch: GlobalBatch, tree: MicrobatchTree, compute: Callable[[Microbatch, Replica], None]) -> None:
-        """Call `compute` for each microbatch of this rank, in lockstep with the microbatches of other ranks."""
+    def _run(
+        self,
+        batch: GlobalBatch,
+        tree: MicrobatchTree,
+        position: int,
+        end: Callable[[Microbatch, Replica, Loss, Roots], None],
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """Compute the forward of each microbatch of this rank and call `end`, in lockstep with all microbatches."""
         group = self._active_group(tree)
+        computed: dict[int, LocalOutputs] = {}
+
+        def global_loss(*_: torch.Tensor) -> OutputGradients:
+            # Removed: graphs hold the tracks, which hold this function.
+            entries = [computed.pop(microbatch.number) for microbatch in batch.local_microbatches]
+            return self._global_loss.gradients(entries, batch, position, self.scaler)
+
         if not batch.local_microbatches:
+            if self.forward.gathers:
+                global_loss()
             return
         layers = norm_layers(self.model)
         width = 2 * max(layer.num_features for layer in layers.values())
         numbers = [microbatch.number for microbatch in batch.local_microbatches]
-        self._exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width)
+        exchange = self._exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width)
 
         def on_track(microbatch: Microbatch, track: Track) -> None:
             replica = replicate(self.model)
             synchronize_layers(replica.module, track)
-            compute(microbatch, replica)
+            for callback in callbacks:
+                callback.begin_microbatch(microbatch)
+            if self.forward.gathers:
+                entry = computed[microbatch.number] = self.forward.outputs(
+                    replica.module, microbatch, TRAINING, position
+                )
+                outputs, loss = entry.outputs, NO_LOSS
+            else:
+                outputs, loss = self.forward(replica.module, microbatch, position)
+            for callback in callbacks:
+                callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
+            if self.forward.gathers:
+                result: OutputGradients = track.exchange(exchange.end_of_forward(global_loss))
+                end(microbatch, replica, result.loss_of(microbatch), result.roots(entry))
+            else:
+                end(microbatch, replica, loss, self.roots(loss.sum, batch.size))
 
         tasks = [partial(on_track, microbatch) for microbatch in batch.local_microbatches]
-        run_in_lockstep(tasks, self._exchange, self.world.device, self._threads)
+        run_in_lockstep(tasks, exchange, self.world.device, self._threads)
 
     def _active_group(self, tree: MicrobatchTree) -> dist.ProcessGroup | None:
         """Return the group of the ranks with samples in `tree`, None for all ranks; a collective of all ranks."""
@@ -337,8 +375,8 @@ def build_buffers(
     if state.declared_parameters and runner_class is not SequentialRunner:
         raise InputError(
             f"a rule for the parameter {state.declared_parameters[0]}",
-            "batch_norm: sync and dp compute on replicas, which share the parameters",
-            "write the parameter after engine.step, or set batch_norm: microbatch and --strategy ddp",
+            "under batch_norm: sync, gather: global and dp, microbatches computed together share the parameters",
+            "write the parameter after engine.step, or remove these options",
             code="E_INCOMPATIBLE",
         )
     return state

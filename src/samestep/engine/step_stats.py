@@ -7,7 +7,8 @@ microbatch, so their sum is the list of all of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,12 +53,32 @@ class StepStats:
     stop: bool  # a rank received a stop request
     save: bool  # a rank requested a checkpoint
     buffers: torch.Tensor  # sum over microbatches of the buffers' values, float64
+    control: Sequence[float] = ()  # the first elements of `buffers`
+    grad_norm: float = 0.0
+    values: Sequence[float] = ()
 
     @classmethod
-    def from_vector(cls, microbatches: int, total: torch.Tensor) -> StepStats:
-        """Return the statistics from the sum of the vectors of all microbatches."""
-        *head, stop, save = total[: 2 * microbatches + 2].tolist()
-        return cls(head[:microbatches], head[microbatches:], stop > 0, save > 0, total[2 * microbatches + 2 :])
+    def from_vector(
+        cls,
+        microbatches: int,
+        total: torch.Tensor,
+        control_length: int = 0,
+        norm: torch.Tensor | None = None,
+        values: Sequence[torch.Tensor] = (),
+    ) -> StepStats:
+        """Return the statistics from the sum of the vectors of all microbatches, and other scalars of the step.
+
+        Everything is read at once: the only time in a step that the host waits for the device.
+        """
+        length = 2 * microbatches + 2
+        scalars = [scalar.detach().double().view(1).to(total.device, non_blocking=True) for scalar in values]
+        norms = [] if norm is None else [norm.double().view(1).to(total.device, non_blocking=True)]
+        numbers = torch.cat([total[: length + control_length], *scalars, *norms]).tolist()
+        grad_norm = numbers.pop() if norms else 0.0
+        *head, stop, save = numbers[:length]
+        control, others = numbers[length : length + control_length], numbers[length + control_length :]
+        buffers = total[length:]
+        return cls(head[:microbatches], head[microbatches:], stop > 0, save > 0, buffers, control, grad_norm, others)
 
     @property
     def count(self) -> float:
@@ -83,19 +104,27 @@ def vector_length(microbatches: int, buffers: int) -> int:
 def stats_vector(
     microbatches: int, microbatch: int, loss: Loss, buffers: torch.Tensor, *, stop: bool, save: bool
 ) -> torch.Tensor:
-    """Return the vector that one microbatch contributes to the sum."""
-    vector = torch.zeros(vector_length(microbatches, len(buffers)), dtype=torch.float64, device=loss.sum.device)
-    vector[microbatch] = loss.sum.detach().double()
-    vector[microbatches + microbatch] = loss.count
-    vector[2 * microbatches] = float(stop)
-    vector[2 * microbatches + 1] = float(save)
-    vector[2 * microbatches + 2 :] = buffers
-    return vector
+    """Return the vector that one microbatch contributes to the sum, without a wait for the device."""
+    head = torch.zeros(2 * microbatches + 2, dtype=torch.float64, device=loss.sum.device)
+    head[microbatch : microbatch + 1].copy_(loss.sum.detach().view(1))
+    count = head[microbatches + microbatch :][:1]
+    # Writing a number to an element of a CUDA tensor would wait for the device; filling a slice does not.
+    if isinstance(loss.count, torch.Tensor):
+        count.copy_(loss.count.detach().view(1), non_blocking=True)
+    else:
+        count.fill_(loss.count)
+    if stop or save:
+        head[2 * microbatches :].copy_(torch.tensor([stop, save]), non_blocking=True)
+    return torch.cat([head, buffers.to(head.device, non_blocking=True)])
 
 
-def reduce_requests(stats: StepStats, world: World) -> StepStats:
-    """Return `stats` with the requests of all ranks, if several ranks compute the same microbatches; a collective."""
-    requests = torch.tensor([float(stats.stop), float(stats.save)], device=world.device)
+def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:
+    """Return the counts of all microbatches from the sum of their vectors."""
+    return total[microbatches : 2 * microbatches]
+
+
+def reduce_requests(microbatches: int, total: torch.Tensor, world: World) -> None:
+    """Add the requests of all ranks, if several ranks compute the same microbatches; a collective."""
+    requests = total[2 * microbatches : 2 * microbatches + 2].contiguous()
     world.all_reduce(requests)
-    stop, save = requests.tolist()
-    return replace(stats, stop=stop > 0, save=save > 0)
+    total[2 * microbatches : 2 * microbatches + 2] = requests

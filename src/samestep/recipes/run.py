@@ -22,11 +22,11 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import MANY_WORKERS, map_tensors, move
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import accelerator_module, is_accelerator, set_tf32
 from samestep.distributed.env import read_environment
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
-from samestep.engine.microbatch import autocast, call_model, set_tf32
+from samestep.engine.microbatch import autocast, call_model
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
 from samestep.launcher.session import start
@@ -132,7 +132,7 @@ def _model_for_inference(
     recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
 ) -> Iterator[tuple[torch.nn.Module, torch.device]]:
     with start(device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads) as world:
-        set_tf32(recipe.step, world.device)
+        set_tf32(world.device, allowed=recipe.step.tf32)
         model = trained_model(recipe, info, checkpoint).to(world.device)
         with torch.no_grad(), autocast(recipe.step.precision, world.device):
             yield model, world.device

@@ -26,6 +26,8 @@ _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 )
 
+_ALIGNMENT = 16  # bytes of CUDA's widest load
+
 
 @dataclass(frozen=True)
 class Division:
@@ -101,6 +103,29 @@ class LocalParameters:
         """Drop the gradients of the model's parameters."""
         for name in self._divisions:
             self._in_module[name].grad = None
+
+    def align_gradients(self) -> None:
+        """Copy gradients at odd addresses, such as views of a bucket, to memory of their own.
+
+        CUDA's kernels add in another order if an address is no multiple of 16 bytes: the norm of the gradient would
+        depend on the layout of buckets, and so would optimizers that reduce over a gradient.
+        """
+        for parameter in self.names:
+            if parameter.grad is not None and parameter.grad.data_ptr() % _ALIGNMENT:
+                parameter.grad = parameter.grad.clone()
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply the gradients by a float64 scalar on a device, without a wait for it."""
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in self.names:
+            if (gradient := parameter.grad) is not None:
+                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in groups.items():
+            if dtype.itemsize >= 4:
+                torch._foreach_mul_(gradients, factor.to(device, dtype))
+            else:  # a factor of 16 bits would be too inaccurate
+                for gradient in gradients:
+                    gradient.copy_(gradient.float().mul_(factor.to(device, torch.float32)))
 
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of state with the same shape, on every rank. A collective.
