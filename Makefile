@@ -10,11 +10,15 @@ MODE ?= parts
 RESULTS ?= benchmarks/results
 STARTUP ?= --repeats 5
 STEP_TIME ?= --rounds 20
+# Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
+DEVICE ?= cuda
+GPU ?=
+GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 # Two test files at a time: the ranks of a test spend much of the time in waits.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak lint types format bench docs clean
+.PHONY: demo test test-slow test-long faults soak lint types format bench gpu gpu-wheels docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -56,6 +60,14 @@ docs: .venv/.installed
 bench: .venv/.installed
 	$(PY) benchmarks/startup.py --output $(RESULTS)/startup.json $(STARTUP)
 	$(PY) benchmarks/step_time.py --output $(RESULTS)/step_time.json $(STEP_TIME)
+
+# Checks on one GPU, at most ten minutes. Installs nothing: docs/guides/gpu.md.
+gpu:
+	$(GPU_PY) benchmarks/gpu.py --device $(DEVICE) --output $(RESULTS)/gpu $(GPU)
+
+# Collects in wheels/ the packages that a machine with torch and without a network lacks.
+gpu-wheels: .venv/.installed
+	$(PY) benchmarks/gpu_wheels.py
 
 # Keeps runs/ and .venv.
 clean:

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
+CHECKS = ("waits", "sync", "zoo", "speed", "memory", "checkpoint", "sanitizer")
 STEP_TIME = "--rounds 1 --warmup 1 --block 2 --models small --processes 2 --prefetched --comparisons peers"
 
 
@@ -28,3 +30,35 @@ def test_bench_measures_every_contender(tmp_path: Path) -> None:
     (result,) = startup["results"]
     assert {"samestep train", "samestep.launch", "torchrun", "accelerate"} <= result["seconds"].keys()
     assert step_time["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(shutil.which("make") is None, reason="the test runs make")
+def test_gpu_checks_run_on_a_cpu(tmp_path: Path) -> None:
+    """The other checks start ranks or compile: `make gpu DEVICE=cpu` runs them."""
+    settings = [f"RESULTS={tmp_path}", "DEVICE=cpu", f"GPU_PY={sys.executable}", f"GPU=--only {' '.join(CHECKS)}"]
+    done = subprocess.run(
+        ["make", "gpu", *settings], cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "gpu").glob("*-cpu.json")
+    checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
+    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == checks
+    verdicts = {check["check"]: check["verdict"] for check in checks}
+    assert verdicts == {name: "skipped" if name == "sanitizer" else "pass" for name in CHECKS}
+    assert all(f"| {name} " in path.with_suffix(".md").read_text(encoding="utf-8") for name in CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["facts", "bits"])
+def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
+    """`facts` reaches the time limit; `bits` asks for a GPU that this machine may lack."""
+    command = [sys.executable, "benchmarks/gpu.py", "--only", only, "--output", str(tmp_path)]
+    limit = ["--device", "cpu", "--seconds", "1.5"] if only == "facts" else ["--device", "cuda", "--seconds", "60"]
+    if only == "bits" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = subprocess.run([*command, *limit], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    line = json.loads(done.stdout)
+    assert (done.returncode, line["verdict"], len(line["failures"])) == (3, "fail", 1)
+    assert ("limit of 1 s" if only == "facts" else "exit code 1") in line["failures"][0]

@@ -42,7 +42,7 @@ CODES = {
     "E_PORT_IN_USE": "Another process uses the port of the job's store.",
     "E_PORT_FOLDER": "Other users can enter the folder in which rank 0 publishes a port.",
     "E_UNKNOWN_HOST": "The host of rank 0 cannot be resolved.",
-    "E_DEVICES": "A selection of devices is invalid, or too few GPUs are visible.",
+    "E_DEVICES": "A selection of devices is invalid, too few GPUs are visible, or two ranks use one GPU.",
     "E_LAUNCH": "Arguments of a launch are invalid, or a launch or process group is nested in another.",
     "E_MACHINE": "A limit of the machine or the session is too low for the ranks.",
     "E_LOOPBACK": "The loopback interface of the machine does not work.",

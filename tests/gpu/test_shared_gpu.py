@@ -51,7 +51,7 @@ def test_messages_are_staged_and_collectives_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [StrategyConfig(name="fsdp"), StrategyConfig(mesh=MeshConfig(replicate=2, shard=2))]
+    "strategy", [StrategyConfig(name="fsdp"), StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2))]
 )
 def test_divided_models_agree_with_one_rank_to_rounding(strategy: StrategyConfig) -> None:
     _, weights = launch(train, None, processes=1)

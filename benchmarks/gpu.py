@@ -1,0 +1,150 @@
+"""Checks on one GPU in at most ten minutes: bits, waits, ranks that share the GPU, faults, speed and memory.
+
+Each check runs in a process of its own, so a failed one, or one that hangs, ends no other. Each prints one line of
+JSON. The results are written to `results/gpu/DATE-DEVICE.json`, and as a table next to it. The exit code is 3 if a
+check failed. With `--device cpu`, every check that has a meaning on a CPU runs at a small size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine, machine_line, markdown_table, save
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+FAILED = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: the function `module.function(device) -> Outcome`."""
+
+    module: str
+    function: str
+    seconds: int  # time limit
+    expected: str
+
+
+# In the order of value: the time may not suffice for the last ones.
+CHECKS = {
+    "facts": Check("gpu_bits", "facts", 60, "versions; doctor finds no fault"),
+    "waits": Check("gpu_bits", "waits", 60, "1 wait for the GPU in a step (fp16: 2), 2 in an evaluation"),
+    "bits": Check("gpu_bits", "bits", 120, "one digest per model and number of microbatches"),
+    "sync": Check("gpu_bits", "sync", 45, "batch_norm: sync as on a CPU, 1e-10 in float64"),
+    "compile": Check("gpu_bits", "compile_bits", 150, "one digest with and without buckets"),
+    "shared": Check("gpu_ranks", "shared", 150, "bits of 1 rank on 2, 3 and 4; fsdp, hsdp, tp 1e-10"),
+    "faults": Check("gpu_ranks", "faults", 90, "reports name rank and cause; resumed with the same bits"),
+    "sanitizer": Check("gpu_bits", "sanitizer", 40, "no race between streams"),
+    "zoo": Check("gpu_bits", "zoo", 90, "computed, or the operator is named"),
+    "speed": Check("gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)"),
+    "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within 5 %"),
+    "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones"),
+    "tests": Check("gpu_ranks", "tests", 180, "pytest -m gpu passes"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK", help=f"{[*CHECKS]}")
+    parser.add_argument("--seconds", type=float, default=570, help="time limit of all checks (default: 570)")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder of the results")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of one check, in a process of its own
+    options = parser.parse_args()
+    if options.result is not None:
+        run_check(CHECKS[options.only[0]], options.device, options.result)
+        return
+    deadline = time.monotonic() + options.seconds
+    machine = describe_machine()
+    lines = []
+    for name in options.only:
+        lines.append(run_process(name, options.device, min(CHECKS[name].seconds, deadline - time.monotonic())))
+        print(json.dumps(lines[-1]), flush=True)
+        write(options.output, options.device, machine, lines)
+    raise SystemExit(FAILED if any(line["verdict"] == "fail" for line in lines) else 0)
+
+
+def run_check(check: Check, device: str, result: Path) -> None:
+    """Run a check in this process, and write its outcome."""
+    warnings.filterwarnings("ignore", "batch norm computes its statistics")  # of few samples, as the checks have
+    outcome = getattr(import_module(check.module), check.function)(device)
+    result.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+
+
+def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
+    """Run a check in a new process; return its line."""
+    line: dict[str, Any] = {"check": name, "verdict": "fail", "expected": CHECKS[name].expected}
+    if seconds < 1:
+        return line | {"verdict": "skipped", "failures": ["no time left"]}
+    with tempfile.TemporaryDirectory(prefix="samestep-gpu-") as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "output"
+        command = [sys.executable, str(HERE / "gpu.py"), "--device", device, "--only", name, "--result", str(result)]
+        began = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, cwd=folder, env=_environment(), start_new_session=True
+            )
+            code = _wait(process, seconds)
+        line["seconds"] = round(time.monotonic() - began, 1)
+        tail = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+        if not result.exists():
+            ending = f"ended after the limit of {seconds:.0f} s" if code is None else f"exit code {code}"
+            return line | {"failures": [f"{ending}; last output: {tail}"]}
+        outcome = json.loads(result.read_text(encoding="utf-8"))
+    verdict = "fail" if outcome["failures"] else "skipped" if outcome["skipped"] else "pass"
+    reasons = [outcome["skipped"]] if outcome["skipped"] else []
+    return line | {"verdict": verdict, "numbers": outcome["numbers"], "failures": outcome["failures"] + reasons}
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which a checkout that is not installed, and helpers of its tests, can be imported."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code; end all processes of the check after the time limit, and return None."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
+def write(output: Path, device: str, machine: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Write all lines and the table."""
+    facts = next((line.get("numbers", {}) for line in lines if line["check"] == "facts"), {})
+    name = "".join(c if c.isalnum() else "-" for c in facts.get("device", device)).strip("-")
+    content = {"machine": machine, "device": device, "facts": facts, "checks": lines}
+    rows = [
+        [line["check"], line["verdict"], f"{line.get('seconds', 0):.0f}", line["expected"], _short(line)]
+        for line in lines
+    ]
+    table = markdown_table(["check", "verdict", "seconds", "expected", "result"], rows)
+    versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "doctor")
+    page = f"# Checks on {facts.get('device', device)}\n\n{machine_line(machine)}\n\n{versions}\n\n{table}\n"
+    save(output / f"{machine['date']}-{name}.json", content, page)
+
+
+def _short(line: dict[str, Any]) -> str:
+    values = line.get("failures") or [f"{key}: {value}" for key, value in line.get("numbers", {}).items()]
+    text = "; ".join(values).replace("|", "/").replace("\n", " ")
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Checks of `gpu.py` that measure one rank: time of a step, kernels, memory, checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_training import CLASSES, Outcome, synchronize, wrap
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.config import StepConfig
+from samestep.data.batch import GlobalBatch, move
+from samestep.engine.engine import Engine
+
+# Ratio to the hand-written loop that one microbatch may have.
+RATIO = 1.03
+Step = Callable[[], Any]
+
+
+def speed(device: str) -> Outcome:
+    """Time of a step relative to a hand-written loop, by turns; samples per second; kernels and waits of a step."""
+    outcome = Outcome()
+    models: dict[str, tuple[Callable[[], nn.Module], int, int]] = {"small": (_perceptron, 64, 0)}
+    if device == "cuda":
+        from torchvision.models import resnet50, vit_b_16
+
+        models = {"ResNet-50": (resnet50, 256, 224), "ViT-B/16": (vit_b_16, 128, 224)} | models
+    with samestep.start(device=device) as world:
+        for name, (build, batch_size, pixels) in models.items():
+            _compare(outcome, name, build, batch_size, pixels, world)
+    return outcome
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES))
+
+
+def _compare(
+    outcome: Outcome,
+    name: str,
+    build: Callable[[], nn.Module],
+    batch_size: int,
+    pixels: int,
+    world: samestep.World,
+) -> None:
+    """Measure the steps of all contenders by turns."""
+    shape = (3, pixels, pixels) if pixels else (256,)
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(
+        torch.randn(batch_size, *shape, generator=draw), torch.randint(CLASSES, (batch_size,), generator=draw)
+    )
+    turn, rounds = (5, 3) if pixels else (20, 5)
+    contenders = {
+        "hand-written loop": _plain_step(build(), dataset, world.device, has_images=bool(pixels)),
+        **{f"exact, {v} microbatches": _engine_step(build(), dataset, v, "exact", world) for v in (1, 2, 4, 8)},
+        "fast, 4 microbatches": _engine_step(build(), dataset, 4, "fast", world),
+    }
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for number in range(rounds + 1):  # the first round warms up
+        for contender, step in contenders.items():
+            spent = _seconds(step, turn, world.device)
+            if number:
+                seconds[contender].append(spent)
+    plain = seconds["hand-written loop"]
+    for contender, values in seconds.items():
+        ratio = median(value / other for value, other in zip(values, plain, strict=True))
+        outcome.numbers[f"{name}, {contender}"] = {
+            "milliseconds": round(1000 * median(values), 3),
+            "samples_per_second": round(batch_size / median(values)),
+            "ratio": round(ratio, 3),
+            **_traced(contenders[contender], world.device),
+        }
+    ratio = outcome.numbers[f"{name}, exact, 1 microbatches"]["ratio"]
+    if world.device.type != "cpu" and pixels:  # on a CPU with other load, times are no evidence
+        outcome.require(ratio <= RATIO, f"{name}: a step with 1 microbatch takes {ratio} of the hand-written loop")
+
+
+def _plain_step(model: nn.Module, dataset: TensorDataset, device: torch.device, *, has_images: bool) -> Step:
+    memory_format = torch.channels_last if has_images else torch.preserve_format
+    model = model.to(device, memory_format=memory_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    inputs, targets = move(dataset.tensors, device)
+    inputs = inputs.contiguous(memory_format=memory_format) if has_images else inputs
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _engine_step(
+    model: nn.Module, dataset: TensorDataset, microbatches: int, reduction: Any, world: samestep.World
+) -> Step:
+    has_images = dataset.tensors[0].dim() == 4
+    engine = samestep.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        samestep.cross_entropy,
+        world=world,
+        config=StepConfig(precision="bf16", reduction=reduction, channels_last=has_images),
+    )
+    (batch,) = _on_device(dataset, microbatches, 1, world)
+    return lambda: engine.step(batch)
+
+
+def _on_device(dataset: TensorDataset, microbatches: int, count: int, world: samestep.World) -> list[GlobalBatch]:
+    batches = samestep.loader(dataset, batch_size=len(dataset) // count, microbatches=microbatches, world=world)
+    return list(islice(batches, count))
+
+
+def _seconds(step: Step, turn: int, device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(turn):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - began) / turn
+
+
+def _traced(step: Step, device: torch.device) -> dict[str, float]:
+    """Return kernels, waits and the idle share of the device in a step; nothing on a CPU."""
+    if device.type == "cpu":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = 3
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        seconds = _seconds(step, steps, device)
+    events = profiler.events() or []
+    cpu = torch.autograd.DeviceType.CPU
+    kernels = [event for event in events if event.device_type != cpu and not event.is_user_annotation]
+    busy = sum(event.device_time_total for event in kernels) / 1e6 / steps
+    waits = sum(event.name.startswith(("cudaStreamSync", "cudaDeviceSync", "cudaEventSync")) for event in events)
+    return {
+        "kernels": round(len(kernels) / steps),
+        "waits": round((waits - 2) / steps, 1),  # two are of the measurement
+        "idle": round(max(0.0, 1 - busy / seconds), 3),
+    }
+
+
+def memory(device: str) -> Outcome:
+    """Peak memory of gradients, in units of the parameters, compared with the formula of each reduction."""
+    outcome, width, layers = Outcome(), *((4096, 12) if device == "cuda" else (256, 12))
+    with samestep.start(device=device) as world:
+        dataset = TensorDataset(torch.randn(8, width), torch.randint(width, (8,)))
+        for reduction, microbatches in product(("exact", "fast"), (1, 2, 4, 8)):
+            # Buckets are memory of torch's reducer, which only the allocator of a GPU counts.
+            for is_wrapped in (False, True) if device == "cuda" else (False,):
+                engine = _wide_engine(width, layers, reduction, world, is_wrapped=is_wrapped)
+                (batch,) = _on_device(dataset, microbatches, 1, world)
+                engine.step(batch)
+                measured = _gradient_peak(engine, partial(engine.step, batch))
+                expected = gradient_sets(reduction, microbatches, has_buckets=is_wrapped)
+                key = f"{reduction}, {microbatches} microbatches{', ddp' if is_wrapped else ''}"
+                outcome.numbers[key] = {"sets of gradients": round(measured, 3), "formula": expected}
+                is_close = abs(measured - expected) <= 0.05 * (expected + 1)
+                outcome.require(is_close, f"{key}: {measured:.2f} sets of gradients, by the formula {expected:g}")
+                del engine, batch
+    return outcome
+
+
+def gradient_sets(reduction: str, microbatches: int, *, has_buckets: bool = False) -> float:
+    """Return the sets of gradients that one rank with a power of two of microbatches holds at most."""
+    if reduction == "exact":
+        return 1 + math.log2(microbatches)
+    return 1.0 + (microbatches > 1) + (has_buckets and microbatches > 2)
+
+
+def _wide_engine(width: int, layers: int, reduction: Any, world: samestep.World, *, is_wrapped: bool) -> Engine:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=1e-3), StepConfig(reduction=reduction)
+    engine = Engine(model, optimizer, samestep.cross_entropy, world=world, config=config)
+    if is_wrapped:
+        wrap(engine)
+    return engine
+
+
+def _gradient_peak(engine: Engine, step: Step) -> float:
+    """Return the peak memory of a step without the parameters, in units of the parameters."""
+    parameters, device = list(engine.model.parameters()), engine.world.device
+    size = sum(p.nbytes for p in parameters)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
+        module.reset_peak_memory_stats(device)
+        step()
+        return float(module.max_memory_allocated(device) / size - 1)
+    peaks: list[int] = []
+    # The last gradient of a backward: all sums of earlier microbatches exist too.
+    hook = parameters[0].register_post_accumulate_grad_hook(lambda _: peaks.append(_tensor_bytes(parameters[1])))
+    step()
+    hook.remove()
+    return max(peaks) / size - 1
+
+
+def _tensor_bytes(like: torch.Tensor) -> int:
+    """Return the bytes of all tensors of this process with the shape of `like`, without views."""
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape == like.shape]
+    gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return sum({t.data_ptr(): t.nbytes for t in tensors + gradients}.values())
+
+
+def checkpoint(device: str) -> Outcome:
+    """Standstill of the training loop by a checkpoint of 350 M parameters with AdamW, and the time to load it."""
+    width, layers = (4096, 21) if device == "cuda" else (256, 4)
+    outcome = Outcome()
+    with samestep.start(device=device) as world, tempfile.TemporaryDirectory() as folder:
+        dataset = TensorDataset(torch.randn(8, width), torch.randint(width, (8,)))
+
+        def build() -> tuple[Any, Any]:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+            optimizer = torch.optim.AdamW(model.parameters())
+            engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
+            return engine, samestep.loader(dataset, batch_size=8, microbatches=1, world=world)
+
+        engine, batches = build()
+        engine.step(next(iter(batches)))
+        outcome.numbers["GB"] = round(3 * sum(p.nbytes for p in engine.model.parameters()) / 1e9, 2)
+        with samestep.CheckpointManager(Path(folder), engine, batches, background=True) as checkpoints:
+            synchronize(world.device)
+            began = time.perf_counter()
+            checkpoints.save()
+            outcome.numbers["standstill, seconds"] = round(time.perf_counter() - began, 3)
+        outcome.numbers["written, seconds"] = round(time.perf_counter() - began, 3)
+        before = _sums(engine.model.parameters())
+        engine, batches = build()
+        with samestep.CheckpointManager(Path(folder), engine, batches) as checkpoints:
+            began = time.perf_counter()
+            outcome.require(checkpoints.resume(), "no checkpoint was found")
+            synchronize(world.device)
+            outcome.numbers["loaded, seconds"] = round(time.perf_counter() - began, 3)
+        outcome.require(_sums(engine.model.parameters()) == before, "loaded weights differ from the saved ones")
+    return outcome
+
+
+def _sums(parameters: Any) -> Sequence[float]:
+    return [float(parameter.detach().double().sum()) for parameter in parameters]
