@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import events, here, samestep, weights
+from helpers.system import events, here, weights
 from samestep.errors import EXIT_INPUT
 from samestep.recipes.recipe_files import read_recipe
 
@@ -13,14 +13,11 @@ RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 Refused = Callable[..., str]
 
 
-def test_global_batch_is_logged_and_saved_in_the_recipe(tmp_path: Path) -> None:
+def test_global_batch_is_logged_and_saved_in_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1")
-    done = samestep("train", RECIPE, *arguments, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert (
-        done.err.splitlines()[0]
-        == "global batch 12 = 6 per device x 2 processes, in 2 microbatches, saved in the recipe"
-    )
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    line = "global batch 12 = 6 per device x 2 processes, in 2 microbatches, saved in the recipe"
+    assert capsys.readouterr().err.splitlines()[0] == line
     run = tmp_path / "runs" / "a"
     recipe = read_recipe(run / "recipe.yaml")
     assert (recipe.batch_size, recipe.microbatches) == (12, 2)

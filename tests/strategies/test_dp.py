@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -57,6 +57,7 @@ def test_float64_without_clipping(reduction: str) -> None:
     require_same_bits(run(dp(3), "Normed", **options), run(None, "Normed", **options))
 
 
+@settings(max_examples=40)
 @given(size=st.integers(1, 23), microbatches=st.integers(1, 9), devices=st.integers(1, 9))
 def test_any_sizes(size: int, microbatches: int, devices: int) -> None:
     results = []

@@ -63,6 +63,11 @@ def train(options: dict[str, Any], ema: float | None = None) -> tuple[str, float
         return hashlib.sha256(tensors).hexdigest(), values["loss"], list(engine.model.state_dict())
 
 
+def train_each(options: dict[str, dict[str, Any]]) -> dict[str, tuple[str, float, list[str]]]:
+    """Return the results of `train` with each of some options, from the same processes."""
+    return {name: train(one) for name, one in options.items()}
+
+
 def train_on(samples: int, batch_size: int) -> list[bytes]:
     """Return the weights after three epochs; some batches have no samples for some ranks."""
     with samestep.start() as world:

@@ -9,7 +9,7 @@ import samestep
 from samestep.data.batch import channels_last
 from samestep.errors import InputError
 from samestep.launcher.launch import launch
-from workers.transforms import Conv, engine_of, train
+from workers.transforms import Conv, engine_of, train, train_each
 
 NAMES = list(Conv().state_dict())
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -21,30 +21,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+Results = dict[str, tuple[str, float, list[str]]]
+
+
 @pytest.fixture(scope="module")
-def plain() -> tuple[str, float, list[str]]:
-    result: tuple[str, float, list[str]] = launch(train, {}, processes=1)
-    return result
+def alone_each() -> Results:
+    """Return the results of all options on one process."""
+    results: Results = launch(train_each, OPTIONS, processes=1)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks_each() -> Results:
+    """Return the results of all options on three processes."""
+    results: Results = launch(train_each, OPTIONS, processes=3)
+    return results
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_result_has_the_same_bits_on_any_number_of_ranks(name: str) -> None:
-    alone = launch(train, OPTIONS[name], processes=1)
-    assert alone[2] == NAMES
-    assert launch(train, OPTIONS[name], processes=3) == alone
+def test_result_has_the_same_bits_on_any_number_of_ranks(name: str, alone_each: Results, ranks_each: Results) -> None:
+    assert alone_each[name][2] == NAMES
+    assert ranks_each[name] == alone_each[name]
 
 
-def test_activation_checkpointing_gives_the_same_bits(plain: tuple[str, float, list[str]]) -> None:
+def test_activation_checkpointing_gives_the_same_bits(alone_each: Results) -> None:
     """Dropout masks and running statistics are also equal."""
-    assert launch(train, OPTIONS["recompute"], processes=1) == plain
+    assert alone_each["recompute"] == alone_each["none"]
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_compiled_model_gives_the_same_bits_on_any_number_of_ranks(plain: tuple[str, float, list[str]]) -> None:
+def test_compiled_model_gives_the_same_bits_on_any_number_of_ranks(alone_each: Results) -> None:
     alone = launch(train, {"compile": True}, processes=1)
-    assert alone[1] == pytest.approx(plain[1], rel=1e-4), "sums have another order, dropout masks are equal"
+    assert alone[1] == pytest.approx(alone_each["none"][1], rel=1e-4), (
+        "sums have another order, dropout masks are equal"
+    )
     assert alone[2] == NAMES
     assert launch(train, {"compile": True}, processes=3) == alone
 

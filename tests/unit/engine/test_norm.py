@@ -81,7 +81,7 @@ def distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(sizes=sizes)
 def test_result_equals_batch_norm_of_all_microbatches(kind: str, options: dict[str, Any], sizes: list[int]) -> None:
     layer_type, shape = KINDS[kind]

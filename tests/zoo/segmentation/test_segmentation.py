@@ -231,7 +231,14 @@ def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_pat
 # --- models ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [unet_vgg16, unet_resnet34, unet_resnet101], ids=["vgg16", "resnet34", "resnet101"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(unet_vgg16, marks=pytest.mark.slow, id="vgg16"),
+        pytest.param(unet_resnet34, id="resnet34"),
+        pytest.param(unet_resnet101, marks=pytest.mark.slow, id="resnet101"),
+    ],
+)
 def test_unets_are_deterministic_and_use_every_parameter(build: Any) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     with torch.random.fork_rng():
