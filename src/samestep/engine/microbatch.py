@@ -95,12 +95,11 @@ class MicrobatchForward:
             InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
         with self.context(purpose, position, microbatch.number, concurrent=concurrent):
-            outputs = self._outputs(module, microbatch)
+            result = self._result(module, microbatch)
             if self.function is None:
-                return outputs, self.losses_of_outputs(microbatch, outputs)
-            loss = self.results[microbatch.number].loss
-            losses = [] if loss is None else [loss]
-            return outputs, losses if microbatch.size else _without_samples(losses)
+                return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
+            losses = [] if result.loss is None else [result.loss]
+            return result.outputs, losses if microbatch.size else _without_samples(losses)
 
     def outputs(self, module: torch.nn.Module, microbatch: Microbatch, purpose: Purpose, position: int) -> LocalOutputs:
         """Return a microbatch with outputs and targets; arguments as in `term_losses`.
@@ -109,11 +108,9 @@ class MicrobatchForward:
             InputError: the batch is not a pair.
         """
         with self.context(purpose, position, microbatch.number):
-            outputs = self._outputs(module, microbatch)
-        if self.function is None:
-            return LocalOutputs(microbatch, outputs, microbatch.pair[1])
-        result = self.results[microbatch.number]  # a loss in place of outputs is refused when outputs are gathered
-        return LocalOutputs(microbatch, outputs if result.loss is None else result.loss, result.targets)
+            result = self._result(module, microbatch)
+        # A loss in place of outputs is refused on every rank, when outputs are gathered.
+        return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
 
     def context(
         self, purpose: Purpose, position: int, microbatch: int, *, concurrent: bool = False
@@ -123,15 +120,17 @@ class MicrobatchForward:
         seed(derive_seed(purpose, self.seed, position, microbatch), self.device)
         return autocast(self.config.precision, self.device)
 
-    def _outputs(self, module: torch.nn.Module, microbatch: Microbatch) -> Any:
+    def _result(self, module: torch.nn.Module, microbatch: Microbatch) -> ForwardResult:
         inputs = microbatch.pair[0] if self.function is None else microbatch.data
         inputs = channels_last(inputs) if self.config.channels_last else inputs
         if self.function is None:
-            return call_model(module, inputs)
+            return ForwardResult(None, call_model(module, inputs), microbatch.pair[1], {})
         needs_loss = self.needs_loss and not self.gathers
         result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=needs_loss)
-        self.results[microbatch.number] = result
-        return result.outputs
+        if not microbatch.is_filler:
+            values = {name: Loss(value.sum.detach(), value.count) for name, value in result.values.items()}
+            self.results[microbatch.number] = ForwardResult(None, None, result.targets, values)  # without graphs
+        return result
 
     def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
         """Return the loss of each term; zero for a filler, which takes part in the computation and adds nothing."""
