@@ -58,11 +58,10 @@ def test_correct_run_has_the_same_bits_with_checks_also_after_a_resume(tmp_path:
     assert weights(plain) == weights(checked)
 
 
-@pytest.mark.parametrize("command", ["train", "resume"])
-def test_check_every_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_check_every_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
-    arguments = (RECIPE, "--name", "b") if command == "train" else (tmp_path / "runs" / "a",)
-    capsys.readouterr()
-    assert here(command, *arguments, "--check-every", 0, cwd=tmp_path) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: --check-every is 0 [E_VALUE]\n  expected: --check-every >= 1\n")
+    for command in (("train", RECIPE, "--name", "b"), ("resume", tmp_path / "runs" / "a")):
+        capsys.readouterr()
+        assert here(*command, "--check-every", 0, cwd=tmp_path) == 2
+        errors = capsys.readouterr().err
+        assert errors.startswith("error: --check-every is 0 [E_VALUE]\n  expected: --check-every >= 1\n")
