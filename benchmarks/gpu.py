@@ -88,7 +88,7 @@ def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
     """Run a check in a new process; return its line."""
     line: dict[str, Any] = {"check": name, "verdict": "fail", "expected": CHECKS[name].expected}
     if seconds < 1:
-        return line | {"verdict": "skipped", "failures": ["no time left"]}
+        return line | {"verdict": "skipped", "skipped": "no time left"}
     with tempfile.TemporaryDirectory(prefix="samestep-gpu-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "output"
         command = [sys.executable, str(HERE / "gpu.py"), "--device", device, "--only", name, "--result", str(result)]
@@ -105,8 +105,7 @@ def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
             return line | {"failures": [f"{ending}; last output: {tail}"]}
         outcome = json.loads(result.read_text(encoding="utf-8"))
     verdict = "fail" if outcome["failures"] else "skipped" if outcome["skipped"] else "pass"
-    reasons = [outcome["skipped"]] if outcome["skipped"] else []
-    return line | {"verdict": verdict, "numbers": outcome["numbers"], "failures": outcome["failures"] + reasons}
+    return line | outcome | {"verdict": verdict}
 
 
 def _environment() -> dict[str, str]:
@@ -142,7 +141,7 @@ def write(output: Path, device: str, machine: dict[str, Any], lines: list[dict[s
 
 def _short(line: dict[str, Any]) -> str:
     values = line.get("failures") or [f"{key}: {value}" for key, value in line.get("numbers", {}).items()]
-    text = "; ".join(values).replace("|", "/").replace("\n", " ")
+    text = (line.get("skipped") or "; ".join(values)).replace("|", "/").replace("\n", " ")
     return text if len(text) <= 240 else text[:237] + "..."
 
 

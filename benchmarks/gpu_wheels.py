@@ -1,8 +1,8 @@
 """Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
 The wheels are those of the package's dependencies, of the extra `gpu`, of the build backend and of the tests, without
-the large packages that such a machine has, torch, torchvision and scikit-learn, and the packages on which these depend.
-On that machine:
+the large packages that such a machine has: scikit-learn, torch, torchvision, and the packages on which the last two
+depend. On that machine:
 
     python3 -m pip install --no-index --find-links wheels -e '.[gpu]' pytest pytest-timeout hypothesis
 """
@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PRESENT = ("torch", "torchvision", "scikit-learn")
+TORCH = ("torch", "torchvision")
+PRESENT = ("scikit-learn",)
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 MEGABYTES = 60
 PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
@@ -62,7 +63,7 @@ def collect(present: Sequence[str], python: str, folder: Path) -> None:
     stack = required()
     # A version with a bound may be newer than the one that came with torch.
     bounded = {canonicalize_name(r.name) for r in stack if r.specifier}
-    done = closure(present) - bounded | set(map(canonicalize_name, present))
+    done = closure(TORCH) - bounded | set(TORCH) | set(map(canonicalize_name, present))
     while stack:
         requirement = stack.pop(0)
         name = canonicalize_name(requirement.name)
