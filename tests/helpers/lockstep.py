@@ -1,18 +1,16 @@
 """Lockstep of norm layers without an engine."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import nn
 
+from samestep.distributed.world import World
 from samestep.engine.batch_norm import StatisticsExchange, norm_layers, synchronize_layers
 from samestep.engine.lockstep import Threads, Track, run_in_lockstep
 from samestep.engine.replicas import replicate
 from samestep.strategies.reduction import MicrobatchTree
 
 CPU = torch.device("cpu")
-ONE_RANK: Any = SimpleNamespace(size=1, rank=0, device=CPU)
+ONE_RANK = World(0, 1, CPU)
 
 
 class Microbatches:

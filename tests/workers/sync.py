@@ -38,6 +38,20 @@ class SwappedNorms(nn.Module):
         return outputs
 
 
+class SkippedNorm(nn.Module):
+    """Skips the second norm layer if the first value of the first sample is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(inputs)
+        hidden = self.two(hidden) if inputs[0, 0] > 0 else hidden * self.two.weight + self.two.bias
+        outputs: torch.Tensor = self.out(hidden)
+        return outputs
+
+
 def stop(world: World, model: type[nn.Module], bad: Callable[[World], Any]) -> tuple[str, bool]:
     """Return the error of a bad step, and whether the state of the model is unchanged."""
     engine = engine_of(world, seeded(0, model), batch_norm="sync")
@@ -58,15 +72,24 @@ def train_small_batches(world: World) -> Any:
     return state_of(engine), engine.strategy
 
 
-def use_different_layers(world: World, negative: int) -> tuple[str, str]:
-    """Return the error of a step in which the last `negative` microbatches call the norm layers in reverse order."""
+def use_different_layers(
+    world: World, negative: int, model: type[nn.Module] = SwappedNorms, before: int = 0
+) -> tuple[str, str]:
+    """Return the error of a step in which the last `negative` microbatches call the norm layers differently.
+
+    There are `before` equal steps before it, and one after it.
+    """
     inputs, targets = random_data(2 * MICROBATCHES)
     inputs[:, 0] = 1
+    equal = batch_of(world, inputs.clone(), targets, MICROBATCHES)
     inputs[2 * (MICROBATCHES - negative) :, 0] = -1
-    engine = engine_of(world, seeded(0, SwappedNorms), batch_norm="sync")
+    engine = engine_of(world, seeded(0, model), batch_norm="sync")
+    for _ in range(before):
+        engine.step(equal)
     try:
         engine.step(batch_of(world, inputs, targets, MICROBATCHES))
     except InputError as error:
+        engine.step(equal)
         return error.code, error.value
     return "", ""
 
@@ -87,6 +110,9 @@ CHECKS: dict[str, Callable[[World], Any]] = {
     "small batches": train_small_batches,
     "last microbatch": lambda world: use_different_layers(world, 1),
     "second half": lambda world: use_different_layers(world, MICROBATCHES // 2),
+    "last microbatch later": lambda world: use_different_layers(world, 1, before=2),
+    "skipped layer": lambda world: use_different_layers(world, 1, SkippedNorm),
+    "skipped layer later": lambda world: use_different_layers(world, 1, SkippedNorm, before=2),
     "different models": use_different_models,
 }
 

@@ -238,6 +238,7 @@ class SyncBatchNormRunner(StepRunner):
         self._threads = Threads("samestep-microbatch")
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._exchange: StatisticsExchange | None = None
+        self._plan: list[int] = []  # of exchanges
         self._global_loss = GlobalLoss(self.forward, self.world.data)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
@@ -312,7 +313,8 @@ class SyncBatchNormRunner(StepRunner):
         layers = norm_layers(self.model)
         width = 2 * max(layer.num_features for layer in layers.values())
         numbers = [microbatch.number for microbatch in batch.local_microbatches]
-        exchange = self._exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width)
+        exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width, self._plan)
+        self._exchange = exchange
 
         def on_track(microbatch: Microbatch, track: Track) -> None:
             replica = replicate(self.model)
@@ -336,6 +338,7 @@ class SyncBatchNormRunner(StepRunner):
 
         tasks = [partial(on_track, microbatch) for microbatch in batch.local_microbatches]
         run_in_lockstep(tasks, exchange, self.world.device, self._threads)
+        self._plan = exchange.codes
 
     def _active_group(self, tree: MicrobatchTree) -> dist.ProcessGroup | None:
         """Return the group of the ranks with samples in `tree`, None for all ranks; a collective of all ranks."""

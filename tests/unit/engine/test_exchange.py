@@ -1,12 +1,14 @@
 """Exchange of batch norm statistics between microbatches."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.lockstep import ONE_RANK
+from helpers.waits import Waits
 from samestep.engine.batch_norm import Message, StatisticsExchange
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
@@ -14,13 +16,13 @@ from samestep.strategies.reduction import MicrobatchTree
 LAYERS = ["first", "second"]
 
 
-def exchange_of(microbatches: int = 3, samples: int = 9) -> StatisticsExchange:
+def exchange_of(microbatches: int = 3, samples: int = 9, plan: Sequence[int] = ()) -> StatisticsExchange:
     filled = [
         microbatch
         for microbatch in range(microbatches)
         if MicrobatchTree(microbatches, samples).has_samples((microbatch, microbatch + 1))
     ]
-    return StatisticsExchange(ONE_RANK, None, MicrobatchTree(microbatches, samples), filled, LAYERS, 4)
+    return StatisticsExchange(ONE_RANK, None, MicrobatchTree(microbatches, samples), filled, LAYERS, 4, list(plan))
 
 
 def message(values: list[float], layer: int = 0, direction: Any = "forward", count: int = 2) -> Message:
@@ -78,3 +80,31 @@ def test_non_finite_values_of_the_backward_are_recorded() -> None:
     exchange = exchange_of()
     exchange([message([1], 1, "backward"), message([1], 1, "backward"), message([-math.inf], 1, "backward")])
     assert (exchange.bad, exchange.bad_direction) == ([2], "backward")
+
+
+def test_host_reads_at_the_end_if_the_exchanges_are_those_of_the_last_step() -> None:
+    first = exchange_of()
+    for part in ([message([1])] * 3, [message([1], 1)] * 3, [None] * 3):
+        first(part)
+    second = exchange_of(plan=first.codes)
+    with Waits() as waits:
+        second([message([1])] * 3)
+        second([message([math.nan], 1), message([1], 1), message([1], 1)])
+        assert not waits.calls
+        second([None] * 3)
+    assert waits.calls == {"tolist": 1}
+    assert (second.bad, second.bad_direction) == ([0], "forward")
+
+
+def test_host_reads_at_once_at_another_layer_than_in_the_last_step() -> None:
+    exchange = exchange_of(plan=[message([1]).code, 1])
+    with Waits() as waits:
+        exchange([message([1], 1)] * 3)
+    assert waits.calls == {"tolist": 1}
+    with pytest.raises(InputError, match="microbatch 2 is done"):
+        exchange([message([1], 1), message([1], 1), None])
+
+
+def test_one_value_per_channel_is_refused() -> None:
+    with pytest.raises(InputError, match="one value per channel"):
+        exchange_of(samples=1)([message([1], count=1)])

@@ -49,7 +49,7 @@ def test_strategy_has_the_name_of_its_mesh(results: dict[int, ByRank]) -> None:
         assert {name for _, name in results[ranks]["small batches"]} == {"single" if ranks == 1 else "ddp"}
 
 
-@pytest.mark.parametrize(("check", "other"), [("last microbatch", 7), ("second half", 4)])
+@pytest.mark.parametrize(("check", "other"), [("last microbatch", 7), ("second half", 4), ("last microbatch later", 7)])
 def test_microbatches_of_other_ranks_at_other_layers_are_reported(
     results: dict[int, ByRank], check: str, other: int
 ) -> None:
@@ -59,6 +59,12 @@ def test_microbatches_of_other_ranks_at_other_layers_are_reported(
         "microbatch 0 is at the forward of the norm layer 'one' "
         f"while microbatch {other} is at the forward of the norm layer 'two'"
     )
+
+
+@pytest.mark.parametrize("check", ["skipped layer", "skipped layer later"])
+def test_skipped_layer_of_another_rank_is_reported(results: dict[int, ByRank], check: str) -> None:
+    error = "microbatch 0 is at the forward of the norm layer 'two' while microbatch 7 is done"
+    assert set(all_ranks(results, check)) == {("E_NORM_LAYER", error)}
 
 
 def test_models_of_different_shapes_are_refused(results: dict[int, ByRank]) -> None:
