@@ -171,6 +171,27 @@ def info_nce_with_batch_norm_of_microbatches(setting: Setting) -> Any:
 
 
 @same
+def info_nce_with_batch_norm_of_the_whole_batch(setting: Setting) -> Any:
+    """As SimCLR. The last batch has samples on two ranks only."""
+    return train(setting, Encoder(norm=True), info_nce, Views(), config={"batch_norm": "sync"})
+
+
+@same
+def batch_norm_of_the_whole_batch_in_bf16_with_a_forward_function(setting: Setting) -> Any:
+    engine = engine_of(setting, Encoder(norm=True), info_nce, config={"batch_norm": "sync", "precision": "bf16"})
+    forward = lambda model, batch: {"outputs": model(*batch[0]), "targets": batch[1]}  # noqa: E731
+    results = [engine.step(batch, forward=forward) for batch in batches_of(setting, Views())]
+    return engine.model, [result.loss for result in results]
+
+
+@refused("E_INCOMPATIBLE")
+def batch_norm_of_one_sample(setting: Setting) -> Any:
+    engine = engine_of(setting, Encoder(norm=True), info_nce, config={"batch_norm": "sync"})
+    *_, last = batches_of(setting, Views(49))
+    return engine.step(last)
+
+
+@same
 def frozen_batch_norm_in_evaluation_mode(setting: Setting) -> Any:
     model = Encoder(norm=True)
     model.net[1].eval()
