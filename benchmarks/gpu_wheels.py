@@ -1,8 +1,7 @@
 """Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
 The wheels are those of the package's dependencies, of the extra `gpu`, of the build backend and of the tests, without
-the large packages that such a machine has: scikit-learn, torch, torchvision, and the packages on which the last two
-depend. On that machine:
+the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that machine:
 
     python3 -m pip install --no-index --find-links wheels -e '.[gpu]' pytest pytest-timeout hypothesis
 """
@@ -16,17 +15,15 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-TORCH = ("torch", "torchvision")
-PRESENT = ("scikit-learn",)
+# Small packages that came with torch are collected too: other packages may need newer versions of them.
+PRESENT = ("torch", "torchvision", "numpy", "pillow", "scikit-learn")
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 MEGABYTES = 60
 PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
@@ -42,28 +39,11 @@ def required() -> list[Requirement]:
     return [Requirement(text) for text in texts]
 
 
-def closure(packages: Iterable[str]) -> set[str]:
-    """Return packages and those on which they depend, by the metadata of this environment."""
-    stack = list(map(canonicalize_name, packages))
-    names = set(stack)
-    while stack:
-        package = stack.pop()
-        with suppress(PackageNotFoundError):
-            needed = [Requirement(text) for text in requires(package) or ()]
-            new = {canonicalize_name(r.name) for r in needed if "extra" not in str(r.marker or "")} - names
-            names |= new
-            stack += new
-    return names
-
-
 def collect(present: Sequence[str], python: str, folder: Path) -> None:
     """Download wheels, one package at a time: pip would download torch and CUDA to read what they depend on."""
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     target += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    stack = required()
-    # A version with a bound may be newer than the one that came with torch.
-    bounded = {canonicalize_name(r.name) for r in stack if r.specifier}
-    done = closure(TORCH) - bounded | set(TORCH) | set(map(canonicalize_name, present))
+    stack, done = required(), set(map(canonicalize_name, present))
     while stack:
         requirement = stack.pop(0)
         name = canonicalize_name(requirement.name)

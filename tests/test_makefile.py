@@ -62,3 +62,16 @@ def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
     line = json.loads(done.stdout)
     assert (done.returncode, line["verdict"], len(line["failures"])) == (3, "fail", 1)
     assert ("limit of 1 s" if only == "facts" else "exit code 1") in line["failures"][0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_wheels_for_a_gpu_machine_are_small_and_complete(tmp_path: Path) -> None:
+    """Needs a package index; a wheel is large or missing only if a dependency has changed."""
+    command = [sys.executable, "benchmarks/gpu_wheels.py", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {wheel.name.split("-")[0].lower(): wheel.name for wheel in tmp_path.glob("*.whl")}
+    assert {"pydantic_core", "annotated_types", "torchmetrics", "hypothesis", "nvidia_ml_py"} <= names.keys()
+    assert "cp312" in names["pydantic_core"]
+    assert not {"torch", "torchvision", "numpy", "scikit_learn", "triton"} & names.keys()
