@@ -10,11 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
 
 from helpers.system import flip_bit, here
 from samestep.recipes.builder import TASKS
-from samestep.zoo.digits import DigitsNet
+from samestep.zoo.digits import DigitsNet, load_digits
 
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=128")
 MODEL = "model.safetensors"
@@ -25,9 +24,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with averaged weights, and two pictures."""
     place = tmp_path_factory.mktemp("predict")
     assert here("train", "digits", "--name", "a", "--set", *SMALL, "ema.decay=0.9", cwd=place) == 0
+    images = load_digits(shift=0).train
     for number in (3, 7):
-        scan = load_digits().images[[int(t) for t in load_digits().target].index(number)]
-        Image.fromarray((scan * 255 / 16).round().astype(numpy.uint8)).resize((80, 80)).save(place / f"{number}.png")
+        scan = next(image for image, label in map(images.__getitem__, range(len(images))) if label == number)
+        pixels = (scan[0].numpy() * 255).round().astype(numpy.uint8)
+        Image.fromarray(pixels).resize((80, 80)).save(place / f"{number}.png")
     return place
 
 

@@ -17,8 +17,15 @@ from samestep.errors import EXIT_FAILED, CheckpointWriteError
 FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from-then-on"])
-@pytest.mark.parametrize(("number", "removing"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize(
+    ("number", "removing", "lasting"),
+    [
+        pytest.param(errno.ENOSPC, False, False, id="ENOSPC-once", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, False, True, id="ENOSPC-from-then-on"),
+        pytest.param(errno.EIO, True, False, id="EIO-once"),
+        pytest.param(errno.EIO, True, True, id="EIO-from-then-on", marks=pytest.mark.slow),
+    ],
+)
 def test_error_of_any_call_is_raised_and_preserves_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, removing: bool, lasting: bool
 ) -> None:

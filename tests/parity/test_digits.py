@@ -32,13 +32,13 @@ def outcome(run: Path) -> dict[str, Any]:
     }
 
 
-def test_1_2_3_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
-    one, *others = (train(tmp_path, processes, *SMALL) for processes in (1, 2, 3, 4))
+def test_1_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
+    """The weights of 2 and 3 processes are compared in `test_invariants.py`."""
+    one, four = (train(tmp_path, processes, *SMALL) for processes in (1, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360, 360]
     assert {"train_loss", "loss"} <= one["evaluations"][0].keys()
     assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and one of 29
-    for other in others:
-        assert other == one
+    assert four == one
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """Digits of scikit-learn in a fixed split."""
 
 import torch
-from sklearn import datasets
 
 from samestep.zoo.digits import DigitImages, DigitsNet, load_digits
 
@@ -11,6 +10,8 @@ def table(images: DigitImages) -> set[tuple[float, ...]]:
 
 
 def test_both_splits_together_are_the_images_of_scikit_learn() -> None:
+    from sklearn import datasets  # slow to import
+
     pixels, labels = datasets.load_digits(return_X_y=True)
     splits = load_digits(shift=0)
     expected = {(*(row / 16).tolist(), int(label)) for row, label in zip(pixels, labels, strict=True)}

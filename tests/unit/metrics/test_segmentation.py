@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import f1_score, jaccard_score
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
@@ -89,6 +88,8 @@ def plain(score: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("classes", [1, 4])
 def test_scores_match_scikit_learn(classes: int) -> None:
+    from sklearn.metrics import f1_score, jaccard_score  # slow to import
+
     outputs, targets = drawn(2, 6, classes, shape=(9, 8))
     predictions = (outputs > 0).long() if classes == 1 else outputs.argmax(dim=1)
     counted = (targets != IGNORED).flatten()
