@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep.distributed.devices import (
+    ACCELERATOR,
     first_gpu_index,
     gpu_range,
     gpu_stats,
     gpu_uuids,
     require_own_gpus,
     select_devices,
+    set_tf32,
     visible_devices,
 )
 from samestep.distributed.env import read_environment
@@ -140,3 +142,16 @@ def test_too_many_devices_are_rejected() -> None:
 def test_cpu_has_no_gpu_stats() -> None:
     """On a GPU: tests/gpu/test_gpu_numbers.py."""
     assert gpu_stats(torch.device("cpu")) is None
+
+
+def test_tf32_is_that_of_the_configuration() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for allowed, precision in ((True, "high"), (False, "highest")):
+            set_tf32(torch.device(ACCELERATOR), allowed=allowed)
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (precision, allowed)
+        set_tf32(torch.device("cpu"), allowed=True)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
