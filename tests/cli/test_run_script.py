@@ -103,6 +103,7 @@ def test_plain_script_runs_on_every_rank_and_only_rank_0_prints(tmp_path: Path) 
     assert log.read_text(encoding="utf-8") == "rank 1\n"
 
 
+@pytest.mark.slow
 def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) -> None:
     done = samestep("run", "--processes", 2, script(tmp_path, FAILS_ONCE), cwd=tmp_path)
     assert done.code == 1

@@ -82,6 +82,7 @@ def test_invalid_input_is_an_error(input_error: InputErrorText, name: str) -> No
     assert text in input_error(*arguments)
 
 
+@pytest.mark.slow
 def test_failed_script_is_reported_once_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISING)
     done = samestep("verify", "raising.py", "--processes", "2,1", cwd=tmp_path)

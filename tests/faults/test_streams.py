@@ -151,7 +151,7 @@ def test_locale_without_unicode(tmp_path: Path, reference: tuple[str, str], reco
 
 
 def test_result_that_cannot_be_written_is_a_failure(tmp_path: Path, record_fault: RecordFault) -> None:
-    with pipeline("doctor", "--launch", "--json", cwd=tmp_path, streams=">/dev/full") as running:
+    with pipeline("doctor", "--quick", "--json", cwd=tmp_path, streams=">/dev/full") as running:
         done = running.wait(60)
     assert exit_code(tmp_path) == 1
     title = require_single_report(done, 0)  # of the shell

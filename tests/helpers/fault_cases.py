@@ -318,7 +318,6 @@ CASES = [
         in_step("raise", 1),
         code=1,
         report="error: rank 1 failed in engine.step 7: ArithmeticError: the sum does not add up",
-        is_quick=True,
     ),
     Case(
         "rank 1 raises, restarts allowed",
