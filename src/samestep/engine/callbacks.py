@@ -36,7 +36,7 @@ class Callback:
         """Called before the training forward of a microbatch."""
 
     def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
-        """Called after the training forward of a microbatch and its loss."""
+        """Called after the training forward of a microbatch and its loss, which is 0 with `step.gather: global`."""
 
     def end_gradients(self, engine: Engine) -> None:
         """Called when each `.grad` is the gradient of the mean loss of the global batch, before clipping."""

@@ -126,7 +126,8 @@ class SpanRecorder(Callback):
         world = engine.world
         self.joins_norms = engine.config.batch_norm == "sync" and uses_batch_statistics(engine.model)
         # In these cases microbatches are computed concurrently, or alternate on this rank.
-        self.is_sequential = not (self.joins_norms or world.mesh_shape.pipeline > 1 or world.strategy.name == "dp")
+        alternates = self.joins_norms or engine.config.gather == "global" or world.mesh_shape.pipeline > 1
+        self.is_sequential = not (alternates or world.strategy.name == "dp")
         self._is_ddp = engine.strategy == "ddp" and world.size > 1
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:

@@ -165,7 +165,7 @@ class Probe(Intervention):
                 "distances": self._tensors.end_step(result.step),
             },
         )
-        if self._trial.checks_additivity and engine.loss is not None:
+        if self._trial.checks_additivity and engine.loss is not None and engine.config.gather == "microbatch":
             with preserved_generators(engine.world.device):
                 for microbatch, outputs in self._outputs.values():
                     if outputs is None:  # of a forward function
