@@ -127,6 +127,15 @@ class Failure:
         return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=by_signal, activity=activity, code=code)
 
     @classmethod
+    def of_ended_process(cls, rank: int, activity: str) -> Failure:
+        """Return the failure of a rank whose process another rank has found ended."""
+        text = (
+            f"error: the process of rank {rank} has ended{_spaced(activity)} [E_RANK_EXITED]\n"
+            f"  fix:      read the output of rank {rank}; without any, look for an out-of-memory kill in the system log"
+        )
+        return cls(rank, time.monotonic(), text, EXIT_FAILED, True, activity=activity, code="E_RANK_EXITED")
+
+    @classmethod
     def of_fork_server(cls, activity: str) -> Failure:
         """Return the failure of all ranks after their fork server was killed."""
         text = (

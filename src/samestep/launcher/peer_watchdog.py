@@ -3,11 +3,15 @@
 A thread of each rank writes the rank's status to the store every few seconds and reads the status of the others. When
 no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its own process: these
 threads run even if the main threads are stuck. A rank whose thread writes no status counts as silent.
+
+A rank whose process has ended on this machine is noticed within seconds, also in a wait for a GPU: gloo breaks a
+connection at once, but NCCL's kernels wait for a killed rank forever (https://github.com/NVIDIA/nccl/issues/585).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -15,12 +19,15 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED, bounded
+from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, accepts_connections, report_failure, wait_for_keys
 from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
@@ -29,6 +36,8 @@ _MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
 _SILENT_INTERVALS = 4
 _TIMEOUT_SECONDS = 1.0
 _STORE_GONE_SECONDS = 3.0
+# Time for the main thread to fail by itself, and for the ended rank's own report.
+_GONE_SECONDS = 5.0
 _HANG = "hang"
 
 
@@ -65,6 +74,8 @@ class PeerWatchdog:
         self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
         self._watchdog = Watchdog(hang_after)
         self._peers: dict[int, _Peer] = {}
+        self._processes: dict[int, list[Any]] = {}
+        self._gone_since: dict[int, float] = {}
         self._beats = 0
         self._answers = 0
         self._main_thread = threading.get_ident()
@@ -93,6 +104,7 @@ class PeerWatchdog:
 
     def _watch_peers(self) -> None:
         try:
+            self._store.set(f"process/{self._job.rank}", json.dumps(_process_identity()))
             self._send_status()
             while not self._closed.wait(self._interval):
                 self._send_status()
@@ -136,6 +148,9 @@ class PeerWatchdog:
         seconds = self._watchdog.hang_seconds(states)
         if seconds or self._store.check([_HANG]):
             self._end(states, seconds or self._hang_after)
+        elif (gone := self._gone_rank(states)) is not None:
+            self._is_ending.set()
+            self._report_and_exit(Failure.of_ended_process(gone, states[gone].status.activity))
         elif self._job.rank == 0 and (message := self._watchdog.slow_rank(states)):
             print(message, file=sys.stderr, flush=True)
 
@@ -155,11 +170,26 @@ class PeerWatchdog:
         self._store.set(_HANG, "")
         self._store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._main_thread)))
         stacks = self._read_stacks([rank for rank, state in states.items() if not state.is_silent])
-        failure = hang_failure(Hang(seconds, self._hang_after, states, stacks))
+        self._report_and_exit(hang_failure(Hang(seconds, self._hang_after, states, stacks)))
+
+    def _report_and_exit(self, failure: Failure) -> NoReturn:
         is_first, code = report_failure(self._job, failure)
         if is_first:
             print(failure.reported(None).text, file=sys.stderr, flush=True)
         exit_process(code)
+
+    def _gone_rank(self, states: dict[int, RankState]) -> int | None:
+        """Return a rank whose process on this machine has ended some seconds ago, without leaving the world."""
+        machine, *_ = _process_identity()
+        for rank in self._peers:
+            if rank not in self._processes and self._store.check([f"process/{rank}"]):
+                self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
+            is_local = machine and self._processes.get(rank, [""])[0] == machine
+            if not is_local or states[rank].status.is_finished or _is_running(*self._processes[rank][1:]):
+                self._gone_since.pop(rank, None)
+            elif time.monotonic() - self._gone_since.setdefault(rank, time.monotonic()) >= _GONE_SECONDS:
+                return rank
+        return None
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
         """Return the stacks of all ranks, waiting for those of `ranks`; empty for a rank without an answer."""
@@ -191,6 +221,23 @@ class PeerWatchdog:
             f"  expected: every rank completes a step within {self._hang_after:g} s (--hang-after)\n"
             f"  fix:      check whether the process of {host} is stopped, or its machine lost"
         )
+
+
+def _process_identity() -> list[Any]:
+    """Return machine and namespace of processes, number and time of creation of this process; no machine if unknown."""
+    machine = ""
+    with suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
+    return [machine, os.getpid(), psutil.Process().create_time()]
+
+
+def _is_running(process: int, created: float) -> bool:
+    """Return whether a process runs; another process can have its number."""
+    with suppress(psutil.Error):
+        found = psutil.Process(process)
+        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _stack(thread: int) -> list[str]:
