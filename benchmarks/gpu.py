@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK", help=f"{[*CHECKS]}")
-    parser.add_argument("--seconds", type=float, default=570, help="time limit of all checks (default: 570)")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of all checks (default: 540)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder of the results")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of one check, in a process of its own
     options = parser.parse_args()
