@@ -24,7 +24,7 @@ from samestep.engine.consistency import checksum
 from samestep.engine.engine import Engine
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
-from samestep.metrics.best import BestRule, Mode
+from samestep.metrics.metrics import BestRule, Mode
 from samestep.microbatches import require_position
 
 Part = TypeVar("Part", Engine, Loader)

@@ -27,8 +27,7 @@ from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress, StepTimer
-from samestep.metrics.best import BestRule
-from samestep.metrics.metrics import LossMetric, Metric
+from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import require_position
 from samestep.units import plural
 

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.system import events, here
 from samestep.errors import EXIT_DONE, EXIT_INPUT
-from samestep.metrics.best import BestRule
+from samestep.metrics.metrics import BestRule
 
 
 @pytest.mark.parametrize(

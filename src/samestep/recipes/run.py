@@ -33,9 +33,9 @@ from samestep.launcher.session import start
 from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
-from samestep.metrics.best import BestRule
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
+from samestep.metrics.metrics import BestRule
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.recipe_files import (

@@ -33,7 +33,7 @@ from samestep.loggers.logger import (
 )
 from samestep.loggers.rank_monitor import StepTimer
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
-from samestep.metrics.best import BestRule
+from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.recipes.starts import append_start

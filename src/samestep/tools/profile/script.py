@@ -18,9 +18,8 @@ from samestep.errors import InputError
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.tools.profile.measurements import Measurements, Step
-from samestep.tools.profile.profile import TENSORBOARD, Plan, Script
+from samestep.tools.profile.profile import CLOCK_MARK, TENSORBOARD, Plan, Script
 from samestep.tools.profile.recorder import RankProfiler, SpanRecorder
-from samestep.tools.profile.trace import CLOCK_MARK
 from samestep.tools.profile.trial import gather
 
 

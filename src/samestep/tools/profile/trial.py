@@ -31,9 +31,8 @@ from samestep.recipes.recipe_files import recipe_data
 from samestep.strategies.fast_reduction import backend_all_reduce
 from samestep.strategies.reduction import MicrobatchTree, tree_all_reduce
 from samestep.tools.profile.measurements import Conditions, Costs, Measurements, ProfilerSummary, Step
-from samestep.tools.profile.profile import CHECKPOINTS, TENSORBOARD, Plan
+from samestep.tools.profile.profile import CHECKPOINTS, CLOCK_MARK, TENSORBOARD, Plan
 from samestep.tools.profile.recorder import RankProfiler, SpanRecorder
-from samestep.tools.profile.trace import CLOCK_MARK
 
 # Size of a bucket of torch's DDP, and of its first bucket, which is small to be sent early.
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from samestep.tools.doctor import self_test
+from samestep.tools.doctor import doctor
 from samestep.tools.doctor.gpus import (
     Gpu,
     Nvidia,
@@ -83,12 +83,12 @@ def test_gpu_on_which_torch_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object, device: str) -> torch.Tensor:
         raise RuntimeError(f"no kernel image is available on {device}\nfurther text")
 
-    monkeypatch.setattr(self_test, "_silence_stderr", lambda: None)
+    monkeypatch.setattr(doctor, "_silence_stderr", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in {"init": None, "device_count": 2, "get_device_name": "B200"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     with monkeypatch.context() as kernels:
         kernels.setattr(torch, "ones", fail)
-        assert self_test.read_devices() == TorchDevices(error="no kernel image is available on cuda:0")
+        assert doctor.read_devices() == TorchDevices(error="no kernel image is available on cuda:0")
     monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
-    assert self_test.read_devices() == TorchDevices(("B200", "B200"))
+    assert doctor.read_devices() == TorchDevices(("B200", "B200"))

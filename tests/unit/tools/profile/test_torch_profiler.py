@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from samestep.tools.profile.profile import CLOCK_MARK, find_traces, read_trace
 from samestep.tools.profile.recorder import RankProfiler
-from samestep.tools.profile.trace import CLOCK_MARK, find_traces, read_trace
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 from helpers.profile_steps import all_reduce, make_step
 from samestep.tools.profile.measurements import Step
-from samestep.tools.profile.trace import CLOCK_MARK, write_merged
+from samestep.tools.profile.profile import CLOCK_MARK, write_merged
 
 
 def trace(process: int, mark: float) -> list[dict[str, Any]]:
