@@ -1,5 +1,6 @@
 """FSDP: precisions, errors, non-finite steps."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 from torch import nn
 
 from samestep import launch
+from samestep.config import MeshConfig, Precision, StrategyConfig
 from samestep.errors import EXIT_INPUT
 from samestep.launcher.failure import RankError
 from samestep.strategies.fsdp import shard_units
 from workers import fsdp as ranks_fsdp
 
 RANKS = 4
+FSDP = StrategyConfig(name="fsdp")
 # Tolerances of losses relative to one process: rounding of sums and of 16-bit numbers.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01, "gathered in bf16": 0.05}
 
@@ -33,6 +36,47 @@ def test_losses_are_close_to_those_of_one_process(outcomes: dict[str, dict[str, 
         expected = single["bf16" if name == "gathered in bf16" else name]
         assert result["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[name]), name
         assert result["losses"][-1] < result["losses"][0]
+
+
+HSDP = StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of one process by precision."""
+    cases = {precision: (None, precision) for precision in PRECISIONS}
+    return launch(ranks_fsdp.digests, str(tmp_path_factory.mktemp("one")), cases, processes=1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("processes", "layouts"),
+    [
+        (4, (FSDP, HSDP)),
+        pytest.param(2, (FSDP,), marks=pytest.mark.slow),
+        pytest.param(3, (FSDP,), marks=pytest.mark.slow),
+        pytest.param(5, (FSDP,), marks=pytest.mark.long),
+        pytest.param(6, (FSDP, HSDP), marks=pytest.mark.long),
+    ],
+)
+def test_exact_sums_have_the_bits_of_one_process(
+    expected: dict[str, str], tmp_path: Path, processes: int, layouts: tuple[StrategyConfig, ...]
+) -> None:
+    cases = {f"{layout.name} {precision}": (layout, precision) for layout in layouts for precision in PRECISIONS}
+    digests = launch(ranks_fsdp.digests, str(tmp_path), cases, processes=processes)
+    assert digests == {name: expected[precision] for name, (_, precision) in cases.items()}
+
+
+@pytest.mark.slow
+def test_exact_runs_have_the_same_bits_if_the_layout_changes(tmp_path: Path) -> None:
+    def train(processes: int, layout: StrategyConfig | None, name: str, epochs: int, begin: str = "") -> str:
+        cases = {name: (layout, "fp32")}
+        digests: dict[str, str] = launch(ranks_fsdp.digests, str(tmp_path), cases, epochs, begin, processes=processes)
+        return digests[name]
+
+    train(3, FSDP, "first", 1)
+    train(4, HSDP, "second", 2, "first")
+    assert train(2, None, "third", 3, "second") == train(1, None, "undisturbed", 3)
 
 
 def test_full_weights_are_equal_on_all_ranks(outcomes: dict[str, dict[str, Any]]) -> None:

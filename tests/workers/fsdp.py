@@ -1,6 +1,8 @@
 """Rank functions for `strategies/test_fsdp.py`."""
 
 import copy
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,3 +144,46 @@ def shard_sizes() -> list[bool]:
             same = torch.allclose(engine.model(inputs), reference(inputs), atol=1e-6)
         size = sum(shard.numel() for shard in engine.local_parameters.local.values())
         return samestep.all_gather([same, size < sum(p.numel() for p in reference.parameters()) / 2], world)
+
+
+class Blocks(nn.Sequential):
+    """Blocks with dropout and layer norm."""
+
+    def __init__(self) -> None:
+        blocks = [
+            nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 24), nn.LayerNorm(24))
+            for _ in range(3)
+        ]
+        super().__init__(nn.Linear(12, 24), *blocks, nn.Linear(24, 4))
+
+
+def digests(
+    folder: str, cases: dict[str, tuple[StrategyConfig | None, Precision]], epochs: int = 2, begin: str = ""
+) -> dict[str, str]:
+    """Train and save in each case, from the last checkpoint of the case `begin`; return the SHA-256 of the weights."""
+    return {name: digest_of(Path(folder), name, *case, epochs, begin) for name, case in cases.items()}
+
+
+def digest_of(
+    folder: Path, name: str, part: StrategyConfig | None, precision: Precision, epochs: int, begin: str
+) -> str:
+    with samestep.start(device="cpu", strategy=part) as world:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = StepConfig(precision=precision)
+        engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world, config=config)
+        # The last batch has two samples, so some ranks have none.
+        batches = samestep.loader(data(), batch_size=29, microbatches=6, shuffle=True, world=world)
+        if begin:
+            with samestep.CheckpointManager(folder / begin, engine, batches) as checkpoints:
+                assert checkpoints.resume()
+        with samestep.CheckpointManager(folder / name, engine, batches) as checkpoints:
+            for _ in samestep.epochs(batches, epochs):
+                for batch in batches:
+                    engine.step(batch)
+            checkpoints.save()
+        local = engine.local_parameters
+        tensors = [local.full_tensor(name, parameter.detach()) for name, parameter in local.local.items()]
+        values = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+        return hashlib.sha256(values).hexdigest()

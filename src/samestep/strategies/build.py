@@ -33,7 +33,7 @@ def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
     return None
 
 
-def divide_model(model: torch.nn.Module, world: World) -> LocalParameters:
+def divide_model(model: torch.nn.Module, world: World, reduction: ReductionName) -> LocalParameters:
     """Divide a model among ranks according to the layout, in place: tensor axis, shard axis, pipeline axis.
 
     Raises:
@@ -46,7 +46,7 @@ def divide_model(model: torch.nn.Module, world: World) -> LocalParameters:
     if world.mesh_shape.tensor > 1:
         parallelize(model, world)
     if world.mesh_shape.shard > 1:
-        shard_model(model, world)
+        shard_model(model, world, is_exact=reduction == "exact" and world.mesh_shape.pipeline == 1)
     return split_into_stages(model, world) if world.mesh_shape.pipeline > 1 else LocalParameters(model, world.device)
 
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.distributed.collective_check import is_lost_connection
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.world import World, is_lost_connection
+from samestep.distributed.world import World
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients, unflatten
 from samestep.strategies.reduction import MicrobatchTree, Reduction

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
@@ -22,19 +25,30 @@ from torch.utils._pytree import tree_map
 from samestep.config import StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
-from samestep.errors import InputError
+from samestep.errors import InputError, UnusedParameterError
+from samestep.microbatches import owned_microbatches
 from samestep.strategies.local_parameters import Division, LocalParameters
-from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.reduction import (
+    ExactReduction,
+    MicrobatchTree,
+    Node,
+    Reduction,
+    communicate,
+    tree_all_reduce,
+)
 from samestep.strategies.strategy import Strategy
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
 
 
-def shard_model(model: nn.Module, world: World) -> None:
-    """Shard the parameters of `model` among the ranks of the shard axis, in place."""
+def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
+    """Shard the parameters of `model` among the ranks of the shard axis, in place.
+
+    With `is_exact`, FSDP does not sum over copies of the model: `TreeReduceScatter` does.
+    """
     config, mesh = world.strategy, world.mesh
     assert mesh is not None
-    axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
+    axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 and not is_exact else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
     # Without a GPU, pinned memory cannot be allocated.
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
@@ -125,6 +139,104 @@ def _with_precision(
     yield modules[-1], MixedPrecisionPolicy(half, full, output_dtype=full)
 
 
+@dataclass
+class _Backward:
+    """The backward in progress.
+
+    Attributes:
+        tree: the tree of the step.
+        node: place of the microbatch in the tree; None for a filler, whose gradients are not counted.
+        last: the backward is the last one of this rank.
+    """
+
+    tree: MicrobatchTree
+    node: Node | None
+    last: bool
+
+
+class TreeReduceScatter(ReduceScatter):
+    """Reduce-scatter of one unit's gradients in the order of `MicrobatchTree`.
+
+    FSDP calls this object once per backward. Gradients of all but the last microbatch are kept and added in tree order.
+    In the last backward each rank receives its part of every subtree sum of the shard axis, as many bytes as in a ring
+    reduce-scatter if each rank owns one subtree. Copies of the model (`hsdp`) then add their parts.
+    """
+
+    def __init__(self, world: World) -> None:
+        assert world.mesh is not None
+        self._data, self._shards = world.data, world.subworld(world.mesh.get_group("shard"))
+        self._copies = world.subworld(world.mesh.get_group("replicate")) if world.mesh_shape.replicate > 1 else None
+        self._sums: dict[Node, torch.Tensor] = {}
+        self.backward: _Backward | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the gradients of a unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's part of the sum to `output_tensor`, zeros before the last backward.
+
+        Args:
+            output_tensor: one part.
+            input_tensor: the parts of all ranks of the shard axis, in order; overwritten.
+            group: the shard axis.
+            op: a sum.
+            async_op: false.
+        """
+        assert self.backward is not None
+        tree = self.backward.tree
+        if self.backward.node is not None:
+            if any(kept.shape != input_tensor.shape for kept in self._sums.values()):
+                raise UnusedParameterError(
+                    "a parameter received a gradient from some microbatches only",
+                    expected="every parameter that requires a gradient receives one from every microbatch",
+                    fix="find the branch of the forward that depends on the data; add the unused part with a factor "
+                    "of 0",
+                )
+            values, self._sums = {**self._sums, self.backward.node: input_tensor}, {}
+            for node in tree.cover(self._data.rank, self._data.size):
+                self._sums |= tree.merge(node, values, _add)
+        if not self.backward.last:
+            output_tensor.zero_()
+            return
+        sums = self._scatter(tree, output_tensor)
+        if self._copies is not None:
+            total = sums[0] if sums else torch.zeros_like(output_tensor)
+            sums = [tree_all_reduce(self._copies, tree, sums, total)]
+        output_tensor.copy_(sums[0])
+
+    def clear(self) -> None:
+        """Drop the gradients that are kept."""
+        self._sums, self.backward = {}, None
+
+    def _scatter(self, tree: MicrobatchTree, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of the sums of its copy of the model, one per subtree that the copy owns."""
+        rank, size = self._shards.rank, self._shards.size
+        first = self._data.rank - rank  # data ranks of a copy are consecutive
+        covers = [tree.cover(first + shard, self._data.size) for shard in range(size)]
+        parts = [self._sums[node].view(size, -1) for node in covers[rank]]
+        rows = {shard: list(part.new_empty(len(covers[shard]), part.numel())) for shard in range(size)}
+        peers = [(rank + offset) % size for offset in range(1, size)]
+        sent = [(rows_of_sum[peer], peer) for peer in peers for rows_of_sum in parts]
+        received = [(row, peer) for peer in peers for row in rows[peer]]
+        self._shards.run_collective(lambda: communicate(self._shards, sent, received), "a reduce-scatter")
+        rows[rank] = [rows_of_sum[rank] for rows_of_sum in parts]
+        values = {node: row for shard in range(size) for node, row in zip(covers[shard], rows[shard], strict=True)}
+        copies, number = self._data.size // size, self._data.rank // size
+        return [tree.merge(node, values, _add)[node] for node in tree.cover(number, copies)]
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return right.add_(left)
+
+
 class FsdpStrategy(Strategy):
     """Parameters are gathered before use; gradients are reduced and scattered during the last microbatch's backward."""
 
@@ -133,17 +245,42 @@ class FsdpStrategy(Strategy):
     def __init__(self, model: nn.Module, local_parameters: LocalParameters, reduction: Reduction, world: World) -> None:
         assert isinstance(model, FSDPModule)
         super().__init__(world.mesh_shape.name, model, reduction)
-        self._root, self._local_parameters = model, local_parameters
+        self._root, self._local_parameters, self._data = model, local_parameters, world.data
+        self._units: list[TreeReduceScatter] = []
+        self._computed = 0  # microbatches of this rank in this step
+        if isinstance(reduction, ExactReduction):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    self._units.append(TreeReduceScatter(world))
+                    module.set_custom_reduce_scatter(self._units[-1])
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(last)
+        owned = owned_microbatches(tree.microbatches, self._data.size, self._data.rank)
+        own = [number for number in owned if tree.has_samples((number, number + 1))]
+        is_filler = self._computed >= len(own)
+        for unit in self._units:
+            unit.backward = _Backward(tree, None if is_filler else (microbatch, microbatch + 1), last)
+        self._root.set_requires_gradient_sync(last or bool(self._units))
         yield
+        self._computed += 1
         if last:
             self._local_parameters.take_gradients()
+        elif self._units:
+            self._local_parameters.drop_gradients()
+
+    def finish(self, tree: MicrobatchTree) -> None:
+        self._clear()
+        super().finish(tree)
 
     def abandon(self) -> None:
+        self._clear()
         self._root.set_requires_gradient_sync(True)
+
+    def _clear(self) -> None:
+        self._computed = 0
+        for unit in self._units:
+            unit.clear()
 
 
 def _clone_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:

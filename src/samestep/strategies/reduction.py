@@ -133,7 +133,7 @@ def tree_all_reduce(
 def _reduce_by_doubling(world: World, total: torch.Tensor) -> None:
     received = torch.empty_like(total)
     for distance in _distances(world):
-        _communicate(world, [(total, world.rank ^ distance)], [(received, world.rank ^ distance)])
+        communicate(world, [(total, world.rank ^ distance)], [(received, world.rank ^ distance)])
         total.add_(received)
 
 
@@ -145,11 +145,11 @@ def _reduce_by_halving(world: World, total: torch.Tensor) -> None:
         low, high = current[:middle], current[middle:]
         own, other = (high, low) if world.rank & distance else (low, high)
         received = torch.empty_like(own)
-        _communicate(world, [(other, peer)], [(received, peer)])
+        communicate(world, [(other, peer)], [(received, peer)])
         current = own.add_(received)
         history.append((peer, own, other))
     for peer, own, other in reversed(history):
-        _communicate(world, [(own, peer)], [(other, peer)])
+        communicate(world, [(own, peer)], [(other, peer)])
 
 
 def _distances(world: World) -> list[int]:
@@ -166,7 +166,7 @@ def _reduce_by_slices(
     own = total[slices[world.rank]]
     peers = [(world.rank + offset) % size for offset in range(1, size)]
     rows = {peer: list(total.new_empty(len(covers[peer]), own.numel())) for peer in peers}
-    _communicate(
+    communicate(
         world,
         [(vector[slices[peer]], peer) for peer in peers for vector in subtree_sums],
         [(row, peer) for peer in peers for row in rows[peer]],
@@ -174,10 +174,10 @@ def _reduce_by_slices(
     rows[world.rank] = [vector[slices[world.rank]] for vector in subtree_sums]
     values = {node: row for rank in range(size) for node, row in zip(covers[rank], rows[rank], strict=True)}
     own.copy_(tree.sum(values, lambda left, right: right.add_(left)))
-    _communicate(world, [(own, peer) for peer in peers], [(total[slices[peer]], peer) for peer in peers])
+    communicate(world, [(own, peer) for peer in peers], [(total[slices[peer]], peer) for peer in peers])
 
 
-def _communicate(world: World, sent: Messages, received: Messages) -> None:
+def communicate(world: World, sent: Messages, received: Messages) -> None:
     """Send and receive tensors; each comes with the rank of the peer."""
     if world.stages_messages:
         communicate_staged(world, sent, received)
