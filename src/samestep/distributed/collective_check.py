@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ _READERS_SECONDS = 0.5
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
 _RULE = "every rank issues the same steps, evaluations and collectives in the same order"
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
+_LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
 _TEXT_BYTES = 4000  # of a rank's text in an error
 
 
@@ -183,6 +185,8 @@ class CollectiveCheck:
         try:
             yield
         except RuntimeError as error:
+            if not is_lost_connection(error):  # such as an error of a worker of a loader, raised by a signal handler
+                raise
             raise PeerLostError(f"rank {self._rank} lost its connection to another rank: {error}") from error
 
     def _is_active(self) -> bool:
@@ -285,6 +289,11 @@ class CollectiveCheck:
             yield
         except dist.DistError as error:
             raise PeerLostError(f"rank {self._rank} lost its connection to the store of the job: {error}") from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether an error of a backend is the loss of another rank; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_LOST.search(str(error))))
 
 
 def _mismatch_error(name: str, by_rank: list[dict[str, str]]) -> RankMismatchError:

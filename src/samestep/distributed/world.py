@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch.distributed.tensor import _redistribute, debug
 
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
-from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.collective_check import CollectiveCheck, is_lost_connection
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
@@ -27,9 +26,6 @@ from samestep.errors import InputError, PeerLostError
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
     from samestep.loggers.logger import Logger
-
-
-_LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -150,11 +146,6 @@ class World:
             if not is_lost_connection(error):
                 raise
             raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether an error of a backend is the loss of another rank; gloo's errors have no type of their own."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_LOST.search(str(error))))
 
 
 def build_world(

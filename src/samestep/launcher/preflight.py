@@ -14,6 +14,7 @@ from samestep.distributed.resources import read_processors
 from samestep.errors import InputError
 from samestep.units import format_bytes
 
+_USUAL_OPEN_FILES = 1024  # default of most systems
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
 # Measured with torch for CPUs: ranks fail with 0.9 GiB, and train a small model with 1.4 GiB.
@@ -48,9 +49,10 @@ def _require_processors(processes: int) -> None:
 
 
 def _require_open_files(processes: int) -> None:
-    needed = 48 + 4 * processes  # the launcher needs three per rank, a rank 32 and 4 per rank
+    # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and torch ten to spare.
+    needed, usual = 48 + 4 * processes, max(_USUAL_OPEN_FILES, 48 + 4 * processes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= usual:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise InputError(
@@ -59,7 +61,7 @@ def _require_open_files(processes: int) -> None:
             fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
             code="E_MACHINE",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == resource.RLIM_INFINITY else min(usual, hard), hard))
 
 
 def _require_address_space() -> None:
