@@ -21,7 +21,6 @@ MISTAKES = {
     "batch_norm_over_ranks": (Cause.BATCH_NORM, "module 2"),
     "batch_size_by_world_size": (Cause.DATA_ORDER, "16 samples and 32 samples"),
     "break_on_main": (Cause.DIVERGED, "rank 0"),
-    "buffer_as_attribute": (Cause.UNSYNCHRONISED, "2.largest"),
     "buffer_for_evaluation": (Cause.UNSYNCHRONISED, "2.mean"),
     "buffer_not_saved": (Cause.UNSYNCHRONISED, "2.mean"),
     "clipping_by_world_size": (Cause.SETTINGS, "clip_norm 0.1 and 0.2"),

@@ -1,4 +1,4 @@
-"""State that a forward changes: buffers, declared parameters, and numbers in attributes of modules.
+"""State that a forward changes: buffers, declared parameters, and numbers and tensors in attributes of modules.
 
 Each microbatch starts with the state at the beginning of the step. The step ends with one value, by the rule of each
 buffer, which depends on its type and on `Engine(buffers=...)`:
@@ -6,7 +6,7 @@ buffer, which depends on its type and on `Engine(buffers=...)`:
 - `mean`, for floating-point and complex buffers: the mean over microbatches, in canonical order. For batch norm this
   equals the result of one device per microbatch without SyncBN, on any number of processes.
 - `equal`, for integer and bool buffers: the value with which every microbatch ended; an error if they differ.
-- `last`, by choice, and for numbers in attributes: the value of the last microbatch of the global batch.
+- `last`, by choice, and for attributes: the value of the last microbatch of the global batch.
 - `sum`, by choice: the value at the beginning plus the sum of the changes by all microbatches.
 
 State that no microbatch changed keeps its bits and is not communicated.
@@ -20,6 +20,7 @@ from itertools import chain
 import torch
 
 from samestep.distributed.world import World, all_gather
+from samestep.engine.attributes import ModuleAttributes
 from samestep.engine.buffers import (
     UNKNOWN_VERSION,
     Kind,
@@ -71,7 +72,7 @@ class ForwardState:
             (tensor.device for tensor in chain(model.buffers(), model.parameters())), torch.device("cpu")
         )
         self._active: list[str] = []  # names of state that some step has changed
-        self._is_first = True
+        self._is_first, self._attributes = True, ModuleAttributes(model)
         self._places: dict[str, Place] = {}
         self._locate()
         self.declared_parameters = [name for name, place in self._places.items() if place.kind == "_parameters"]
@@ -94,6 +95,7 @@ class ForwardState:
         if self._is_first:
             self._add_attributes(lambda key: True)
         self.parameters.begin(digests=self._is_first)
+        self._attributes.begin()
         self._microbatches = microbatches
         self._objects = {name: place.value() for name, place in self._places.items()}
         tensors = {n: tensor for n, value in self._objects.items() if (tensor := as_tensor(value)) is not None}
@@ -107,14 +109,14 @@ class ForwardState:
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values with which each microbatch may have ended
         self._touched: set[str] = set()  # by the last microbatch
         self._results: dict[str, torch.Tensor] = {}
-        self._problems: set[str] = set()
-        self._changed_attributes: set[str] = set()
+        self._problems, self._changed_attributes = set[str](), set[str]()
         self._dirty: set[str] | None = None  # None: any state may have changed
 
     def restore(self) -> None:
         """Set the state to that at the beginning of the step."""
         self._put({})
         self._dirty = None
+        self._attributes.restore()
 
     def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor:
         """Return the contribution of a microbatch after its forward, as a float64 vector of `length` elements.
@@ -138,6 +140,7 @@ class ForwardState:
         self._dirty = {*self._touched, *unusable}
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
         is_last = number == self._microbatches - 1
+        self._problems.update(self._attributes.read(module, is_last=is_last))
         kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
         kept = list(dict.fromkeys([*kept, *self._touched]))
         ends = [values[name] for name in kept]
@@ -148,6 +151,8 @@ class ForwardState:
             control[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
         if compared := [name for name in self._inactive if name in self._touched]:
             control[-2:-1].copy_(any_differs([values[n] for n in compared], [self._start[n] for n in compared]))
+        if self._attributes.has_changed_late:
+            control[-2:-1].fill_(1.0)
         if self._problems:
             control[-1:].fill_(1.0)
         elif last and module is None and (names := self._unobserved()):
@@ -194,10 +199,12 @@ class ForwardState:
             self._active += new
             results |= self._decode(new, second[:count].tolist(), second[count:], tree, world)
         self._results = results | self._received(tree, world)
+        self._attributes.combine(world, changed, may_grow=bool(is_changed))
 
     def commit(self) -> None:
         """Set the state to that at the end of the step."""
         self._put(self._results)
+        self._attributes.commit()
 
     def _locate(self) -> None:
         """Find all buffers, the frozen parameters with a rule, and the attributes that are known to change."""
@@ -233,10 +240,9 @@ class ForwardState:
                 ):
                     self._places[name] = Place(module, path, key, "__dict__", "last")
 
-    def _keep_attributes(self, changed: Iterable[str]) -> None:
+    def _keep_attributes(self, changed: set[str]) -> None:
         """Forget the attributes that the first step did not change."""
-        names = set(changed)
-        self._places = {n: place for n, place in self._places.items() if place.kind != "__dict__" or n in names}
+        self._places = {n: place for n, place in self._places.items() if place.kind != "__dict__" or n in changed}
 
     @staticmethod
     def _buffer_count(modules: Iterable[torch.nn.Module]) -> int:
