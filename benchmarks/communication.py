@@ -31,8 +31,7 @@ A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of 
 bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
 copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
-Over gloo a reduce-scatter is a whole all-reduce; over NCCL the second term of `fsdp` is (S-1)/S P. With several
-microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual of the
+With several microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual of the
 compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
 weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage."""
 
@@ -52,9 +51,8 @@ def ring(ranks: int, size: float) -> float:
 
 
 def fsdp_bytes(layout: MeshShape, size: int) -> float:
-    # Two gathers and a sum of which each rank keeps a part; gloo makes the whole sum for that. Then copies meet.
-    gathers = 2 * (layout.shard - 1) / layout.shard * size
-    return gathers + ring(layout.shard, size) + ring(layout.replicate, size / layout.shard)
+    # Two gathers, and one part of a sum per rank; then copies add their parts.
+    return 3 * (layout.shard - 1) / layout.shard * size + ring(layout.replicate, size / layout.shard)
 
 
 def hidden(layout: MeshShape) -> float:
@@ -84,7 +82,7 @@ def divided(layout: MeshShape, size: int) -> float:
 DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
 HALF = Formula(lambda layout, size: ring(layout.size, size / 2), "half of it", whole)
 NARROW = Formula(lambda layout, _: ring(layout.size, narrow_bytes()), "2(N-1)/N of the narrow products", whole)
-FSDP = Formula(fsdp_bytes, "2(S-1)/S P + 2(S-1)/S P + 2(R-1)/R P/S", divided)
+FSDP = Formula(fsdp_bytes, "3(S-1)/S P + 2(R-1)/R P/S", divided)
 TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
 PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
 
