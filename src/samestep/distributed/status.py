@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -75,7 +75,7 @@ class RankStatus:
         self._version = 0
         self._is_inside = False
         self._compute_began = time.monotonic()
-        self._values = StatusSnapshot()
+        self._values: dict[str, Any] = asdict(StatusSnapshot())  # a dataclass costs more per change
         self._waits: list[str] = []
         self._disk_operation = ""
         self._wait_began = self._waited_seconds = 0.0
@@ -89,7 +89,8 @@ class RankStatus:
     @property
     def activity(self) -> str:
         """Current activity without waits, such as `in engine.step 7`; empty before the first operation."""
-        return self._values.activity
+        activity: str = self._values["activity"]
+        return activity
 
     @property
     def snapshot(self) -> StatusSnapshot:
@@ -103,7 +104,7 @@ class RankStatus:
             yield
             return
         self._is_inside = True
-        self._update(operations=self._values.operations + 1, activity=f"in {name}")
+        self._update(operations=self._values["operations"] + 1, activity=f"in {name}")
         try:
             yield
         finally:
@@ -135,9 +136,9 @@ class RankStatus:
         """Record the end of a step's computation, except for the part that overlaps with communication."""
         values = self._values
         self._update(
-            compute_seconds=values.compute_seconds + time.monotonic() - self._compute_began,
-            microbatches=values.microbatches + microbatches,
-            steps=values.steps + 1,
+            compute_seconds=values["compute_seconds"] + time.monotonic() - self._compute_began,
+            microbatches=values["microbatches"] + microbatches,
+            steps=values["steps"] + 1,
         )
 
     def heartbeat(self) -> None:
@@ -151,7 +152,7 @@ class RankStatus:
 
     def checkpoint_saved(self) -> None:
         """Count a written checkpoint."""
-        self._update(checkpoints=self._values.checkpoints + 1)
+        self._update(checkpoints=self._values["checkpoints"] + 1)
 
     def finish(self) -> None:
         """Record the end of `samestep.start()`; the rank is not watched after this."""
@@ -159,13 +160,12 @@ class RankStatus:
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            if changes:
-                self._values = replace(self._values, **changes)
             values = self._values
-            activity = ", waiting in ".join([values.activity, *self._waits[-1:]])
+            values |= changes
+            activity = ", waiting in ".join([values["activity"], *self._waits[-1:]])
             disk = DISK_OPERATION + self._disk_operation if self._disk_operation else ""
             text = f"{activity}{disk}".encode()[:_TEXT_BYTES]
-            now = {**vars(values), "last_change": time.monotonic(), "is_waiting": bool(self._waits)}
+            now = {**values, "last_change": time.monotonic(), "is_waiting": bool(self._waits)}
             *numbers, _ = now.values()
             content = _NUMBERS.pack(*numbers, len(text)) + text
             self._version += 2

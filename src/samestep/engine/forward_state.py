@@ -68,9 +68,8 @@ class ForwardState:
     ) -> None:
         self._model, self._rules, self._is_whole = model, rules or {}, is_whole
         self._modules = list(model.modules())
-        self._device = next(
-            (tensor.device for tensor in chain(model.buffers(), model.parameters())), torch.device("cpu")
-        )
+        devices = (tensor.device for tensor in chain(model.buffers(), model.parameters()))
+        self._device = next(devices, torch.device("cpu"))
         self._active: list[str] = []  # names of state that some step has changed
         self._is_first, self._attributes = True, ModuleAttributes(model)
         self._places: dict[str, Place] = {}
@@ -139,6 +138,8 @@ class ForwardState:
             self._touched = {*attributes, *large, *(self._touched - self._large)}
         self._dirty = {*self._touched, *unusable}
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
+        if not self._start and not self._problems:  # a model without buffers
+            return torch.zeros(self.length, dtype=torch.float64, device=self._device)
         is_last = number == self._microbatches - 1
         self._problems.update(self._attributes.read(module, is_last=is_last))
         kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
@@ -341,10 +342,8 @@ class ForwardState:
             value = part / len(tree.filled) if rule == "mean" else part + flat(starts).to(part.device)
             pieces = value.split([size_of(start) for start in starts])
             for name, start, piece in zip(members, starts, pieces, strict=True):
-                is_complex = start.is_complex()
-                results[name] = (
-                    torch.view_as_complex(piece.view(*start.shape, 2)) if is_complex else piece.view_as(start)
-                )
+                pair = piece.view(*start.shape, 2) if start.is_complex() else None
+                results[name] = piece.view_as(start) if pair is None else torch.view_as_complex(pair)
         if hashes and len({hashes[number] for number in tree.filled}) > 1:
             self._raise_unequal([name for name in names if self._rule(name) == "equal"], world)
         return results
