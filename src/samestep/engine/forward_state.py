@@ -386,6 +386,7 @@ class ForwardState:
     def _raise_problems(self, world: World) -> None:
         written = self._differing({n: self._objects[n].detach() for n in self._large}, self._unobserved())
         self._problems |= {f"buffer {name} without a new version, as by .data" for name in written}
+        self._dirty = None
         names = sorted(set(chain.from_iterable(all_gather(sorted(self._problems), world))))
         raise changed_state_error(names)
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+import samestep
+from helpers.batches import batch_of, random_data
 from samestep.engine.buffers import MicrobatchBuffers
+from samestep.errors import InputError
 from samestep.recipes.parameter_groups import set_training_mode
 
 
@@ -104,3 +107,45 @@ def test_partly_frozen_norm_layer_is_in_training_mode() -> None:
     norm.weight.requires_grad_(False)
     set_training_mode(norm)
     assert norm.training
+
+
+class Table(nn.Module):
+    """Writes a buffer of `size` elements from the second step on, in place or by `.data`."""
+
+    def __init__(self, size: int, *, by_data: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(size))
+        self.out, self.by_data, self.writes = nn.Linear(6, 4), by_data, False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            table = self.table.data if self.by_data else self.table
+            table[:6] += inputs.detach().mean(0)
+        outputs: torch.Tensor = self.out(inputs)
+        return outputs
+
+
+def train_table(world: samestep.World, model: Table, steps: int = 3) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
+    inputs, targets = random_data(12)
+    for step in range(steps):
+        model.writes = step > 0
+        engine.step(batch_of(world, inputs.float() + step, targets, 4))
+    return model.table[:6]
+
+
+def test_large_buffer_that_changes_after_the_first_step_has_its_mean(alone: samestep.World) -> None:
+    """Large buffers are found by their versions, small ones are always compared."""
+    small, large = (train_table(alone, Table(size)) for size in (6, 100_000))
+    assert torch.equal(small, large)
+    assert small.abs().sum() > 0
+    assert torch.equal(small, train_table(alone, Table(6, by_data=True)))
+
+
+def test_large_buffer_that_changes_without_a_new_version_is_refused(alone: samestep.World) -> None:
+    model = Table(100_000, by_data=True)
+    with pytest.raises(InputError, match="buffer table without a new version") as error:
+        train_table(alone, model)
+    assert error.value.code == "E_BUFFER"
+    assert not model.table.any(), "restored"
