@@ -156,9 +156,7 @@ def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, shar
 
 
 def gpu_uuids(first: torch.device, count: int) -> list[str]:
-    """Return the UUIDs of `count` GPUs from the first one of a rank; empty on a CPU."""
-    if not is_accelerator(first):
-        return []
+    """Return the UUIDs of `count` GPUs from the first one of a rank."""
     properties = accelerator_module().get_device_properties
     return [str(properties(index).uuid) for index in range(first.index, first.index + count)]
 

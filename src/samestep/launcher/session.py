@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
-from samestep.config.strategy import MeshShape
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -81,28 +80,20 @@ def start(
     _require_no_process_group()
     worker = process_state.worker
     rendezvous = read_rendezvous() if worker is None else None
+    strategy = strategy or StrategyConfig()
     prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
-    rank, size, local_rank = _ranks(worker, rendezvous)
+    rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
-    share_gpu = share_gpu or read_environment().share_gpu
-    rank_device = _select_device(device, local_rank, rendezvous, strategy, share_gpu=share_gpu)
+    rank_device, own_gpus = _select_devices(device, worker, rendezvous, strategy, share_gpu=share_gpu)
     _set_determinism(reduction, threads)
     status = worker.rank_status if worker else local_rank_status()
-    if share_gpu and is_accelerator(rank_device):
-        _require_no_pipeline(resolve_mesh(strategy or StrategyConfig(), size))
-    own_gpus = gpu_uuids(rank_device, _gpus_per_rank(strategy)) if not share_gpu else []
-    store, collective_timeout, watchdog = _init_process_group(
-        worker, rendezvous, timeout, rank_device, status, own_gpus
-    )
-    stop = worker.stop if worker else StopRequest()
-    if worker:
-        stop.install()  # not earlier: SIGTERM must end a script that never calls start()
-    check = CollectiveCheck(store, status, rank=rank, size=size, timeout=collective_timeout)
+    store, limit, watchdog = _init_process_group(worker, rendezvous, timeout, rank_device, status, own_gpus)
+    stop = _stop_request(worker)
+    check = CollectiveCheck(store, status, rank=rank, size=size, timeout=limit)
     context = RunContext(status, stop, check, tuple(loggers) if rank == 0 else (), process_state.callbacks)
     try:
-        world = build_world(rank, size, rank_device, context, strategy or StrategyConfig(), collective_timeout)
-        handlers = _handlers_installed(stop) if rendezvous else nullcontext()
-        with check.until_end(), handlers, ExitStack() as stack:
+        world = build_world(rank, size, rank_device, context, strategy, limit)
+        with check.until_end(), _handlers_installed(stop) if rendezvous else nullcontext(), ExitStack() as stack:
             for logger in context.loggers:
                 stack.callback(logger.close)
             yield world
@@ -215,6 +206,13 @@ def _leave(world: World, watchdog: PeerWatchdog | None, *, is_launched: bool) ->
     dist.destroy_process_group()
 
 
+def _stop_request(worker: WorkerSpec | None) -> StopRequest:
+    if worker is None:
+        return StopRequest()
+    worker.stop.install()  # not earlier: SIGTERM must end a script that never calls start()
+    return worker.stop
+
+
 @contextmanager
 def _handlers_installed(stop: StopRequest) -> Iterator[None]:
     """Handle stop signals and the first Ctrl-C inside the block. Does nothing outside the main thread."""
@@ -253,38 +251,34 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
     return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) if rendezvous is not None else (0, 1, 0)
 
 
-def _select_device(
+def _select_devices(
     kind: DeviceKind,
-    local_rank: int,
+    worker: WorkerSpec | None,
     rendezvous: Rendezvous | None,
-    strategy: StrategyConfig | None,
+    strategy: StrategyConfig,
     *,
     share_gpu: bool,
-) -> torch.device:
-    """Return the first device of this rank."""
+) -> tuple[torch.device, list[str]]:
+    """Return the first device of this rank, and the UUIDs of GPUs that it must share with no other rank."""
     available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
-        return torch.device("cpu")
-    per_rank = _gpus_per_rank(strategy)
+        return torch.device("cpu"), []
+    share_gpu = share_gpu or read_environment().share_gpu
+    _, size, local_rank = _ranks(worker, rendezvous)
+    per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
     if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
         local_rank = 0  # srun --gpus-per-task=1 and similar options show each rank only its own device
     device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=share_gpu))
-    accelerator_module().set_device(device)
-    return device
-
-
-def _require_no_pipeline(shape: MeshShape) -> None:
-    if shape.pipeline > 1:
+    shape = resolve_mesh(strategy, size)
+    if share_gpu and shape.pipeline > 1:
         raise InputError(
             f"the mesh {shape.name} on ranks that share GPUs",
             expected="stages of a pipeline on GPUs of their own: torch sends messages between stages by NCCL",
             fix="start one rank per GPU, or use another strategy",
             code="E_INCOMPATIBLE",
         )
-
-
-def _gpus_per_rank(strategy: StrategyConfig | None) -> int:
-    return (strategy.devices or 1) if strategy is not None and strategy.name == "device_map" else 1
+    accelerator_module().set_device(device)
+    return device, [] if share_gpu else gpu_uuids(device, per_rank)
 
 
 def _set_determinism(reduction: Reduction, threads: int) -> None:

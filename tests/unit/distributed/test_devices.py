@@ -12,7 +12,6 @@ from samestep.distributed.devices import (
     first_gpu_index,
     gpu_range,
     gpu_stats,
-    gpu_uuids,
     require_own_gpus,
     select_devices,
     set_tf32,
@@ -128,10 +127,6 @@ def shares_gpu() -> list[bool]:
 def test_launch_lets_every_rank_share(share_gpu: bool) -> None:
     """On a GPU: tests/gpu/test_shared_gpu.py."""
     assert samestep.launch(shares_gpu, processes=2, share_gpu=share_gpu) == [share_gpu] * 2
-
-
-def test_cpu_has_no_gpu_uuids() -> None:
-    assert gpu_uuids(torch.device("cpu"), 1) == []
 
 
 def test_too_many_devices_are_rejected() -> None:
