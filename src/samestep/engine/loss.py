@@ -35,8 +35,8 @@ class Loss:
 LossFunction = Callable[[Any, Any], Loss | torch.Tensor]
 _NOT_A_MEAN = (
     "the loss is not a mean over samples, so results depend on the number of microbatches. Return "
-    "samestep.Loss(sum, count), pass a loss of torch.nn itself, or set StepConfig(gather='global') if the loss compares "
-    "samples; see docs/concepts/losses.md"
+    "samestep.Loss(sum, count), pass a loss of torch.nn itself, or set StepConfig(gather='global') for a loss that "
+    "compares samples; see docs/concepts/losses.md"
 )
 
 

@@ -65,7 +65,6 @@ class LossTerm:
         total = require_scalar(self.function(outputs, targets), f"loss term {self.name}", advice).reshape(())
         return Loss(total * samples if self.count == "once" else total, self.items(targets, samples))
 
-
     def require_valid(self, count: float, place: str) -> None:
         """Refuse a count that is negative or not finite."""
         if not 0 <= count < math.inf:
