@@ -116,9 +116,6 @@ def _is_savable(tensor: torch.Tensor) -> bool:
 
 def _named(tensor: torch.Tensor, tensors: Tensors, place: str) -> str:
     return tensors.setdefault(id(tensor), (f"{len(tensors)}.{place}", tensor))[0]
-    name = place if place not in tensors else f"{place}#{len(tensors)}"
-    tensors[name] = tensor
-    return name
 
 
 def _is_savable_array(value: numpy.ndarray[Any, Any] | numpy.generic) -> bool:

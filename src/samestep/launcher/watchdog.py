@@ -8,7 +8,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.reduction import DupFd
@@ -182,42 +182,33 @@ class Watchdog:
 
 
 def hang_text(hang: Hang) -> str:
-    """Return the report on a hang: the activity and the Python stack of each rank."""
+    """Return the report on a hang: the activity of each rank, and its Python stack unless it waits for a disk."""
     culprits = hang.culprits
-    if culprits and hang.states[culprits[0]].disk_operation:
-        return _disk_text(hang)
-    subject = ranks_text(culprits) if culprits else "the ranks"
-    verb = "hangs" if len(culprits) == 1 else "hang"
-    lines = [f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"]
     activities = {rank: _activity(state) for rank, state in hang.states.items()}
-    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
+    lines = [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
+    if culprits and (operation := hang.states[culprits[0]].disk_operation):
+        title = f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"
+        expected = "every operation of the disk ends"
+        fix = "check the disk or network file system of this path; then resume from the newest checkpoint"
+    else:
+        subject, verb = ranks_text(culprits) if culprits else "the ranks", "hangs" if len(culprits) == 1 else "hang"
+        title = f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"
+        lines += _stack_lines(hang, culprits)
+        expected = "every rank completes a step"
+        fix = (
+            f"look at the innermost frames of {subject}; for slow steps set a longer limit: --hang-after, "
+            "launch(hang_after=...) or start(timeout=...)"
+        )
+    limit = f"{expected} within {hang.hang_after:g} s (--hang-after)"
+    return "\n".join([title, *lines, f"  expected: {limit}", f"  fix:      {fix}"])
+
+
+def _stack_lines(hang: Hang, culprits: Sequence[int]) -> Iterator[str]:
     for owner, stacks in (("", hang.stacks), ("a loader worker of ", hang.loader_stacks)):
         shown = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in stacks.items() if frames or not owner}
         for frames, ranks in _grouped(shown, culprits).items():
-            lines.append(f"  stack of {owner}{ranks_text(ranks)}, innermost last:")
-            lines += [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
-    lines += [
-        f"  expected: every rank completes a step within {hang.hang_after:g} s (--hang-after)",
-        f"  fix:      look at the innermost frames of {subject}; for slow steps set a longer limit: --hang-after, "
-        "launch(hang_after=...) or start(timeout=...)",
-    ]
-    return "\n".join(lines)
-
-
-def _disk_text(hang: Hang) -> str:
-    """Return the report on a disk that does not answer."""
-    culprits = hang.culprits
-    operation = hang.states[culprits[0]].disk_operation
-    lines = [f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"]
-    activities = {rank: _activity(state) for rank, state in hang.states.items()}
-    lines += [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
-    return "\n".join(
-        [
-            *lines,
-            f"  expected: every operation of the disk ends within {hang.hang_after:g} s (--hang-after)",
-            "  fix:      check the disk or network file system of this path; then resume from the newest checkpoint",
-        ]
-    )
+            yield f"  stack of {owner}{ranks_text(ranks)}, innermost last:"
+            yield from [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
 
 
 def hang_failure(hang: Hang) -> Failure:

@@ -99,7 +99,11 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         value = _call(worker_spec)
         packed = pack(value) if rank == 0 else b""
     except SystemExit as error:
-        channel.send(Failure.of_exit(rank, _exit_code(error), status.activity, message=_exit_message(error)))
+        # By Python's rules None is 0, and text is 1 and part of the report.
+        is_code = error.code is None or isinstance(error.code, int)
+        message = "" if is_code else message_of(error.code)
+        exit_code = int(error.code or 0) if is_code else 1
+        channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message))
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))
@@ -132,16 +136,6 @@ def _call(worker_spec: WorkerSpec) -> Any:
     value = worker_spec.function()
     process_state.session.close()
     return value
-
-
-def _exit_code(error: SystemExit) -> int:
-    """Return the exit code of `sys.exit` by Python's rules: None is 0, and text is 1."""
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def _exit_message(error: SystemExit) -> str:
-    """Return the text of `sys.exit("text")`, which is part of the report."""
-    return "" if error.code is None or isinstance(error.code, int) else message_of(error.code)
 
 
 def _redirect_output(log: Path) -> None:
