@@ -56,7 +56,7 @@ CODES = {
     "E_LOSS": "A loss function returned no usable loss, or one of PyTorch's losses has no count.",
     "E_LOSS_TERM": "A term of a `MultiLoss` has an invalid name, count or weight.",
     "E_GATHER": "Outputs or targets of microbatches cannot be joined, as `step.gather: global` requires.",
-    "E_BUFFER": "A forward changes a buffer or a parameter in a way that the rules for buffers do not cover.",
+    "E_BUFFER": "A forward changes a buffer, parameter, variable or generator that the rules for buffers do not cover.",
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or does not support the strategy.",
     "E_SCHEDULER": "A scheduler was passed without `scheduler_interval`, or does not support the interval.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",

@@ -27,6 +27,7 @@ from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
+from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
 from samestep.engine.replicas import DataParallelRunner, SyncBatchNormRunner, build_buffers
 from samestep.errors import InputError
@@ -97,6 +98,8 @@ def build_components(
     scaler = scaler if previous is None else previous.runner.scaler
 
     forward = MicrobatchForward(as_step_loss(loss), config, world.device)
+    if not any(isinstance(callback, Intervention) for callback in callbacks):  # `samestep verify` finds the cause
+        forward.outside = OutsideState(model, loss)
     strategy = build_strategy(model, local_parameters, config.reduction, world, concurrent=sync_batch_norm)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
     kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)

@@ -23,6 +23,7 @@ from samestep.engine.forward_state import ForwardState
 from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
+from samestep.engine.outside_state import OutsideState
 from samestep.engine.step_stats import StepStats, stats_vector, vector_length
 from samestep.errors import UnusedParameterError
 from samestep.metrics.counts import rounded_sum
@@ -49,7 +50,7 @@ class MicrobatchForward:
         self._counts: list[float] = []
         self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
         self._is_loss_checked = False
-        self.engine_number = 0
+        self.engine_number, self.outside = 0, OutsideState()
         self.function: ForwardFunction | None = None
         self.needs_loss = True
         self.results: dict[int, ForwardResult] = {}  # of the forward function, by microbatch
@@ -94,7 +95,8 @@ class MicrobatchForward:
         Raises:
             InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
-        with self.context(purpose, position, microbatch.number, concurrent=concurrent):
+        context = self.context(purpose, position, microbatch.number, concurrent=concurrent)
+        with self.outside.unchanged(self.function), context:
             result = self._result(module, microbatch)
             if self.function is None:
                 return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
