@@ -6,10 +6,12 @@ import hashlib
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, get_wor
 
 from samestep.config import BadSamples
 from samestep.data.order import Indices
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import accelerator_module, copy_stream, is_accelerator
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, InputError, SamestepError, message_of
@@ -300,26 +302,26 @@ def move_next_to(data: Any, other: Any) -> Any:
     return data if device is None or _first_device(data) in (None, device) else move(data, device)
 
 
-def prefetch_to_device(microbatches: Iterator[Microbatch], device: torch.device) -> Iterator[Microbatch]:
-    """Yield microbatches on `device`; on a GPU, copy the next one on a separate stream during computation."""
+def prefetch_to_device(
+    microbatches: Iterator[Microbatch], device: torch.device, ahead: int = 1
+) -> Iterator[Microbatch]:
+    """Yield microbatches on `device`; on a GPU, copy the next `ahead` ones on another stream during computation."""
     if not is_accelerator(device):
         yield from microbatches
         return
-    module = accelerator_module()
-    stream = module.Stream(device)
-    ahead: Microbatch | None = None
-    for microbatch in microbatches:
-        with module.stream(stream):
-            copied = move(microbatch, device)
-        if ahead is not None:
-            yield ahead
-        current = module.current_stream(device)
-        current.wait_stream(stream)
-        for tensor in tensors_of(copied):  # the allocator must not reuse memory that the current stream still reads
-            tensor.record_stream(current)
-        ahead = copied
-    if ahead is not None:
-        yield ahead
+    module, stream = accelerator_module(), copy_stream(device)
+    copied: deque[tuple[Microbatch, Any]] = deque()
+    for microbatch in chain(microbatches, [None] * ahead):
+        if microbatch is not None:
+            with module.stream(stream):
+                copied.append((move(microbatch, device), stream.record_event()))
+        if copied and (microbatch is None or len(copied) > ahead):
+            ready, event = copied.popleft()
+            current = module.current_stream(device)
+            current.wait_event(event)
+            for tensor in tensors_of(ready):  # the allocator must not reuse memory that the current stream still reads
+                tensor.record_stream(current)
+            yield ready
 
 
 def _first_device(data: Any) -> torch.device | None:

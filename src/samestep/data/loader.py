@@ -284,7 +284,8 @@ class Loader:
         key, is_known = (epoch if self._reader.epoch_hooks else 0, size), self._world.size == 1
         is_known |= self._probed[0] == key
         probes = [] if is_known else [MicrobatchRequest(epoch, PROBE, probed)]
-        microbatches = prefetch_to_device(self._loaded([*probes, *chain(*requests)]), self._world.device)
+        ahead = 1 + len(requests[0]) if requests else 1  # all of the next step
+        microbatches = prefetch_to_device(self._loaded([*probes, *chain(*requests)]), self._world.device, ahead)
         self._running.add(iteration)
         try:
             for probe in islice(microbatches, len(probes)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.status import ranks_text
@@ -39,6 +39,12 @@ def accelerator_module() -> Any:
     import torch
 
     return torch.get_device_module(ACCELERATOR)
+
+
+@cache
+def copy_stream(device: torch.device) -> Any:
+    """Return the stream for copies to a device: each stream has memory of its own, and torch has 32 of them."""
+    return accelerator_module().Stream(device)
 
 
 def set_tf32(device: torch.device, *, allowed: bool) -> None:

@@ -79,12 +79,21 @@ def test_cpu_does_not_prefetch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [1, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 9])
-def test_gpu_prefetch_preserves_data_and_order(count: int) -> None:
+def test_gpu_prefetch_preserves_data_and_order(count: int, ahead: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    got = list(prefetch_to_device(iter(microbatches(count)), device))
+    got = list(prefetch_to_device(iter(microbatches(count)), device, ahead))
     assert [microbatch.number for microbatch in got] == list(range(count))
     for microbatch in got:
         assert microbatch.data[0].device == device
         assert microbatch.data[0].tolist() == [microbatch.number] * 4
         assert microbatch.data[1]["length"].item() == microbatch.number
+
+
+@pytest.mark.gpu
+def test_gpu_prefetch_is_ahead_by_the_microbatches_of_a_step() -> None:
+    source = iter(microbatches(9))
+    prefetched = prefetch_to_device(source, torch.device("cuda", torch.cuda.current_device()), 4)
+    assert next(prefetched).number == 0
+    assert next(source).number == 5
