@@ -114,7 +114,7 @@ def request_save(world: World) -> list[bool]:
     return [engine.step(random_batch(world, SIZE, MICROBATCHES), save=request).save for request in requests]
 
 
-def stop_evaluation(world: World) -> list[object]:
+def stop_evaluation(world: World, **options: Any) -> list[object]:
     """Return two evaluations; the last rank receives a stop request in the first."""
     answers = [False, world.rank == world.size - 1]
 
@@ -123,7 +123,7 @@ def stop_evaluation(world: World) -> list[object]:
             return bool(answers and answers.pop(0))
 
     own_world = World(rank=world.rank, size=world.size, device=world.device, context=RunContext.local(ScriptedStop()))
-    engine = engine_of(own_world, seeded(0, Perceptron))
+    engine = engine_of(own_world, seeded(0, Perceptron), **options)
     batches = [random_batch(own_world, SIZE, MICROBATCHES) for _ in range(3)]
     first = engine.evaluate_until_stop(batches)
     answers.clear()
@@ -148,6 +148,7 @@ CHECKS: dict[str, Callable[[World], Any]] = {
     "stop request": request_stop,
     "save request": request_save,
     "stopped evaluation": stop_evaluation,
+    "stopped evaluation of a global loss": lambda world: stop_evaluation(world, gather="global"),
     "reduced scale": reduce_scale,
     **{
         f"{check.__name__} {reduction} {kind}": lambda world, check=check, reduction=reduction, kind=kind: check(

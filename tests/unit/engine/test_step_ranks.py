@@ -95,8 +95,9 @@ def test_save_request_of_rank_0_reaches_all_ranks(results: dict[int, ByRank]) ->
     assert all(saves == [False, True, False] for saves in all_ranks(results, "save request"))
 
 
-def test_stop_request_of_one_rank_ends_the_evaluation_on_all_ranks(results: dict[int, ByRank]) -> None:
-    first, *others = all_ranks(results, "stopped evaluation")
+@pytest.mark.parametrize("check", ["stopped evaluation", "stopped evaluation of a global loss"])
+def test_stop_request_of_one_rank_ends_the_evaluation_on_all_ranks(results: dict[int, ByRank], check: str) -> None:
+    first, *others = all_ranks(results, check)
     assert first[0] is None
     assert first[1]["samples"] == 3 * ranks_step.SIZE
     assert all(other == first for other in others)
