@@ -1,11 +1,13 @@
-"""Several ranks on one GPU: `pytest -m gpu` on a machine that has one. Not run on hardware yet."""
+"""Several ranks on one GPU: `pytest -m gpu` on a machine with one. Not run on hardware yet."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 import samestep
+from helpers.started import Variables, as_mpirun, as_srun, as_torchrun, free_port, ranks
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
-from samestep.errors import InputError
 from samestep.launcher.launch import RankError, launch
 from workers.reductions import LONG
 
@@ -61,16 +63,31 @@ def test_divided_models_agree_with_one_rank_to_rounding(strategy: StrategyConfig
 
 
 def unshared() -> None:
-    with pytest.raises(InputError) as error:
-        train(None, share_gpu=False)
-    assert error.value.code == "E_DEVICES"
-    raise error.value
+    train(None, share_gpu=False)
 
 
 def test_two_ranks_on_one_gpu_are_refused_by_name() -> None:
     last = torch.cuda.device_count()
     with pytest.raises(RankError, match=f"ranks 0 and {last} of this machine would share a GPU"):
         launch(unshared, processes=last + 1)
+
+
+@pytest.mark.parametrize("variables", [as_mpirun, as_srun("71"), None], ids=["mpirun", "srun", "torchrun"])
+def test_ranks_of_other_launchers_with_one_visible_gpu_are_refused(variables: Variables | None, tmp_path: Path) -> None:
+    """Under srun and mpirun, each rank may see its own GPU as the only one; here both see the same."""
+    arguments = ("train", "digits", "--device", "cuda", "--set", "epochs=1")
+    started = variables or as_torchrun(free_port())
+    with ranks(started, 2, *arguments, cwd=tmp_path, more={"CUDA_VISIBLE_DEVICES": "0"}) as processes:
+        ended = processes.wait()
+    errors = "".join(done.err for done in ended)
+    assert all(done.code for done in ended)
+    assert "E_DEVICES" in errors and "ranks 0 and 1" in errors
+
+
+def test_ranks_of_other_launchers_can_share(tmp_path: Path) -> None:
+    arguments = ("train", "digits", "--device", "cuda", "--share-gpu", "--set", "epochs=1")
+    with ranks(as_mpirun, 2, *arguments, cwd=tmp_path, more={"CUDA_VISIBLE_DEVICES": "0"}) as processes:
+        assert [done.code for done in processes.wait()] == [0, 0]
 
 
 def test_pipelines_are_refused() -> None:
