@@ -245,6 +245,28 @@ def forward_function_with_values(setting: Setting) -> Any:
 
 
 @same
+def batches_of_two_loaders_with_equal_sizes(setting: Setting) -> Any:
+    def forward(model: nn.Module, data: Any) -> Any:
+        (first, targets), (second, _) = data
+        return {"outputs": (model(first), model(second)), "targets": targets}
+
+    engine = engine_of(setting, Encoder(), info_nce)
+    pairs = zip(batches_of(setting, Points()), batches_of(setting, Points(), seed=1), strict=True)
+    return engine.model, [engine.step(batches, forward=forward).loss for batches in pairs]
+
+
+@refused("E_GATHER")
+def batches_of_two_loaders_with_other_sizes(setting: Setting) -> Any:
+    def forward(model: nn.Module, data: Any) -> Any:
+        (first, targets), (second, _) = data
+        return {"outputs": (model(first), model(second)), "targets": targets}
+
+    engine = engine_of(setting, Encoder(), supervised_contrastive)
+    pairs = zip(batches_of(setting, Points()), batches_of(setting, Points(), batch_size=8), strict=False)
+    return [engine.step(batches, forward=forward).loss for batches in pairs]
+
+
+@same
 def terms_of_the_whole_batch(setting: Setting) -> Any:
     loss = samestep.MultiLoss(
         [
