@@ -66,7 +66,7 @@ MISTAKES = {
     "threads_by_world_size": (Cause.THREADS, "with one thread per rank"),
     "unused_parameters": (Cause.UNUSED, "second.weight"),
 }
-QUICK = ("loss_mean_over_tokens", "buffer_not_saved")
+QUICK = ("buffer_not_saved",)
 RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*.py"))
 
 

@@ -114,7 +114,10 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOGGERS)
+# The import of MLflow takes several seconds.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mlflow")) for name in LOGGERS]
+)
 def test_unused_logger_writes_no_file(name: str, tmp_path: Path) -> None:
     for package in {"wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy"]}.get(name, []):
         pytest.importorskip(package)
