@@ -151,8 +151,20 @@ class LocalParameters:
     def total_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, equal on every rank."""
         if not self.is_divided:
-            return get_total_norm([p.grad for p in self.local.values() if p.grad is not None])
+            gradients = [p.grad for p in self.local.values() if p.grad is not None]
+            devices = {gradient.device for gradient in gradients}
+            return get_total_norm(gradients) if len(devices) < 2 else self._norm_of_devices(gradients)
         return self._total_of_squares().sqrt()
+
+    def _norm_of_devices(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of gradients on several devices, in the order on one device: torch adds them by device."""
+        norms = list(gradients)
+        for device in {gradient.device for gradient in gradients}:
+            positions = [position for position, gradient in enumerate(gradients) if gradient.device == device]
+            for position, norm in zip(positions, torch._foreach_norm([gradients[p] for p in positions]), strict=True):
+                norms[position] = norm.to(self._device, non_blocking=True)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def _total_of_squares(self) -> torch.Tensor:
         # Names of trained parameters by the process groups that divide them.
