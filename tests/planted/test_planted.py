@@ -52,6 +52,7 @@ MISTAKES = {
     "loss_with_running_average": (Cause.LOSS_STATE, "called twice"),
     "microbatches_by_world_size": (Cause.MICROBATCHES, "1 microbatches and 2"),
     "model_global_generator": (Cause.MODEL_RANDOM, "advances with every call"),
+    "model_in_ddp": (Cause.FAILED, "wrapped in DistributedDataParallel"),
     "model_own_generator": (Cause.MODEL_RANDOM, "module 2"),
     "model_seeds_by_rank": (Cause.MODEL_RANDOM, "module 2"),
     "model_unseeded": (Cause.MODEL_RANDOM, "run twice"),
