@@ -1,5 +1,7 @@
 """Selection and division of GPUs: computed from text and numbers, without any GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
+from samestep.distributed import devices
 from samestep.distributed.devices import (
     ACCELERATOR,
     first_gpu_index,
@@ -120,6 +123,10 @@ def test_ranks_with_one_gpu_are_refused_by_name() -> None:
 
 def shares_gpu() -> list[bool]:
     with samestep.start() as world:
+        assert not world.stages_messages  # on a CPU
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "ACCELERATOR", "cpu")
+            assert replace(world).stages_messages  # gloo on an accelerator
         return samestep.all_gather(read_environment().share_gpu, world)
 
 
