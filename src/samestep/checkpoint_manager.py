@@ -17,7 +17,8 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.state import Training, load, pack, read_verified
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
-from samestep.data.loader import Loader, epochs
+from samestep.data.epochs import epochs
+from samestep.data.loader import Loader
 from samestep.distributed.logging import logger
 from samestep.distributed.world import all_gather
 from samestep.engine.consistency import checksum
