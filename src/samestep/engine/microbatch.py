@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_device, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
@@ -169,7 +170,7 @@ class MicrobatchForward:
     def scalars(self) -> list[torch.Tensor]:
         """Return sums and counts of the values for logging of this rank since `begin_step`, on their devices."""
         values = chain.from_iterable(result.values.values() for result in self.results.values())
-        return [torch.as_tensor(number) for value in values for number in (value.sum, value.count)]
+        return [torch.as_tensor(number, dtype=torch.float64) for value in values for number in (value.sum, value.count)]
 
     def value_names(self) -> list[list[Any]]:
         """Return microbatch and name of the values for logging of this rank, in the order of `scalars`."""
@@ -285,7 +286,8 @@ class StepRunner(ABC):
 
     def read(self, batch: GlobalBatch, total: torch.Tensor, norm: torch.Tensor) -> StepStats:
         """Wait for the device, and return the statistics of the step; complete the state that the forward changed."""
-        with self.world.context.status.waiting("the results of the step"):
+        status, is_wait = self.world.context.status, is_accelerator(self.world.device)
+        with status.waiting("the results of the step") if is_wait else nullcontext():
             stats = StepStats.from_vector(
                 batch.microbatches, total, self.buffers.control_length, norm, self.forward.scalars()
             )

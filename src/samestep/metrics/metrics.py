@@ -69,7 +69,7 @@ class FunctionMetric:
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
         self.name, self.function = name, function
-        self._rows: list[list[float]] = []  # sum and count of each microbatch
+        self._rows: list[tuple[Any, Any]] = []  # sum and count of each microbatch, on the device
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Add one microbatch.
@@ -79,9 +79,9 @@ class FunctionMetric:
         """
         value = self.function(outputs, targets)
         if isinstance(value, tuple) and len(value) == 2:
-            self._rows.append([float(number) for number in value])
+            self._rows.append(value)
         elif isinstance(value, torch.Tensor) and value.dim() > 0:
-            self._rows.append([float(value.double().sum()), value.numel()])
+            self._rows.append((value.detach().double().sum(), value.numel()))
         else:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise InputError(
@@ -93,7 +93,13 @@ class FunctionMetric:
 
     def compute(self, world: World) -> float:
         """Return the mean over all ranks, NaN if nothing was counted, and reset the sums. A collective."""
-        rows = [row for rows in all_gather(self._rows, world) for row in rows]
+        scalars = [
+            torch.as_tensor(number, dtype=torch.float64).detach().view(1) for row in self._rows for number in row
+        ]
+        none = torch.empty(0, dtype=torch.float64, device=world.device)
+        numbers = torch.cat([none, *(scalar.to(world.device, non_blocking=True) for scalar in scalars)]).tolist()
+        own = [numbers[start : start + 2] for start in range(0, len(numbers), 2)]
+        rows = [row for rows in all_gather(own, world) for row in rows]
         self.reset()
         total, count = (rounded_sum([row[column] for row in rows]) for column in (0, 1))
         return total / count if count else math.nan

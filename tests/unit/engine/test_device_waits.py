@@ -78,11 +78,16 @@ def test_step_with_synchronized_batch_norm_waits_twice(alone: World, microbatche
     assert waits_of_third_step(engine, images(alone, microbatches)) == {"tolist": 2}
 
 
-def test_evaluation_waits_twice(alone: World) -> None:
+def correct(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
+
+
+@pytest.mark.parametrize("metric", ["accuracy", correct])
+def test_evaluation_waits_twice(alone: World, metric: Any) -> None:
     engine = engine_of(alone)
     batches = [images(alone, 4), images(alone, 4)]
     with Waits() as waits:
-        engine.evaluate(batches, ["accuracy"])
+        engine.evaluate(batches, [metric])
     assert sum(waits.calls.values()) <= 2, waits.calls
 
 
