@@ -31,8 +31,8 @@ A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of 
 bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
 copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
-With several microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual of the
-compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
+With several microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual
+of the compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
 weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage."""
 
 
