@@ -102,7 +102,8 @@ def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
         tail = log.read_text(encoding="utf-8", errors="replace")[-1500:]
         if not result.exists():
             ending = f"ended after the limit of {seconds:.0f} s" if code is None else f"exit code {code}"
-            return line | {"failures": [f"{ending}; last output: {tail}"]}
+            last = ([*filter(None, tail.splitlines())] or [""])[-1]
+            return line | {"failures": [f"{ending}: {last}"], "output": tail}
         outcome = json.loads(result.read_text(encoding="utf-8"))
     verdict = "fail" if outcome["failures"] else "skipped" if outcome["skipped"] else "pass"
     return line | outcome | {"verdict": verdict}
