@@ -286,12 +286,10 @@ class StepRunner(ABC):
 
     def read(self, batch: GlobalBatch, total: torch.Tensor, norm: torch.Tensor) -> StepStats:
         """Wait for the device, and return the statistics of the step; complete the state that the forward changed."""
+        scalars, tree = self.forward.scalars(), MicrobatchTree(batch.microbatches, batch.size)
         status, is_wait = self.world.context.status, is_accelerator(self.world.device)
         with status.waiting("the results of the step") if is_wait else nullcontext():
-            stats = StepStats.from_vector(
-                batch.microbatches, total, self.buffers.control_length, norm, self.forward.scalars()
-            )
-        tree = MicrobatchTree(batch.microbatches, batch.size)
+            stats = StepStats.from_vector(batch.microbatches, total, self.buffers.control_length, norm, scalars)
         with self.undo_on_failure():
             self.buffers.combine(stats.buffers, stats.control, tree, self.strategy, self.world.data)
         return stats

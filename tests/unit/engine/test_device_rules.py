@@ -11,6 +11,7 @@ import samestep
 from helpers.batches import batch_of
 from helpers.models import seeded
 from samestep import launch
+from samestep.engine import microbatch
 from samestep.engine.batch_norm import LayerPosition, Message, sync_batch_norm
 from samestep.engine.engine import Engine
 from samestep.strategies.local_parameters import LocalParameters
@@ -100,8 +101,11 @@ def test_compiled_model_of_several_buckets_has_the_same_bits_in_bf16() -> None:
     assert len({launch(buckets.train_compiled, processes=ranks) for ranks in (1, 2, 3)}) == 1
 
 
-def test_step_is_marked_as_waiting_while_it_reads_from_the_device(alone: samestep.World) -> None:
+def test_step_is_marked_as_waiting_while_it_reads_from_the_device(
+    alone: samestep.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank whose GPU waits for another rank is then not taken for the one that hangs."""
+    monkeypatch.setattr(microbatch, "is_accelerator", lambda device: True)
     waiting: list[bool] = []
     status = alone.context.status
 
