@@ -132,6 +132,18 @@ def counters_of_any_type_in_attributes(setting: Setting) -> Any:
 
 
 @same
+def state_that_is_cleared_by_the_forward(setting: Setting) -> Any:
+    def change(module: Any, inputs: torch.Tensor) -> None:
+        if module.memory is None:
+            module.memory = inputs.mean(0)
+        else:
+            module.scale, module.memory = module.memory, None
+
+    model, losses = losses_of(setting, change, memory=None)
+    return model, model.scale, model.memory, losses
+
+
+@same
 def hidden_state_that_is_carried_between_steps(setting: Setting) -> Any:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -138,10 +138,10 @@ class ForwardState:
             self._touched = {*attributes, *large, *(self._touched - self._large)}
         self._dirty = {*self._touched, *unusable}
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
-        if not self._start and not self._problems:  # a model without buffers
-            return torch.zeros(self.length, dtype=torch.float64, device=self._device)
         is_last = number == self._microbatches - 1
         self._problems.update(self._attributes.read(module, is_last=is_last))
+        if not (self._start or self._problems or self._attributes.has_changed_late):  # a model without buffers
+            return torch.zeros(self.length, dtype=torch.float64, device=self._device)
         kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
         kept = list(dict.fromkeys([*kept, *self._touched]))
         ends = [values[name] for name in kept]
