@@ -7,7 +7,7 @@ each microbatch that a rank computes, so their values would depend on the number
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType
@@ -19,7 +19,7 @@ import torch
 from samestep.errors import InputError
 
 _LIBRARIES = ("torch.", "builtins", "abc", "typing", "collections")
-Read = Callable[[], Any]
+Place = tuple[str, partial[Any]]  # name, and call that returns the present value
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
@@ -33,6 +33,7 @@ class OutsideState:
 
     def __init__(self, model: torch.nn.Module | None = None, loss: object = None) -> None:
         self._is_active, self._places = model is not None, _places_of(loss)
+        self._function: tuple[object, list[Place]] = None, []  # the last forward function and its places
         classes: dict[type, None] = {}
         for path, module in model.named_modules() if model is not None else ():
             for key, value in module.__dict__.items():
@@ -43,8 +44,9 @@ class OutsideState:
             for key, value in vars(kind).items():
                 if isinstance(value, FunctionType):
                     self._places += _places_of(value)
-                elif _is_number(value) or isinstance(value, _GENERATORS):
+                elif _is_state(value):
                     self._places.append((f"{kind.__qualname__}.{key}", partial(vars(kind).get, key)))
+        self._places = list({(read.func, id(read.args[0])): (name, read) for name, read in self._places}.values())
 
     @contextmanager
     def unchanged(self, function: object) -> Iterator[None]:
@@ -53,27 +55,27 @@ class OutsideState:
         Raises:
             InputError: a number or a generator has changed.
         """
-        places = [*self._places, *_places_of(function)] if self._is_active else []
+        if function is not self._function[0]:
+            self._function = function, _places_of(function)
+        places = [*self._places, *self._function[1]] if self._is_active else []
         before = [_snapshot(read()) for _, read in places]
         yield
         for (name, read), value in zip(places, before, strict=True):
-            if value is not None and _snapshot(read()) != value:
+            if _snapshot(read()) != value:
                 raise _changed_error(name, read())
 
 
-def _places_of(function: object) -> list[tuple[str, Read]]:
-    """Return the variables outside of a function that its code names."""
+def _places_of(function: object) -> list[Place]:
+    """Return the variables outside of a function that its code names, if they hold a number or a generator."""
     function = getattr(function, "func", function)  # of a partial function
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return []
     code, variables = function.__code__, function.__globals__
-    places: list[tuple[str, Read]] = [
-        (name, partial(variables.get, name)) for name in sorted(_names(code)) if name in variables
-    ]
+    places: list[Place] = [(name, partial(variables.get, name)) for name in sorted(_names(code)) if name in variables]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         places.append((name, partial(_contents, cell)))
-    return places
+    return [(name, read) for name, read in places if _is_state(read())]
 
 
 def _contents(cell: Any) -> Any:
@@ -92,11 +94,15 @@ def _is_number(value: Any) -> bool:
     return type(value) in (bool, int, float)
 
 
+def _is_state(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, _GENERATORS) and value is not torch.default_generator)
+
+
 def _snapshot(value: Any) -> Any:
     """Return a comparable copy of a number or of the state of a generator; None for other values."""
     if _is_number(value):
-        return repr(value)
-    if isinstance(value, torch.Generator) and value is not torch.default_generator:
+        return type(value), value
+    if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, numpy.random.Generator):
         return repr(value.bit_generator.state)
