@@ -37,7 +37,7 @@ class OutsideState:
         classes: dict[type, None] = {}
         for path, module in model.named_modules() if model is not None else ():
             for key, value in module.__dict__.items():
-                if isinstance(value, _GENERATORS):
+                if _is_generator(value):
                     self._places.append((f"{path}.{key}" if path else key, partial(module.__dict__.get, key)))
             classes |= {kind: None for kind in type(module).__mro__ if not kind.__module__.startswith(_LIBRARIES)}
         for kind in classes:
@@ -94,8 +94,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in (bool, int, float)
 
 
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, _GENERATORS) and value is not torch.default_generator
+
+
 def _is_state(value: Any) -> bool:
-    return _is_number(value) or (isinstance(value, _GENERATORS) and value is not torch.default_generator)
+    return _is_number(value) or _is_generator(value)
 
 
 def _snapshot(value: Any) -> Any:
