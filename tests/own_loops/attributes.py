@@ -144,6 +144,15 @@ def state_that_is_cleared_by_the_forward(setting: Setting) -> Any:
 
 
 @same
+def large_features_that_no_step_uses(setting: Setting) -> Any:
+    def change(module: Any, inputs: torch.Tensor) -> None:
+        module.features = inputs.repeat(1, 2**16)  # a warning on several processes: sent to all after every step
+
+    model, losses = losses_of(setting, change, features=None)
+    return model, model.features, losses
+
+
+@same
 def hidden_state_that_is_carried_between_steps(setting: Setting) -> Any:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

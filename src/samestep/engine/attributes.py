@@ -7,9 +7,12 @@ from typing import Any, TypeGuard
 
 import torch
 
+from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
 from samestep.engine.buffers import bytes_of, version_of
+from samestep.units import format_bytes
 
+_LARGE_BYTES = 2**20
 _MISSING = object()  # the attribute does not exist
 
 
@@ -32,6 +35,7 @@ class ModuleAttributes:
         self._versions: dict[str, int] = {}
         self._changed: set[str] = set()
         self._ends: dict[str, Any] = {}
+        self._large: set[str] = set()  # with a warning
 
     @property
     def has_changed_late(self) -> bool:
@@ -121,9 +125,21 @@ class ModuleAttributes:
         for name, (kind, value, shape) in zip(self._names, descriptions, strict=True):
             if kind == "tensor":
                 ends[name] = _received(values.get(name), value, shape, world)
+                self._warn_of_size(name, ends[name], world)
             elif kind == "value":
                 ends[name] = value
         self._ends = ends
+
+    def _warn_of_size(self, name: str, tensor: torch.Tensor, world: World) -> None:
+        if tensor.nbytes > _LARGE_BYTES and name not in self._large:
+            self._large.add(name)
+            if world.is_main:
+                logger.warning(
+                    "the attribute %s (%s) is sent to all ranks after every step, because the forward changes it; "
+                    "activations that no later step uses belong in a list",
+                    name.lstrip("."),
+                    format_bytes(tensor.nbytes),
+                )
 
     def commit(self) -> None:
         """Set the attributes to those at the end of the step."""
