@@ -28,14 +28,25 @@ class DeviceTensor(torch.Tensor):
         self.streams = (*self.streams, stream)
 
 
+class Event:
+    """Point in the work of a stream."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Stream:
-    """Queue of work; `wait_stream` orders it after the work of another stream."""
+    """Queue of work; `wait_event` orders it after the work of another stream."""
 
     def __init__(self, accelerator: "SimulatedAccelerator", number: int) -> None:
         self._accelerator, self.number = accelerator, number
 
-    def wait_stream(self, other: "Stream") -> None:
-        self._accelerator.order(other, self)
+    def record_event(self) -> Event:
+        return Event(self._accelerator.record(self))
+
+    def wait_event(self, event: Event) -> None:
+        self._accelerator.counts["waits"] += 1
+        self._accelerator.handler._handle_event_wait(event.number, self.number)
 
     def synchronize(self) -> None:
         self._accelerator.counts["synchronize"] += 1
@@ -90,13 +101,12 @@ class SimulatedAccelerator:
         finally:
             self._current = before
 
-    def order(self, first: Stream, then: Stream) -> None:
-        """Record an event in one stream for which another one waits."""
+    def record(self, stream: Stream) -> int:
+        """Record an event in a stream, and return the number of the event."""
         self._events += 1
-        self.counts["waits"] += 1
         self.handler._handle_event_creation(self._events)
-        self.handler._handle_event_record(self._events, first.number)
-        self.handler._handle_event_wait(self._events, then.number)
+        self.handler._handle_event_record(self._events, stream.number)
+        return self._events
 
     def _launch(self, name: str, read: set[int], written: set[int]) -> None:
         self.counts[f"operations of stream {self._current.number}"] += 1

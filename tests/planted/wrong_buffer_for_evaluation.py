@@ -1,4 +1,4 @@
-"""A running mean for evaluation, kept as a plain tensor."""
+"""A running mean for evaluation, kept in a dict."""
 
 import torch
 from parts import Plain, Points, batches_of, evaluation, fit, seeded, sgd
@@ -10,13 +10,13 @@ import samestep
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean = torch.zeros(())
+        self.state = {"mean": torch.zeros(())}
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean()
+            self.state["mean"] = 0.9 * self.state["mean"] + 0.1 * values.detach().mean()
             return values - values.mean()
-        return values - self.mean
+        return values - self.state["mean"]
 
 
 with samestep.start() as world:

@@ -1,4 +1,4 @@
-"""A running mean in a tensor that is no buffer, which steps do not average over microbatches."""
+"""A running mean in a dict, which steps neither average over microbatches nor send to other ranks."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd
@@ -10,12 +10,12 @@ import samestep
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean = torch.zeros(16)
+        self.state = {"mean": torch.zeros(16)}
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean(0)
-        return values - self.mean
+            self.state["mean"] = 0.9 * self.state["mean"] + 0.1 * values.detach().mean(0)
+        return values - self.state["mean"]
 
 
 with samestep.start() as world:

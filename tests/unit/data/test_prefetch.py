@@ -43,6 +43,6 @@ def test_missing_order_is_noticed() -> None:
             with accelerator.stream(side):
                 copied = accelerator.copy(torch.ones(4))
             if is_ordered:
-                accelerator.current_stream(CPU).wait_stream(side)
+                accelerator.current_stream(CPU).wait_event(side.record_event())
             copied.sum()
         assert len(accelerator.races) == int(not is_ordered)

@@ -21,10 +21,10 @@ from samestep.engine.microbatch import call_model
 from samestep.tools.verify.tensors import digest_any
 from samestep.tools.verify.trials import Interventions
 
-StateValue = torch.Tensor | float
+StateValue = torch.Tensor | float | list[Any] | dict[Any, Any]
 _Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
 # Attributes of torch.nn.Module.
-_MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
+_MODULE_ATTRIBUTES = frozenset([*vars(torch.nn.Module()), "call_super_init", "dump_patches"])
 
 
 def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> None:
@@ -95,20 +95,34 @@ class EngineInterventions:
 
 
 def hidden_state(model: torch.nn.Module, averaged: frozenset[str]) -> dict[str, StateValue]:
-    """Return buffers that steps do not average, and tensors and numbers that are plain attributes, by name.
+    """Return buffers that steps do not average, and tensors and numbers in plain attributes, lists and dicts, by name.
 
     A forward may change them, and neither steps nor checkpoints synchronise them.
     """
     state: dict[str, StateValue] = {name: buffer for name, buffer in model.named_buffers() if name not in averaged}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor | float | int) and key not in _MODULE_ATTRIBUTES:
+            if key not in _MODULE_ATTRIBUTES and _is_state(value):
                 state[f"{path}.{key}" if path else key] = value
     return state
 
 
-def _copy_state(state: dict[str, StateValue]) -> dict[str, StateValue]:
-    return {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+def _is_state(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(_is_state(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor | float | int)
+
+
+def _copy_state(state: dict[str, StateValue]) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in state.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _restore_state(model: torch.nn.Module, state: dict[str, StateValue]) -> None:

@@ -39,7 +39,7 @@ from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built, build
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
-from samestep.tools.verify.tensors import StepTensors, check_additivity, digest, digest_any, digest_rows
+from samestep.tools.verify.tensors import StepTensors, check_additivity, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
 
 
@@ -219,7 +219,7 @@ def _full_tensors(engine: Engine, local: Mapping[tuple[str, str], torch.Tensor])
 
 
 def _state_digests(state: Mapping[str, StateValue]) -> dict[str, str]:
-    return {name: digest(value) if isinstance(value, torch.Tensor) else repr(value) for name, value in state.items()}
+    return {name: digest_any(value) for name, value in state.items()}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
