@@ -91,10 +91,8 @@ class CheckpointManager:
     def epochs(self, number: int) -> Iterator[int]:
         """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
 
-        If the body has called `save` after the last step, the state is not saved again.
-
-        Raises:
-            as `resume`, `samestep.epochs` and `save`.
+        If the body has called `save` after the last step, the state is not saved again. Errors are those of `resume`,
+        `samestep.epochs` and `save`.
         """
         self.resume()
         for epoch in epochs(next(iter(self._loaders.values())), number):
