@@ -79,8 +79,10 @@ def one_value_errors(batch: GlobalBatch, world: World, *, is_shared: bool) -> It
         yield
     except (ValueError, InputError) as error:
         own = _one_value_error(batch, error)
-        if own is None or not is_shared:
-            raise (own or error) from error.__cause__ if own is error else error
+        if own is None or (own is error and not is_shared):
+            raise
+        if not is_shared:
+            raise own from error
     if is_shared:
         world.context.collective_check.complete()
         arguments = None if own is None else [own.value, own.expected, own.fix, own.code]
