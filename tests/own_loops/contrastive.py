@@ -338,6 +338,20 @@ class Stacked(Encoder):
         return torch.cat(super().forward(*views))
 
 
+_calls = 0
+
+
+@refused("E_BUFFER")
+def counter_in_a_global_variable_beside_a_global_loss(setting: Setting) -> Any:
+    class Annealed(Encoder):
+        def forward(self, *views: torch.Tensor) -> Any:
+            global _calls  # noqa: PLW0603
+            _calls += 1
+            return super().forward(*(view / (1 + _calls) for view in views))
+
+    return first_step(setting, Annealed(), info_nce, Views(), 16)
+
+
 @refused("E_GATHER")
 def views_of_a_batch_in_one_tensor(setting: Setting) -> Any:
     return first_step(setting, Stacked(), lambda o, t: info_nce(o.chunk(2), t), Views(), 16)

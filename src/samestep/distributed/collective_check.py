@@ -1,7 +1,8 @@
 """Collective check: all ranks confirm that they issue the same operation before it communicates.
 
-Operations of this package, such as steps, begin with a small all-reduce of a hash of their name and facts, such as the
-samples of a step. If hashes differ, ranks exchange the texts, and every rank raises an error.
+Operations of this package begin with a small all-reduce of a hash of their name and facts. A step that follows the
+same step as before adds its hash to its statistics instead: no message of its own. If hashes differ, ranks exchange the
+texts, and every rank raises an error. `OperationMonitor` finds ranks that wait in different operations.
 
 An enabled check covers collectives of the user too. Every rank numbers its operations and stores a description of each
 in the job's store, then reads those of the other ranks under the same number.
@@ -14,7 +15,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.interception import call_site, intercept_collectives
+from samestep.distributed.operation_monitor import OperationMonitor
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 
@@ -30,6 +32,8 @@ from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 _DESYNC_SECONDS = 2.0
 # Less than the launcher gives to the other ranks after the first failure.
 _READERS_SECONDS = 0.5
+_WAIT = timedelta(seconds=1)  # then the difference of pending operations is read
+_HASH_BITS = 20  # sums of squares over 2**12 ranks are exact in float64
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
 _RULE = "every rank issues the same steps, evaluations and collectives in the same order"
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
@@ -60,6 +64,9 @@ class CollectiveCheck:
 
     The enabled check opens a second connection to the job's store. `rank_status` receives every operation. `at_end` is
     called at the end of the world, on every rank; its keys are references to the objects that are compared.
+
+    Attributes:
+        step_hash: hash of the current step, a term of its statistics; 0 if it has been compared already.
     """
 
     def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
@@ -70,9 +77,12 @@ class CollectiveCheck:
         self._restore: Callable[[], None] | None = None
         self._thread = threading.get_ident()
         self._is_inside = False
-        self._engines = 0
+        self._engines = self.step_hash = 0
         self._after = ""  # for messages
-        self._comparison: tuple[str, Mapping[str, str], Callable[[], torch.Tensor]] | None = None
+        self._step: tuple[str, Mapping[str, str]] = "", {}
+        self._monitor = OperationMonitor(store, rank=rank, size=size)
+        self._previous: Hashable = None  # messages of the last step
+        self._next: dict[Hashable, Hashable] = {}  # messages of the step that followed one with these messages
         self._entries: dict[int, Entry] = {}  # own entries that are in the store
         self._posted = self._compared = 0
         self.at_end: dict[Callable[[], object], Callable[[], None]] = {}
@@ -95,6 +105,7 @@ class CollectiveCheck:
             if self._restore is not None:
                 self._restore()
             self._store = self._restore = None
+            self._monitor.end()
             self.at_end.clear()
 
     def next_engine_name(self) -> str:
@@ -103,10 +114,14 @@ class CollectiveCheck:
         return "engine" if self._engines == 1 else f"engine {self._engines}"
 
     @contextmanager
-    def operation(self, name: str, facts: Mapping[str, str] | None = None, *, overlaps: bool = False) -> Iterator[None]:
+    def operation(
+        self, name: str, facts: Mapping[str, str] | None = None, *, messages: Hashable = None
+    ) -> Iterator[None]:
         """Check an operation of all ranks, with facts that are equal on all; collectives in the block belong to it.
 
-        With `overlaps`, the block starts during the comparison, and calls `complete` before its first collective.
+        A step whose `messages` follow those of the step before as last time begins without a comparison: the block adds
+        `step_hash` to its own messages, and calls `confirm` with the sums. `messages` stands for their number and
+        length. If ranks are about to send messages of different lengths, at least one compares first.
 
         Raises:
             RankDesyncError: ranks issue different operations, or a rank issues none.
@@ -122,63 +137,91 @@ class CollectiveCheck:
             self._is_inside = True
             try:
                 if is_outermost:
-                    self._begin(name, facts or {})
-                    if not overlaps:
-                        self.complete()
-                    self._after = f"after {name}, "
+                    self._begin(name, facts or {}, messages)
                 yield
+            except PeerLostError as error:  # perhaps it ended because of the difference
+                self._raise_difference(error)
+                raise
             finally:
                 self._is_inside = not is_outermost
+                if is_outermost:
+                    self._monitor.finish()
+                    self.step_hash = 0
+
+    def _begin(self, name: str, facts: Mapping[str, str], messages: Hashable) -> None:
+        follows = messages is not None and self._next.get(self._previous) == messages
+        if messages is not None:
+            self._next[self._previous] = self._previous = messages
+        if follows and self._size > 1:
+            self._monitor.begin(name, facts)
+            self._step, self.step_hash = (name, facts), _hash_of(name, facts) >> (56 - _HASH_BITS)
+        else:
+            self.agree(name, facts)
+        self._after = f"after {name}, "
+
+    def confirm(self, total: float, squares: float) -> None:
+        """Compare the current step by the sums of `step_hash` and of its squares over all ranks.
+
+        The squared differences from the hash of a rank add up to zero only if all hashes are equal.
+
+        Raises:
+            RankDesyncError: as `operation`.
+            RankMismatchError: as `operation`.
+        """
+        if (total, squares) != (self._size * self.step_hash, self._size * self.step_hash**2):
+            self.agree(*self._step)
 
     def begin_collective(self, name: str) -> None:
         """Check a collective of the user that is called through this package; an enabled check covers it already."""
         if not self._is_inside and self._store is None and threading.get_ident() == self._thread:
             self.agree(name, {})
+            self._monitor.finish()
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
         """Compare a name and facts between ranks, by one small all-reduce; raise on every rank if they differ."""
-        self._begin(name, facts)
-        self.complete()
-
-    def _begin(self, name: str, facts: Mapping[str, str]) -> None:
-        self.complete()
-        if self._size > 1:
-            text = "\n".join((name, *facts.values()))
-            number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-            self._comparison = name, facts, self._rows(torch.tensor([number]))
-
-    def complete(self) -> None:
-        """Wait for the comparison that has begun, if any, and raise on every rank if ranks differ."""
-        if self._comparison is None:
+        if self._size == 1:
             return
-        (name, facts, rows), self._comparison = self._comparison, None
-        if len(set(rows().flatten().tolist())) == 1:
+        self._monitor.begin(name, facts)
+        if len(set(self._rows(torch.tensor([_hash_of(name, facts)])).flatten().tolist())) == 1:
             return
         short = {key: ascii(value)[1:-1][: _TEXT_BYTES // 4 // len(facts)] for key, value in facts.items()}
         data = json.dumps([name, call_site()[-_TEXT_BYTES // 8 :], short]).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)()]
-        if any(row[0] != name for row in by_rank):
-            raise self._desync_error({rank: Entry(row[0], row[1], 0) for rank, row in enumerate(by_rank)})
-        raise _mismatch_error(name, [facts for _, _, facts in by_rank])
+        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
+        raise self._difference({rank: (name, line, facts) for rank, (name, line, facts) in enumerate(by_rank)})
 
-    def _rows(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to gather integers, one row per rank, and return a function that waits for the rows.
+    def _difference(
+        self, rows: Mapping[int, tuple[str, str, Mapping[str, str]]]
+    ) -> RankDesyncError | RankMismatchError:
+        """Return the error for names, source lines and facts that differ between ranks."""
+        names = {name for name, _, _ in rows.values()}
+        if len(names) > 1:
+            return self._desync_error({rank: Entry(name, line, 0) for rank, (name, line, _) in rows.items()})
+        return _mismatch_error(names.pop(), {rank: facts for rank, (_, _, facts) in rows.items()})
 
-        The group is separate from collectives of the script.
-        """
+    def _raise_difference(self, cause: Exception) -> None:
+        if self._monitor.difference is not None:
+            rows = {rank: (row.name, row.line, row.facts) for rank, row in self._monitor.difference.items()}
+            raise self._difference(rows) from cause
+
+    def _rows(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather integers, one row per rank, in a group that is separate from collectives of the script."""
         rows = torch.zeros(self._size, len(own), dtype=own.dtype)
         rows[self._rank] = own
-
-        def wait() -> torch.Tensor:
-            with self._rank_status.waiting("the collective check"), self._gloo_errors():
+        with self._rank_status.waiting("the collective check"), self._gloo_errors():
+            # Each element has one summand other than zero.
+            work = dist.all_reduce(rows, group=self._group, async_op=True)
+            try:
+                work.wait(_WAIT)
+            except RuntimeError as error:
+                while not work.is_completed():  # not failed
+                    if self._monitor.difference is not None:
+                        time.sleep(_READERS_SECONDS)
+                        self._raise_difference(error)
+                    time.sleep(_MAX_POLL_SECONDS)
                 work.wait()
-            return rows
-
-        with self._gloo_errors():
-            work = dist.all_reduce(rows, group=self._group, async_op=True)  # each element has one non-zero summand
-        return wait
+        return rows
 
     @contextmanager
     def _gloo_errors(self) -> Iterator[None]:
@@ -296,11 +339,17 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_LOST.search(str(error))))
 
 
-def _mismatch_error(name: str, by_rank: list[dict[str, str]]) -> RankMismatchError:
+def _hash_of(name: str, facts: Mapping[str, str]) -> int:
+    text = "\n".join((name, *facts.values()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _mismatch_error(name: str, by_rank: Mapping[int, Mapping[str, str]]) -> RankMismatchError:
     """Return the error for the first fact that differs."""
-    fact = next((key for key in by_rank[0] if len({facts[key] for facts in by_rank}) > 1), next(iter(by_rank[0])))
+    first = next(iter(by_rank.values()))
+    fact = next((key for key in first if len({facts[key] for facts in by_rank.values()}) > 1), next(iter(first)))
     ranks_by_value: dict[str, list[int]] = {}
-    for rank, facts in enumerate(by_rank):
+    for rank, facts in by_rank.items():
         ranks_by_value.setdefault(facts[fact], []).append(rank)
     lines = "".join(f"\n    {ranks_text(ranks)}: {value}" for value, ranks in ranks_by_value.items())
     return RankMismatchError(

@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INTERNAL = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("distributed", "launcher", "engine", "strategies"))
 
 
-def call_site() -> str:
+def call_site(innermost: FrameType | None = None) -> str:
     """Return the innermost caller outside of this package, torch and the standard library, as `train.py:40`.
 
-    Without such a caller, as in `samestep train`, return the package's innermost line above the engine.
+    Without such a caller, as in `samestep train`, return the package's innermost line above the engine. `innermost` is
+    a frame of another thread.
     """
     internal = ""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
+    for frame, line in traceback.walk_stack(innermost or sys._getframe(1)):
         file = frame.f_code.co_filename
         if not _is_library(file):
             return f"{os.path.relpath(file) if os.path.isabs(file) else file}:{line}"

@@ -34,7 +34,7 @@ class RunContext:
 
     status: RankStatus  # current activity of this rank, read by the launcher
     stop: StopRequest  # request to end at the next step boundary
-    collective_check: CollectiveCheck  # check that all ranks issue the same operations; inactive until enabled
+    collective_check: CollectiveCheck  # check that all ranks issue the same operations
     loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
     callbacks: Sequence[Callback] = ()  # callbacks of every engine
     engine_numbers: EngineNumbers = field(default_factory=EngineNumbers)  # on which random states of engines depend
@@ -138,7 +138,6 @@ class World:
             PeerLostError: the backend cannot reach another rank.
             RuntimeError: the collective failed for another reason, such as a lack of memory.
         """
-        self.context.collective_check.complete()
         try:
             with self.context.status.waiting(name):
                 collective()

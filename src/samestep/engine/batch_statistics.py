@@ -84,7 +84,6 @@ def one_value_errors(batch: GlobalBatch, world: World, *, is_shared: bool) -> It
         if not is_shared:
             raise own from error
     if is_shared:
-        world.context.collective_check.complete()
         arguments = None if own is None else [own.value, own.expected, own.fix, own.code]
         for value, expected, fix, code in filter(None, all_gather(arguments, world)):
             raise InputError(value, expected, fix, code=code)

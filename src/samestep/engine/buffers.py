@@ -56,11 +56,11 @@ class Place:
 class MicrobatchBuffers:
     """Buffers of a model whose mean over microbatches ends a step of a pipeline.
 
-    Attributes:
-        control_length: 0; see `ForwardState`.
-
     These are persistent buffers of floating-point type, and counters: integers of one element, whose mean over equal
     values is exact. Masks and tables are left alone.
+
+    Attributes:
+        control_length: 0; see `ForwardState`.
     """
 
     control_length = 0

@@ -160,9 +160,10 @@ class Engine:
         batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
         facts = self._facts(batch, is_current) if self.world.size > 1 else {}
-        overlaps = is_current and self._components.runner.overlaps_check
+        joins = is_current and self._components.runner.joins_check(batch)
+        messages = (self._index, batch.microbatches, batch.size, forward is None) if joins else None
         check = self.world.context.collective_check
-        with check.operation(f"{self._name}.step {self.steps + 1}", facts, overlaps=overlaps):
+        with check.operation(f"{self._name}.step {self.steps + 1}", facts, messages=messages):
             if not is_current:
                 self._refresh()
             self._components.consistency.begin_step(self.steps)
@@ -173,7 +174,7 @@ class Engine:
             self._components.consistency.end_step(result.step)
             return result
 
-    def _set_forward(self, function: ForwardFunction | None, *, needs_loss: bool = True) -> None:
+    def _set_forward(self, function: ForwardFunction | None) -> None:
         runner = self._components.runner
         if function is not None and self.world.mesh_shape.pipeline > 1:
             raise InputError(
@@ -182,7 +183,7 @@ class Engine:
                 fix="use --strategy ddp or fsdp, or pairs (inputs, targets) without a forward function",
                 code="E_INCOMPATIBLE",
             )
-        runner.forward.function, runner.forward.needs_loss = function, needs_loss
+        runner.forward.function = function
         # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
         runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
 

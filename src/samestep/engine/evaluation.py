@@ -176,8 +176,8 @@ def evaluate_batches(
     slots = 0
     stopped = False
     with evaluation_mode(model), torch.no_grad(), preserved_generators(world.device), EvaluationState(model) as state:
-        for position, given in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
-            batch = joint_batch(given, has_forward=compute.forward.function is not None)
+        for position, item in enumerate(batches.complete_epoch() if isinstance(batches, Loader) else batches):
+            batch = joint_batch(item, has_forward=compute.forward.function is not None)
             if until_stop and _stops_before_batch(all_ranks, gathers=compute.forward.gathers):
                 stopped = True
                 break

@@ -111,10 +111,10 @@ class GlobalLoss:
             tensors = list(tensors_of(gathered.outputs))
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
             scaled = scaler.scale(loss.sum)
-            found = iter(
+            computed_gradients = iter(
                 torch.autograd.grad(scaled, leaves, torch.full_like(scaled, 1 / batch.size), allow_unused=True)
             )
-            gradients = [next(found) if tensor.requires_grad else None for tensor in tensors]
+            gradients = [next(computed_gradients) if tensor.requires_grad else None for tensor in tensors]
         return OutputGradients(Loss(loss.sum.detach(), loss.count), gathered.bounds, gradients)
 
     def bad_microbatches(self) -> list[int]:

@@ -110,7 +110,7 @@ class MicrobatchForward:
         Raises:
             InputError: the batch is not a pair.
         """
-        with self.context(purpose, position, microbatch.number):
+        with self.outside.unchanged(self.function), self.context(purpose, position, microbatch.number):
             result = self._result(module, microbatch)
         # A loss in place of outputs is refused on every rank, when outputs are gathered.
         return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
@@ -231,9 +231,8 @@ class StepRunner(ABC):
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
 
-    @property
-    def overlaps_check(self) -> bool:
-        """Whether `compute` calls `collective_check.complete`, before its first collective."""
+    def joins_check(self, batch: GlobalBatch) -> bool:
+        """Return whether ranks may compare the step by its statistics."""
         return False
 
     @abstractmethod
@@ -271,8 +270,9 @@ class StepRunner(ABC):
         self, batch: GlobalBatch, microbatch: Microbatch, loss: Loss, buffers: torch.Tensor, save: bool
     ) -> torch.Tensor:
         """Return the statistics vector of a microbatch."""
-        stop = self.world.stop_requested
-        vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, stop=stop, save=save)
+        requests, is_last = (self.world.stop_requested, save), microbatch is batch.local_microbatches[-1]
+        step_hash = self.world.context.collective_check.step_hash if is_last else 0  # once per rank
+        vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, requests, step_hash)
         return vector.to(self.world.device, non_blocking=True)
 
     def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor]) -> Total:
@@ -291,6 +291,7 @@ class StepRunner(ABC):
         with status.waiting("the results of the step") if is_wait else nullcontext():
             stats = StepStats.from_vector(batch.microbatches, total, self.buffers.control_length, norm, scalars)
         with self.undo_on_failure():
+            self.world.context.collective_check.confirm(*stats.hashes)
             self.buffers.combine(stats.buffers, stats.control, tree, self.strategy, self.world.data)
         return stats
 
@@ -335,9 +336,11 @@ class SequentialRunner(StepRunner):
 
     buffers: ForwardState
 
-    @property
-    def overlaps_check(self) -> bool:
-        return not (self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates)
+    def joins_check(self, batch: GlobalBatch) -> bool:
+        # An early message of a step could meet one of another operation.
+        communicates = self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates
+        is_shared_by_all = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.size)
+        return is_shared_by_all and not communicates and not may_have_one_value(batch, self.model)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total = self.strategy, None
@@ -356,7 +359,6 @@ class SequentialRunner(StepRunner):
                     if microbatch is not microbatches[0] or microbatch.is_filler:
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)
-                    self.world.context.collective_check.complete()
                     if not microbatch.is_filler:
                         is_last = microbatch is batch.local_microbatches[-1]
                         buffers = self.buffers.read(microbatch.number, last=is_last)
@@ -372,12 +374,10 @@ class SequentialRunner(StepRunner):
                 if last and strategy.defers_gradients:
                     self.require_gradients(self.names)
         self._is_checked = True
-        self.world.context.collective_check.complete()  # of a rank without samples
         return self.finish(tree, total or self.sum_vectors(batch, tree, vectors))
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
-        callbacks = () if microbatch.is_filler else self.callbacks
-        for callback in callbacks:
+        for callback in (callbacks := () if microbatch.is_filler else self.callbacks):
             callback.begin_microbatch(microbatch)
         outputs, loss = self.forward(self.strategy.module, microbatch, position)
         for callback in callbacks:

@@ -29,8 +29,8 @@ def has_finite_gradient(
 
     The backward begins at `tensors` with `gradients`: at a scalar loss with None, or at outputs.
     """
-    found = torch.autograd.grad(tensors, list(parameters), gradients, allow_unused=True)
-    return all(_is_finite(gradient) for gradient in found if gradient is not None)
+    computed = torch.autograd.grad(tensors, list(parameters), gradients, allow_unused=True)
+    return all(_is_finite(gradient) for gradient in computed if gradient is not None)
 
 
 def flagged_by_any(microbatches: Sequence[int], batch: GlobalBatch, world: World) -> list[int]:

@@ -52,6 +52,7 @@ class StepStats:
     counts: list[float]  # of each microbatch
     stop: bool  # a rank received a stop request
     save: bool  # a rank requested a checkpoint
+    hashes: tuple[float, float]  # sums of the hash of the step, and of its square
     buffers: torch.Tensor  # sum over microbatches of the buffers' values, float64
     control: Sequence[float] = ()  # the first elements of `buffers`
     grad_norm: float = 0.0
@@ -70,15 +71,16 @@ class StepStats:
 
         Everything is read at once: the only time in a step that the host waits for the device.
         """
-        length = 2 * microbatches + 2
+        length = vector_length(microbatches, 0)
         scalars = [scalar.detach().double().view(1).to(total.device, non_blocking=True) for scalar in values]
         norms = [] if norm is None else [norm.double().view(1).to(total.device, non_blocking=True)]
         numbers = torch.cat([total[: length + control_length], *scalars, *norms]).tolist()
         grad_norm = numbers.pop() if norms else 0.0
-        *head, stop, save = numbers[:length]
+        *head, stop, save, hashes, squares = numbers[:length]
         control, others = numbers[length : length + control_length], numbers[length + control_length :]
         buffers = total[length:]
-        return cls(head[:microbatches], head[microbatches:], stop > 0, save > 0, buffers, control, grad_norm, others)
+        losses, counts = head[:microbatches], head[microbatches:]
+        return cls(losses, counts, stop > 0, save > 0, (hashes, squares), buffers, control, grad_norm, others)
 
     @property
     def count(self) -> float:
@@ -98,14 +100,22 @@ class StepStats:
 
 def vector_length(microbatches: int, buffers: int) -> int:
     """Return the length of a microbatch's vector with `buffers` buffer elements."""
-    return 2 * microbatches + 2 + buffers
+    return 2 * microbatches + 4 + buffers
 
 
 def stats_vector(
-    microbatches: int, microbatch: int, loss: Loss, buffers: torch.Tensor, *, stop: bool, save: bool
+    microbatches: int,
+    microbatch: int,
+    loss: Loss,
+    buffers: torch.Tensor,
+    requests: tuple[bool, bool] = (False, False),
+    step_hash: int = 0,
 ) -> torch.Tensor:
-    """Return the vector that one microbatch contributes to the sum, without a wait for the device."""
-    head = torch.zeros(2 * microbatches + 2, dtype=torch.float64, device=loss.sum.device)
+    """Return the vector that one microbatch contributes to the sum, without a wait for the device.
+
+    `requests` are those to stop and to save. `step_hash` is that of the collective check.
+    """
+    head = torch.zeros(vector_length(microbatches, 0), dtype=torch.float64, device=loss.sum.device)
     head[microbatch : microbatch + 1].copy_(loss.sum.detach().view(1))
     count = head[microbatches + microbatch :][:1]
     # Writing a number to an element of a CUDA tensor would wait for the device; filling a slice does not.
@@ -113,8 +123,9 @@ def stats_vector(
         count.copy_(loss.count.detach().view(1), non_blocking=True)
     else:
         count.fill_(loss.count)
-    if stop or save:
-        head[2 * microbatches :].copy_(torch.tensor([stop, save]), non_blocking=True)
+    if any(requests) or step_hash:
+        numbers = [*requests, step_hash, step_hash**2]
+        head[2 * microbatches :].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
     return torch.cat([head, buffers.to(head.device, non_blocking=True)])
 
 

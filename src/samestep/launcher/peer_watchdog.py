@@ -235,8 +235,8 @@ def _process_identity() -> list[Any]:
 def _is_running(process: int, created: float) -> bool:
     """Return whether a process runs; another process can have its number."""
     with suppress(psutil.Error):
-        found = psutil.Process(process)
-        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
+        current = psutil.Process(process)
+        return bool(current.create_time() == created and current.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -14,13 +14,13 @@ numbers = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
 
 def step_stats(losses: list[float], counts: list[float] | None = None) -> StepStats:
-    return StepStats(losses, counts or [1.0] * len(losses), False, False, torch.empty(0))
+    return StepStats(losses, counts or [1.0] * len(losses), False, False, (0.0, 0.0), torch.empty(0))
 
 
 def vector(
     microbatches: int, microbatch: int, loss: torch.Tensor, count: object, buffers: torch.Tensor
 ) -> torch.Tensor:
-    return stats_vector(microbatches, microbatch, Loss(loss, count), buffers, stop=False, save=False)  # type: ignore[arg-type]
+    return stats_vector(microbatches, microbatch, Loss(loss, count), buffers)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(numbers, st.integers(0, 2**50), st.booleans(), st.booleans()), min_size=1, max_size=9))
@@ -29,7 +29,7 @@ def test_sum_of_vectors_contains_the_values_of_all_microbatches(
 ) -> None:
     V, none = len(microbatches), torch.empty(0, dtype=torch.float64)
     vectors = [
-        stats_vector(V, s, Loss(torch.tensor(loss, dtype=torch.float64), count), none, stop=stop, save=save)
+        stats_vector(V, s, Loss(torch.tensor(loss, dtype=torch.float64), count), none, (stop, save))
         for s, (loss, count, stop, save) in enumerate(microbatches)
     ]
     stats = StepStats.from_vector(V, torch.stack(vectors).sum(0))

@@ -201,8 +201,8 @@ def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: M
                 step_loss.term_losses(rows(outputs, size, *piece), rows(targets, size, *piece), piece[1] - piece[0])
                 for piece in ((0, position), (position, size))
             ]
-            found = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
-            cuts += [{"at": position, **cut} for cut in found if cut is not None]
+            compared = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
+            cuts += [{"at": position, **cut} for cut in compared if cut is not None]
     return {"checked": True, "microbatch": microbatch.number, "size": size, "cuts": cuts}
 
 
