@@ -113,6 +113,28 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
         restore()
 
 
+class SeededGenerators:
+    """Preserves the generators of the process around blocks that seed them before they draw.
+
+    Faster than `preserved_generators`, with the same exception as for `IsolatedGenerators`: a second Gaussian number
+    that was not drawn before a block is dropped.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._bits = device, numpy.random.MT19937(0)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the generators at the end of the block."""
+        previous, restore = get_bit_generator(), _save_states(self._device)
+        set_bit_generator(self._bits)
+        try:
+            yield
+        finally:
+            set_bit_generator(previous)
+            restore()
+
+
 def _save_states(device: torch.device | None) -> Callable[[], None]:
     """Return a function that restores the present states of the generators of Python, torch and `device`."""
     python, cpu = random.getstate(), torch.get_rng_state()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
-from samestep.distributed.rng import Purpose, preserved_generators
+from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
 from samestep.engine.forward_state import ForwardState
@@ -161,7 +161,7 @@ class GlobalLossRunner(StepRunner):
         strategy, total = self.strategy, None
         tree = MicrobatchTree(batch.microbatches, batch.size)
         self.buffers.begin(batch.microbatches)
-        with preserved_generators(self.world.device), self.undo_on_failure(), _BufferCopies(self.model) as copies:
+        with self.generators.preserved(), self.undo_on_failure(), _BufferCopies(self.model) as copies:
             states: dict[int, torch.Tensor] = {}
             # Outputs are gathered after the block, in which no rank communicates.
             is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
@@ -221,7 +221,7 @@ class GlobalLossRunner(StepRunner):
         """Compute the step again, and check the gradient of each microbatch of this rank."""
         if self.strategy.defers_gradients:
             return None
-        with preserved_generators(self.world.device), _BufferCopies(self.model) as copies:
+        with self.generators.preserved(), _BufferCopies(self.model) as copies:
             computed = self._forwards(batch, position, copies)
             result = self._loss.gradients(computed, batch, position, self.scaler)
             bad = [c.microbatch.number for c in computed if not has_finite_gradient(*result.roots(c), self.names)]

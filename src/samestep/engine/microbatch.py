@@ -15,7 +15,7 @@ import torch
 from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_device, seed_generators
+from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, seed_device, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers
@@ -29,12 +29,11 @@ from samestep.engine.step_stats import StepStats, stats_vector, vector_length
 from samestep.errors import UnusedParameterError
 from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree
-from samestep.strategies.strategy import Strategy, sparse_error
+from samestep.strategies.strategy import Strategy, TensorFuture, sparse_error
 
 TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
 ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
-Total = torch.futures.Future[torch.Tensor]  # the sum of the statistics vectors
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -230,6 +229,7 @@ class StepRunner(ABC):
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
+        self.generators = SeededGenerators(self.world.device)
 
     def joins_check(self, batch: GlobalBatch) -> bool:
         """Return whether ranks may compare the step by its statistics."""
@@ -275,11 +275,11 @@ class StepRunner(ABC):
         vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, requests, step_hash)
         return vector.to(self.world.device, non_blocking=True)
 
-    def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor]) -> Total:
+    def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor]) -> TensorFuture:
         """Start the sum of the statistics vectors of all microbatches."""
         return self.strategy.sum_vectors(tree, vectors, vector_length(batch.microbatches, self.buffers.length))
 
-    def finish(self, tree: MicrobatchTree, total: Total) -> torch.Tensor:
+    def finish(self, tree: MicrobatchTree, total: TensorFuture) -> torch.Tensor:
         """Complete the gradients and return the sum of the statistics vectors."""
         self.strategy.finish(tree)
         return total.wait()
@@ -352,7 +352,7 @@ class SequentialRunner(StepRunner):
         if is_shared:
             strategy.calls_plain_model = True  # in this step: no rank communicates before all have computed
         errors = one_value_errors(batch, self.world, is_shared=is_shared)
-        with preserved_generators(self.world.device), self.undo_on_failure(), errors:
+        with self.generators.preserved(), self.undo_on_failure(), errors:
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
                 with strategy.microbatch(tree, microbatch.number, last=last):
@@ -389,7 +389,7 @@ class SequentialRunner(StepRunner):
         if self.strategy.defers_gradients:
             return None
         bad = []
-        with preserved_generators(self.world.device):
+        with self.generators.preserved():
             for microbatch in batch.local_microbatches:
                 self.buffers.restore()
                 _, loss = self.forward(self.model, microbatch, position)

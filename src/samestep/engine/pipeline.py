@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tensors, tensors_of
-from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import Purpose, derive_seed, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
@@ -45,7 +45,7 @@ class PipelineRunner(StepRunner):
         self.scaler.scale(torch.zeros((), device=self.world.device))
         work = _TrainingWork(self, batch, position)
         errors = one_value_errors(batch, self.world, is_shared=False)
-        with preserved_generators(self.world.device), self.undo_on_failure(), errors, closing(buffers):
+        with self.generators.preserved(), self.undo_on_failure(), errors, closing(buffers):
             if microbatches:
                 with self.strategy.microbatch(tree, microbatches[-1].number, last=True):
                     for shapes, slots in _by_shape(microbatches).items():

@@ -14,7 +14,7 @@ from torch import nn
 
 from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
-from samestep.distributed.rng import generator_state, preserved_generators
+from samestep.distributed.rng import generator_state
 from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers, Rule
@@ -171,7 +171,7 @@ class DataParallelRunner(SequentialRunner):
         weights = self._device_weights()
         self.buffers.begin(batch.microbatches)
         errors = one_value_errors(batch, self.world, is_shared=False)
-        with preserved_generators(self.world.device), self.undo_on_failure(), errors:
+        with self.generators.preserved(), self.undo_on_failure(), errors:
             before = generator_state()
             for first in range(0, len(batch.local_microbatches), len(self._devices)):
                 group = batch.local_microbatches[first : first + len(self._devices)]
