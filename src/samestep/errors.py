@@ -60,6 +60,7 @@ CODES = {
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or does not support the strategy.",
     "E_SCHEDULER": "A scheduler was passed without `scheduler_interval`, or does not support the interval.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
+    "E_INTEGRATION": "A feature of Lightning, Transformers or Accelerate does not fit the steps of a global batch.",
     "E_WRAPPED_MODEL": "The model, or a part of it, is wrapped in DDP, FSDP, torch.compile or TorchScript.",
     "E_PARAMETER": "A parameter has no values yet, is complex, or receives sparse gradients.",
     "E_PARAMETERS_CHANGED": "Trained parameters changed after the engine was made, which the strategy does not allow.",

@@ -19,7 +19,7 @@ FLOORS = [
     ["launcher"],
     ["strategies", "data", "checkpoint", "metrics", "loggers"],
     ["engine"],
-    ["trainer", "checkpoint_manager", "zoo"],
+    ["trainer", "checkpoint_manager", "zoo", "integrations"],
     ["recipes"],
     ["tools"],
     ["cli"],

@@ -1,0 +1,1 @@
+"""Adapters for the training loops of other libraries."""
