@@ -275,7 +275,7 @@ class StepRunner(ABC):
         vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, requests, step_hash)
         return vector.to(self.world.device, non_blocking=True)
 
-    def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor]) -> TensorFuture:
+    def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: dict[int, torch.Tensor]) -> TensorFuture:
         """Start the sum of the statistics vectors of all microbatches."""
         return self.strategy.sum_vectors(tree, vectors, vector_length(batch.microbatches, self.buffers.length))
 

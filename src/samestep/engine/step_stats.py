@@ -115,9 +115,10 @@ def stats_vector(
 
     `requests` are those to stop and to save. `step_hash` is that of the collective check.
     """
-    head = torch.zeros(vector_length(microbatches, 0), dtype=torch.float64, device=loss.sum.device)
-    head[microbatch : microbatch + 1].copy_(loss.sum.detach().view(1))
-    count = head[microbatches + microbatch :][:1]
+    length = vector_length(microbatches, 0)
+    vector = torch.zeros(length + len(buffers), dtype=torch.float64, device=loss.sum.device)
+    vector[microbatch : microbatch + 1].copy_(loss.sum.detach().view(1))
+    count = vector[microbatches + microbatch :][:1]
     # Writing a number to an element of a CUDA tensor would wait for the device; filling a slice does not.
     if isinstance(loss.count, torch.Tensor):
         count.copy_(loss.count.detach().view(1), non_blocking=True)
@@ -125,8 +126,10 @@ def stats_vector(
         count.fill_(loss.count)
     if any(requests) or step_hash:
         numbers = [*requests, step_hash, step_hash**2]
-        head[2 * microbatches :].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
-    return torch.cat([head, buffers.to(head.device, non_blocking=True)])
+        vector[2 * microbatches : length].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+    if len(buffers):
+        vector[length:].copy_(buffers, non_blocking=True)
+    return vector
 
 
 def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:
