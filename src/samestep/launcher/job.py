@@ -15,9 +15,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from samestep.distributed.env import prepare_torch_environment, read_environment
@@ -30,6 +31,7 @@ from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
+    from samestep.launcher.peer_watchdog import PeerWatchdog
     from samestep.launcher.worker import WorkerSpec
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
@@ -57,6 +59,20 @@ class Job:
     address: tuple[str, int]  # host and port of the store
     launcher_has_store: bool  # otherwise rank 0 hosts the store
     hang_after: float  # seconds without progress that count as a hang
+
+
+class Membership(NamedTuple):
+    """Place of this rank among the ranks of a world, and the means to reach them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store  # of this world alone
+    limit: timedelta  # of collectives
+    rendezvous: Rendezvous | None = None  # of another launcher
+    watchdog: PeerWatchdog | None = None
+    group: dist.ProcessGroup | None = None  # None for the default group
+    is_adopted: bool = False  # another library created the default group, and destroys it
 
 
 @dataclass

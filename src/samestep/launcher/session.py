@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.store import job_prefix, wait_for_ranks
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
-from samestep.launcher.job import TIMEOUT, Job, host_store, join_job, process_state
+from samestep.launcher.adoption import adopt_process_group
+from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
@@ -55,6 +57,7 @@ def start(
     strategy: StrategyConfig | None = None,
     loggers: Sequence[Logger] = (),
     share_gpu: bool = False,
+    adopt: bool = False,
 ) -> Iterator[World]:
     """Join the other ranks, and yield the world.
 
@@ -70,41 +73,39 @@ def start(
         strategy: parallel strategy; None for replication.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
+        adopt: use the process group that another library has created in this process, if there is one, with its ranks
+            and the device that it chose; the group stays after the block. Ranks are not watched for hangs.
 
     Yields:
-        The world. Its process group ends with the block.
+        The world. Its process group ends with the block, unless it was adopted.
 
     Raises:
         InputError: `device`, or a mesh of the strategy for these ranks, does not exist, or a process group exists.
     """
-    _require_no_process_group()
-    worker = process_state.worker
-    rendezvous = read_rendezvous() if worker is None else None
-    strategy = strategy or StrategyConfig()
-    prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
-    rank, size, _ = _ranks(worker, rendezvous)
-    configure_logging(rank)
-    rank_device, own_gpus = _select_devices(device, worker, rendezvous, strategy, share_gpu=share_gpu)
-    _set_determinism(reduction, threads)
+    worker, strategy = process_state.worker, strategy or StrategyConfig()
     status = worker.rank_status if worker else local_rank_status()
-    store, limit, watchdog = _init_process_group(worker, rendezvous, timeout, rank_device, status, own_gpus)
+    if adopt and dist.is_initialized():
+        own = adopt_process_group(device, timeout, strategy, share_gpu=share_gpu)
+    else:
+        own = _create_process_group(worker, device, timeout, status, strategy, share_gpu=share_gpu)
+    _set_determinism(reduction, threads)
     stop = _stop_request(worker)
-    check = CollectiveCheck(store, status, rank=rank, size=size, timeout=limit)
-    context = RunContext(status, stop, check, tuple(loggers) if rank == 0 else (), process_state.callbacks)
+    check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
+    context = RunContext(status, stop, check, tuple(loggers) if own.rank == 0 else (), process_state.callbacks)
     try:
-        world = build_world(rank, size, rank_device, context, strategy, limit)
-        with check.until_end(), _handlers_installed(stop) if rendezvous else nullcontext(), ExitStack() as stack:
+        world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
+        with check.until_end(), _handlers_installed(stop) if own.rendezvous else nullcontext(), ExitStack() as stack:
             for logger in context.loggers:
                 stack.callback(logger.close)
             yield world
     except BaseException:
-        if watchdog is not None:
-            watchdog.join_if_ending()
+        if own.watchdog is not None:
+            own.watchdog.join_if_ending()
         # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
-        if size == 1:
+        if own.size == 1 and not own.is_adopted:
             dist.destroy_process_group()
         raise
-    _leave(world, watchdog, is_launched=worker is not None)
+    _leave(world, own, is_launched=worker is not None)
 
 
 def init(
@@ -116,6 +117,7 @@ def init(
     strategy: StrategyConfig | None = None,
     loggers: Sequence[Logger] = (),
     share_gpu: bool = False,
+    adopt: bool = False,
 ) -> World:
     """Join the other ranks, and return the world, for notebooks and scripts without a `with` block.
 
@@ -130,6 +132,7 @@ def init(
         strategy: as in `samestep.start`.
         loggers: as in `samestep.start`.
         share_gpu: as in `samestep.start`.
+        adopt: as in `samestep.start`.
 
     Raises:
         InputError: as in `samestep.start`; also if the process has a world already.
@@ -142,6 +145,7 @@ def init(
         strategy=strategy,
         loggers=loggers,
         share_gpu=share_gpu,
+        adopt=adopt,
     )
     world = process_state.session.enter_context(context)
     atexit.register(_end_session, world)
@@ -149,6 +153,10 @@ def init(
 
 
 def _end_session(world: World) -> None:
+    if not dist.is_initialized():  # the library that owns the adopted group has destroyed it
+        for logger in world.context.loggers:
+            logger.close()
+        return
     # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
     if world.size == 1 or getattr(sys, "last_value", None) is None:
         process_state.session.close()
@@ -159,26 +167,29 @@ def _require_no_process_group() -> None:
         raise InputError(
             "this process already has a process group",
             expected="one samestep.start() at a time, without init_process_group",
-            fix="pass the existing world to the code that needs one",
+            fix="pass the existing world to the code that needs one, or adopt=True for the group of another library",
             code="E_LAUNCH",
         )
 
 
-def _init_process_group(
+def _create_process_group(
     worker: WorkerSpec | None,
-    rendezvous: Rendezvous | None,
+    kind: DeviceKind,
     timeout: timedelta | None,
-    device: torch.device,
     rank_status: RankStatus,
-    own_gpus: Sequence[str],
-) -> tuple[dist.Store, timedelta, PeerWatchdog | None]:
-    """Create the process group; return this world's store, the time limit of collectives and the peer watchdog.
-
-    `own_gpus` are GPUs that this rank must share with no other.
-    """
+    strategy: StrategyConfig,
+    *,
+    share_gpu: bool,
+) -> Membership:
+    """Select the device, find the other ranks and create the process group."""
+    _require_no_process_group()
+    rendezvous = read_rendezvous() if worker is None else None
+    prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
+    rank, size, _ = _ranks(worker, rendezvous)
+    configure_logging(rank)
+    device, own_gpus = _select_devices(kind, worker, rendezvous, strategy, share_gpu=share_gpu)
     disk_operations.rank_status = rank_status
     use_short_temporary_folder()
-    rank, size, _ = _ranks(worker, rendezvous)
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
@@ -191,16 +202,18 @@ def _init_process_group(
         limit = timedelta(seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     watchdog = PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
-    return store, limit, watchdog
+    return Membership(rank, size, device, store, limit, rendezvous, watchdog)
 
 
-def _leave(world: World, watchdog: PeerWatchdog | None, *, is_launched: bool) -> None:
+def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
     # Ranks leave together: a rank that destroys its group while another communicates can abort at exit.
     world.barrier()
-    if watchdog is not None:
-        watchdog.close()
+    if own.watchdog is not None:
+        own.watchdog.close()
         world.barrier()  # otherwise a watchdog could find the store gone
     world.context.status.finish()
+    if own.is_adopted:
+        return
     if is_launched:
         process_state.finished_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
