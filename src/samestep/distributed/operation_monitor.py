@@ -64,8 +64,10 @@ class OperationMonitor:
         self._pending: PendingOperation | None = None
         self._number = 0
         self.difference: dict[int, PendingOperation] | None = None
+        # A daemon thread: the store may be lost.
+        self._thread = threading.Thread(target=self._run, name="samestep-operation-monitor", daemon=True)
         if size > 1:
-            threading.Thread(target=self._run, name="samestep-operation-monitor", daemon=True).start()
+            self._thread.start()
 
     def begin(self, name: str, facts: Mapping[str, str]) -> None:
         """Record the operation of this rank."""
@@ -79,6 +81,8 @@ class OperationMonitor:
     def end(self) -> None:
         """End the thread."""
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_WAIT_SECONDS)
 
     def _run(self) -> None:
         store, stored = None, None
