@@ -1,7 +1,7 @@
 """Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
-The wheels are those of the package's dependencies, of the extra `gpu`, of the build backend and of the tests, without
-the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that machine:
+The wheels are those of the package's dependencies, of the extras `recipes` and `gpu`, of the build backend and of the
+tests, without the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that machine:
 
     python3 -m pip install --no-index --find-links wheels -e '.[gpu]' pytest pytest-timeout hypothesis
 """
@@ -27,6 +27,7 @@ PRESENT = ("torch", "torchvision", "numpy", "pillow", "scikit-learn")
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 MEGABYTES = 60
 PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
+EXTRAS = ("recipes", "gpu")
 # Versions of manylinux that pip matches one by one; the newest of them runs on systems from 2021 on.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
 
@@ -35,7 +36,7 @@ def required() -> list[Requirement]:
     """Return the requirements of the package, of its build and of the tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     texts = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    texts += [*project["project"]["optional-dependencies"]["gpu"], *TESTS]
+    texts += [*(text for extra in EXTRAS for text in project["project"]["optional-dependencies"][extra]), *TESTS]
     return [Requirement(text) for text in texts]
 
 

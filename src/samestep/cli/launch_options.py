@@ -159,7 +159,7 @@ def parse_process_count(text: str) -> int:
 def gpu_names() -> list[str]:
     """Return the names of this machine's GPUs in torch's order."""
     # A fork of the fork server reads the names: this process does not import torch.
-    names: list[str] = launch(ByName("samestep.recipes.run", "gpu_names"), processes=1, preload=PRELOAD)
+    names: list[str] = launch(ByName("samestep.distributed.devices", "gpu_names"), processes=1, preload=PRELOAD)
     return names
 
 

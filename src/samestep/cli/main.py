@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
-import yaml
-
-from samestep.cli import doctor, measure, models, runs, train, verify
+from samestep.cli import audit, doctor, measure, models, runs, train, verify
 from samestep.cli.external_launcher import (
     ReportedError,
     exit_if_rank,
@@ -24,7 +23,7 @@ from samestep.cli.external_launcher import (
 from samestep.config.equivalents import Equivalent, find_equivalent
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
-from samestep.errors import EXIT_STOPPED, InputError, RunError, SamestepError
+from samestep.errors import EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 
 _COMMANDS = (
     train.add_train,
@@ -37,6 +36,7 @@ _COMMANDS = (
     runs.add_top,
     runs.add_report,
     verify.add_verify,
+    audit.add_audit,
     measure.add_bench,
     measure.add_profile,
     measure.add_tune,
@@ -45,6 +45,8 @@ _COMMANDS = (
 _OPTION = re.compile(r"--[\w-]+")
 _NAME = re.compile(r"--?[A-Za-z]")
 _TYPO = 0.75
+# Modules of the extra `recipes`; those of other extras are named by their users.
+_RECIPE_MODULES = frozenset(("PIL", "jinja2", "sklearn", "tensorboard", "torchmetrics", "torchvision", "yaml"))
 # Commands whose results are files; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 
@@ -88,10 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wait_for_reader()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _RECIPE_MODULES:
+            raise
+        print(f"error: {_not_installed_error(parsed.command, error)}", file=sys.stderr)
+        return EXIT_INPUT
     except KeyboardInterrupt:
         return EXIT_STOPPED
     exit_if_rank(code)
     return code
+
+
+def _not_installed_error(command: str, error: ModuleNotFoundError) -> InputError:
+    return InputError(
+        f"samestep {command} needs {error.name}, which is not installed",
+        expected="the packages of recipes, reports and plots",
+        fix="pip install 'samestep[recipes]'",
+        code="E_NOT_INSTALLED",
+    )
 
 
 def _require_current_folder() -> None:
@@ -222,6 +238,10 @@ def _has(meant: Equivalent, options: Sequence[str]) -> bool:
 
 def parse_value(text: str) -> Any:
     """Return the value of an unknown option as a recipe reads it; an option without a value is a switch."""
+    if find_spec("yaml") is None:  # of the extra `recipes`
+        return text or True
+    import yaml
+
     try:
         value = yaml.safe_load(text) if text else True
     except yaml.YAMLError:

@@ -161,6 +161,12 @@ def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, shar
     return local_rank % places * gpus_per_rank
 
 
+def gpu_names() -> list[str]:
+    """Return the names of the visible GPUs, in torch's order."""
+    module = accelerator_module()
+    return [module.get_device_name(number) for number in range(module.device_count())]
+
+
 def gpu_uuids(first: torch.device, count: int) -> list[str]:
     """Return the UUIDs of `count` GPUs from the first one of a rank."""
     properties = accelerator_module().get_device_properties

@@ -6,14 +6,12 @@ A recipe that cannot be read or is invalid raises `RecipeError`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.checkpoint.files import write_atomically
@@ -26,19 +24,6 @@ _MISSING = object()
 _DATASET_FILE = "data.json"
 # Limits of a recipe file, in bytes and in values after aliases are replaced.
 _MAX_BYTES, _MAX_VALUES = 1 << 20, 100_000
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 loader that reads `1e-3` as a number."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes the text `1e-3`."""
-
-
-_SCIENTIFIC = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+0123456789."))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -75,7 +60,9 @@ def recipe_data(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe to a file that `read_recipe` reads."""
-    write_atomically(path, yaml.dump(recipe_data(recipe), Dumper=_Dumper, sort_keys=False))
+    from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
+
+    write_atomically(path, to_yaml(recipe_data(recipe)))
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -118,11 +105,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the mapping of a YAML file."""
+    from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
+
     try:
         _require_small(path)
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        raw = from_yaml(path.read_text(encoding="utf-8"))
         _require_tree(raw, path)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         problem, fix = f"{path} cannot be read: {error}", "correct the line of the error"
         raise RecipeError(problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE") from error
     if not isinstance(raw, Mapping):
@@ -175,12 +164,14 @@ def _find(name: str) -> Path:
 
 def _override(data: dict[str, Any], override: str) -> None:
     """Set one `key=value` override in plain data."""
+    from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
+
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError(f"--set {override!r}", expected="--set key=value", fix="--set batch_size=64")
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        value = from_yaml(text)
+    except YAMLError as error:
         raise RecipeError(
             f"--set {override!r}: {error}", expected="a YAML value", fix="quote the value", code="E_VALUE"
         ) from error

@@ -231,12 +231,6 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
         )
 
 
-def gpu_names() -> list[str]:
-    """Return the names of the visible GPUs, in torch's order."""
-    module = accelerator_module()
-    return [module.get_device_name(number) for number in range(module.device_count())]
-
-
 def _loggers(options: RunOptions, run: Path, place: Path, first_step: int) -> list[Logger]:
     """Return the loggers of a run; TensorBoard opens its files again and again, at a `place` that leads to the run."""
     create: dict[str, Callable[[], Logger]] = {

@@ -119,7 +119,7 @@ def _read_table() -> NDArray[numpy.float64]:
         raise DataError(
             "the digits are files of scikit-learn, which is not installed",
             expected="an installed scikit-learn",
-            fix="pip install scikit-learn",
+            fix="pip install 'samestep[recipes]'",
             code="E_NOT_INSTALLED",
         )
     return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -16,12 +17,15 @@ from packaging.version import InvalidVersion, Version
 from samestep.tools.doctor.gpus import Nvidia
 from samestep.tools.doctor.plan import Finding, Verdict, judged
 
-_REQUIRED = ("samestep", "torch", "torchvision", "torchmetrics", "numpy", "safetensors", "tensorboard", "scikit-learn")
-# Extra `samestep[zoo]`.
-_OPTIONAL = (
-    *("timm", "transformers", "segmentation-models-pytorch", "datasets"),
-    *("pyarrow", "nibabel", "onnx", "onnxscript"),
-)
+_REQUIRED = ("samestep", "torch", "numpy", "safetensors", "pydantic", "rich", "psutil")
+# Packages by extra.
+_OPTIONAL = {
+    "recipes": ("torchvision", "torchmetrics", "tensorboard", "pyyaml", "pillow", "jinja2", "scikit-learn"),
+    "zoo": (
+        *("timm", "transformers", "segmentation-models-pytorch", "datasets"),
+        *("pyarrow", "nibabel", "onnx", "onnxscript"),
+    ),
+}
 # First driver for each CUDA version (NVIDIA CUDA Toolkit release notes, "minor version compatibility").
 _FIRST_DRIVER = {11: Version("450.80.02"), 12: Version("525.60.13"), 13: Version("580.65.06")}
 _ASSIGNMENT = re.compile(r"^(\w+)(?:: [^=]+)? = '([^']+)'", re.MULTILINE)
@@ -41,7 +45,7 @@ class Versions:
 
 def read_versions() -> Versions:
     """Read the versions from metadata, without importing the packages."""
-    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    versions = {name: _version(name) for name in (*_REQUIRED, *chain(*_OPTIONAL.values()))}
     installed = {name: value for name, value in versions.items() if value is not None}
     conflicts = tuple(conflict for name in installed for conflict in _conflicts(name))
     build = _torch_build()
@@ -89,8 +93,10 @@ def check_packages(versions: Versions) -> Iterator[Finding]:
         "all dependencies of Samestep",
         "pip install samestep, in the environment of this Python",
     )
-    absent = ", ".join(name for name in _OPTIONAL if name not in installed)
-    yield Finding("samestep[zoo]", "info", f"not installed: {absent}" if absent else "all packages installed")
+    for extra, names in _OPTIONAL.items():
+        absent = ", ".join(name for name in names if name not in installed)
+        value = f"not installed: {absent}" if absent else "all packages installed"
+        yield Finding(f"samestep[{extra}]", "info", value)
     yield from versions.conflicts
     if not versions.conflicts:
         yield Finding("requirements", "pass", "the requirements of all packages are met")

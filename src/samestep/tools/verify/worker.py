@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -37,10 +37,12 @@ from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.session import start
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
-from samestep.recipes.builder import Built, build
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
 from samestep.tools.verify.tensors import StepTensors, check_additivity, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
+
+if TYPE_CHECKING:
+    from samestep.recipes.builder import Built
 
 
 @dataclass
@@ -247,6 +249,8 @@ def run(subject: Subject, trial: Trial) -> bool:
 
 def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
     """Run the first steps, the last batch of the epoch and one evaluation."""
+    from samestep.recipes.builder import build  # needs packages that scripts do not need
+
     assert trial.steps is not None
     config = recipe.step
     # A reference on one process has nothing to divide; other runs on one process may use several devices.
