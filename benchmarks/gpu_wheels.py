@@ -1,9 +1,10 @@
 """Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
 The wheels are those of the package's dependencies, of the extras `recipes` and `gpu`, of the build backend and of the
-tests, without the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that machine:
+tests, without the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that
+machine:
 
-    python3 -m pip install --no-index --find-links wheels -e '.[gpu]' pytest pytest-timeout hypothesis
+    python3 -m pip install --no-index --find-links wheels -e '.[recipes,gpu]' pytest pytest-timeout hypothesis
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host time that a step takes beyond a hand-written loop: one linear layer, so that nearly all of a step is bookkeeping.
+"""Host time of a step beyond a hand-written loop: one linear layer, so that nearly all of a step is bookkeeping.
 
 The engine and the loop take turns of some steps in one process, with the same microbatches, already collated; the loop
 accumulates their gradients. Times are those of the process, without waits for the processor.

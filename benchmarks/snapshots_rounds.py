@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
-from samestep.checkpoint.state import Progress, Training, pack
+from samestep.checkpoint.state import Progress, Training, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.batch import GlobalBatch
 from samestep.engine.engine import Engine
@@ -70,7 +71,7 @@ class Turns:
     def _save(self, variant: str) -> None:
         engine, began = self._engine, time.perf_counter()
         training = Training(engine.model, engine.optimizer, engine.scheduler, engine.scaler)
-        self._saver.save(engine.steps, lambda: pack(training, Progress(step=engine.steps)))
+        self._saver.save(engine.steps, partial(snapshot, training, Progress(step=engine.steps)))
         if variant == BLOCKING:
             self._saver.wait()
         self.pauses[variant].append(time.perf_counter() - began)
