@@ -25,7 +25,7 @@ class GradientsOnly(torch.optim.Optimizer):
         """Adapt to parameters that have been added, replaced, frozen or unfrozen."""
         self.param_groups[0]["params"] = self._trained()
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Leave the parameters unchanged."""
 
     def _trained(self) -> list[torch.nn.Parameter]:

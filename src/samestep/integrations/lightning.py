@@ -1,0 +1,365 @@
+"""Lightning strategy: training, validation, tests and predictions with the same results on any number of processes.
+
+    trainer = lightning.Trainer(strategy=SamestepStrategy(global_batch_size=256))
+
+One batch of Lightning is one global batch: each rank computes its microbatches, and the gradient of the global batch is
+in `.grad` when Lightning clips it and steps the optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper, _sync_module_states
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from samestep.config import StepConfig
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.world import World
+from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.buffers import Rule
+from samestep.engine.engine import Engine
+from samestep.engine.gather import LocalOutputs, gather_outputs
+from samestep.integrations.gradients import GradientsOnly
+from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
+from samestep.integrations.lightning_log import BatchLog
+from samestep.integrations.torch_loader import global_loader, integration_error
+from samestep.launcher.session import start
+from samestep.microbatches import Microbatches, auto_microbatches
+
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class _WithoutMetrics(torch.nn.Module):
+    """View of a module that shares its attributes, but does not list metrics of torchmetrics among its modules.
+
+    The state of a metric belongs to the microbatches of one rank; that of a model is the same on every rank.
+    """
+
+    __slots__ = ("_viewed",)
+    _viewed: torch.nn.Module
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _WithoutMetrics:
+        """Return a view of `module`."""
+        view = cls.__new__(cls)
+        object.__setattr__(view, "_viewed", module)
+        object.__setattr__(view, "__dict__", module.__dict__)
+        return view
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        metrics: list[str] = []
+        for name, module in self._viewed.named_modules(memo, prefix, remove_duplicate):
+            if isinstance(module, Metric):
+                metrics.append(f"{name}.")
+            elif not name.startswith(tuple(metrics)):
+                yield name, module
+
+
+class SamestepStrategy(DDPStrategy):
+    """Strategy of Lightning that computes each batch with the same result on any number of processes.
+
+    The batch size of every `DataLoader` counts the samples of a global batch, over all processes.
+
+    Args:
+        global_batch_size: samples of an optimizer step; None for the batch size of the training `DataLoader`.
+        microbatches: fixed slices of a batch, at least as many as processes; see `docs/concepts/microbatches.md`.
+        seed: seed of order, augmentation, dropout and other random states.
+        buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
+        threads: intra-op threads of a rank; another number changes bits.
+        cluster_environment: as in `DDPStrategy`.
+        checkpoint_io: as in `DDPStrategy`.
+        precision_plugin: as in `DDPStrategy`.
+        process_group_backend: as in `DDPStrategy`.
+        timeout: as in `DDPStrategy`; None for 10 minutes.
+        start_method: as in `DDPStrategy`.
+
+    Raises:
+        InputError: the module or the trainer uses a feature that does not fit the steps of a global batch.
+    """
+
+    strategy_name = "samestep"
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int | None = None,
+        microbatches: Microbatches = "auto",
+        seed: int = 0,
+        buffers: Mapping[str, Rule] | None = None,
+        threads: int = 1,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout or timedelta(minutes=10),
+            start_method=start_method,
+        )
+        self._global_batch_size, self._microbatches, self._seed = global_batch_size, microbatches, seed
+        self._buffers, self._threads = buffers, threads
+        self._session = ExitStack()
+        self._world: World | None = None
+        self._engine: Engine | None = None
+        self._error: BaseException | None = None
+
+    def setup_environment(self) -> None:
+        """Create the process group, and the world of its ranks."""
+        super().setup_environment()
+        self._error = None
+        device: Any = "cpu" if self.root_device.type == "cpu" else "gpu"
+        self._world = self._session.enter_context(start(adopt=True, device=device, threads=self._threads))
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare module and optimizers, and the engine for training; a collective."""
+        self._require_supported(trainer)
+        # The loaders of Samestep divide the data; Lightning would replace the sampler.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup(trainer)
+        module, world = self._module, self._ranks
+        torch.set_num_threads(self._threads)
+        self._view, self._log, self._engine = _WithoutMetrics.of(module), BatchLog(module, world), None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._gradients = GradientsOnly(self._view)
+            config = StepConfig(seed=self._seed, threads=self._threads)
+            self._engine = Engine(
+                self._view, self._gradients, world=world, config=config, buffers=self._buffers, callbacks=[self._log]
+            )
+
+    def configure_ddp(self) -> None:
+        """Send the state of rank 0 to all ranks; the module is not wrapped."""
+        _sync_module_states(self._module)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return a loader of global batches in place of a `DataLoader`."""
+        if not isinstance(dataloader, DataLoader):
+            raise integration_error(
+                f"a {type(dataloader).__name__} as a data loader",
+                "a DataLoader of torch with a dataset that has a length and an index",
+                "DataLoader(dataset, batch_size=64), with the samples of a global batch",
+            )
+        sampler = dataloader.batch_sampler
+        if isinstance(sampler, _IndexBatchSamplerWrapper):  # of Lightning, for predictions
+            sampler = sampler._batch_sampler
+        is_training = bool(self._module.trainer.training)
+        size, microbatches = self._sizes(getattr(sampler, "batch_size", None), is_training=is_training)
+        loader = global_loader(
+            dataloader,
+            world=self._ranks,
+            seed=self._seed,
+            batch_size=size,
+            microbatches=microbatches,
+            batch_sampler=sampler,
+        )
+        return SamestepDataLoader(loader, dataloader.dataset, is_training=is_training)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch of Samestep unchanged: microbatches are transferred when they are computed."""
+        self._loader_index = dataloader_idx
+        return batch if isinstance(batch, SamestepBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the loss and the gradients of a global batch; a collective.
+
+        Returns:
+            The mean loss of the global batch, without a graph.
+        """
+        batch, engine, trainer = args[0], self._engine, self._module.trainer
+        assert engine is not None
+        if not isinstance(batch, SamestepBatch):
+            raise integration_error(
+                "a batch of several training DataLoaders",
+                "one DataLoader for training: a step has one global batch",
+                "one DataLoader of a dataset that returns the samples of both, such as "
+                "torch.utils.data.StackDataset(first, second)",
+            )
+        self._require_one_batch_per_step(trainer)
+        self._arguments = args[1:], kwargs
+        self._gradients.follow()
+        engine.steps = trainer.global_step
+        with self._log.batch(is_training=True):
+            result = engine.step(batch.global_batch, forward=self._forward)
+        # Lightning sets gradients to None before it calls `backward`.
+        self._computed = [(parameter, parameter.grad) for parameter in self._gradients.param_groups[0]["params"]]
+        return torch.tensor(result.loss, device=self.root_device)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Set the gradients of the global batch, with the hooks of Lightning before and after."""
+        self.precision_plugin.pre_backward(closure_loss, self._module)
+        for parameter, gradient in self._computed:
+            parameter.grad = gradient
+        self._computed = []
+        return self.precision_plugin.post_backward(closure_loss, self._module)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the microbatches of this rank; a collective."""
+        self._evaluate("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the microbatches of this rank; a collective."""
+        self._evaluate("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the predictions of the whole batch on every rank, in the order of the samples; a collective."""
+        computed = self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        return gather_outputs(computed, self._ranks).outputs
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; a mean of equal values is that value."""
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            return super().reduce(tensor, group, reduce_op)
+        # In float64, because the sum of equal values is rounded: a third of 3 * x can differ from x.
+        return super().reduce(tensor.double(), group, reduce_op).to(tensor.dtype)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that this rank fails: others may not reach the end of the world."""
+        self._error = exception
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """End the world; the process group stays."""
+        error, self._error = self._error, None
+        self._session.__exit__(type(error) if error is not None else None, error, None)
+        super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _ranks(self) -> World:
+        assert self._world is not None
+        return self._world
+
+    def _forward(self, _: torch.nn.Module, data: Any) -> Any:
+        """Return the loss of the current microbatch, as the forward function of the engine."""
+        positional, named = self._arguments
+        with self.precision_plugin.train_step_context():
+            output = self._module.training_step(self._transferred(data), *positional, **named)
+        return {"loss": output["loss"]} if isinstance(output, Mapping) else output
+
+    def _transferred(self, data: Any) -> Any:
+        data = self.precision_plugin.convert_input(data)
+        return super().batch_to_device(data, self.root_device, self._loader_index)
+
+    def _evaluate(
+        self, name: str, context: AbstractContextManager[None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[LocalOutputs]:
+        """Return the outputs of the microbatches of this rank; a collective."""
+        batch, *others = args
+        assert isinstance(batch, SamestepBatch)
+        computed, step = list[LocalOutputs](), getattr(self._module, name)
+        with self._log.batch(is_training=False), preserved_generators(self._ranks.device), context:
+            for microbatch in batch.global_batch.local_microbatches:
+                begin = batch.global_batch.begin.samples
+                seed_generators(derive_seed("evaluation", self._seed, begin, microbatch.number), self._ranks.device)
+                self._log.begin_microbatch(microbatch)
+                outputs = step(self._transferred(microbatch.data), *others, **kwargs)
+                computed.append(LocalOutputs(microbatch, outputs, None))
+        return computed
+
+    def _sizes(self, size: int | None, *, is_training: bool) -> tuple[int | None, Microbatches]:
+        """Return the batch size that replaces `size`, and microbatches; both do not depend on the number of ranks."""
+        if is_training:
+            size = self._global_batch_size or size
+            if self._microbatches == "auto" and size is not None and not uses_batch_statistics(self._view):
+                return self._global_batch_size, auto_microbatches(size, batch_norm=False)
+            return self._global_batch_size, self._microbatches
+        if size is None:
+            return None, self._microbatches
+        number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
+        if size < self._ranks.size:
+            raise integration_error(
+                f"a DataLoader for evaluation with batch_size={size} and {self._ranks.size} ranks",
+                "the batch size counts the samples of all ranks, which share each batch",
+                f"DataLoader(dataset, batch_size={8 * self._ranks.size})",
+            )
+        return None, min(number, size)
+
+    def _require_supported(self, trainer: Trainer) -> None:
+        """Refuse features of module and trainer that do not fit the steps of a global batch."""
+        module, precision = self._module, self.precision_plugin
+        owners = filter(None, (module, trainer.datamodule))  # type: ignore[attr-defined]
+        if any(is_overridden("on_before_batch_transfer", owner) for owner in owners):
+            raise integration_error(
+                "on_before_batch_transfer is overridden",
+                "each microbatch is transferred when it is computed",
+                "on_after_batch_transfer, or the collate function of the DataLoader",
+            )
+        for name in _STEPS:
+            if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+                raise integration_error(
+                    f"{name} with the argument dataloader_iter",
+                    "a step that receives one batch",
+                    f"{name}(self, batch, batch_idx)",
+                )
+        if type(precision) not in _PRECISIONS or getattr(precision, "scaler", None) is not None:
+            raise integration_error(
+                f"the precision plugin {type(precision).__name__} {precision.precision}",
+                "a precision without a loss scaler: 32-true, 64-true, bf16-true, 16-true or bf16-mixed",
+                'Trainer(precision="bf16-mixed")',
+            )
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._layer_sync is not None:
+            raise integration_error(
+                "sync_batchnorm=True",
+                "batch norm with the statistics of a microbatch, which do not depend on the number of processes",
+                "leave out sync_batchnorm, and choose microbatches of 16 samples or more",
+            )
+        if not module.automatic_optimization:
+            raise integration_error(
+                "automatic_optimization=False",
+                "one optimizer, which Lightning steps once per global batch",
+                "samestep.Engine in a loop of your own: docs/start/own-loop.md",
+            )
+        if is_overridden("backward", module):
+            raise integration_error(
+                "LightningModule.backward is overridden",
+                "the gradient of the loss of each microbatch, which the strategy computes",
+                "a loss with the gradient that you need; on_after_backward receives the gradients of the global batch",
+            )
+        if module._compiler_ctx is not None:
+            raise integration_error(
+                "torch.compile(module) of a whole LightningModule",
+                "kernels that do not depend on the sizes of microbatches that a rank has computed before",
+                "trainer.fit(module), without torch.compile",
+            )
+        self._require_one_batch_per_step(trainer)
+
+    @staticmethod
+    def _require_one_batch_per_step(trainer: Trainer) -> None:
+        if trainer.accumulate_grad_batches != 1:
+            raise integration_error(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+                "one optimizer step per global batch, whose microbatches are accumulated",
+                f"a global batch size {trainer.accumulate_grad_batches} times as large, and as many more microbatches",
+            )
+
+
+StrategyRegistry.register(
+    SamestepStrategy.strategy_name, SamestepStrategy, description="Steps with the same bits on any number of processes"
+)

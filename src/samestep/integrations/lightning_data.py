@@ -1,0 +1,73 @@
+"""Loaders and batches of Samestep as Lightning uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
+from samestep.errors import CheckpointError
+from samestep.microbatches import Cursor
+
+
+class SamestepBatch:
+    """Batch of Lightning: a global batch with the microbatches of this rank, which hooks receive in place of tensors.
+
+    Attributes:
+        global_batch: the batch.
+    """
+
+    def __init__(self, global_batch: GlobalBatch) -> None:
+        self.global_batch = global_batch
+
+
+class SamestepDataLoader:
+    """Loader of Samestep as Lightning uses it, in place of a `DataLoader`.
+
+    The state that Lightning saves is the position in the data, which does not depend on the number of processes.
+
+    Args:
+        loader: the loader.
+        dataset: the dataset, which callbacks of Lightning read.
+        is_training: batches are those of steps, which move the position.
+    """
+
+    def __init__(self, loader: Loader, dataset: Any, *, is_training: bool) -> None:
+        self.loader, self.dataset, self._is_training = loader, dataset, is_training
+        self.sampler = self  # Lightning calls `sampler.set_epoch`
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[SamestepBatch]:
+        # At the first batch, not earlier: Lightning sets the epoch after it has created the iterator.
+        yield from map(SamestepBatch, self.loader if self._is_training else self.loader.complete_epoch())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of an epoch, unless the position is in it."""
+        if self.loader.cursor.epoch != epoch:
+            self.loader.cursor = Cursor(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the settings on which batches depend."""
+        cursor = self.loader.cursor
+        return {"epoch": cursor.epoch, "samples": cursor.samples, "settings": self.loader.settings_of(cursor.epoch)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to a saved position.
+
+        Raises:
+            CheckpointError: the data or their batches are others than those of the checkpoint.
+        """
+        settings, saved = self.loader.settings_of(state["epoch"]), state["settings"]
+        changed = [name for name in settings if settings[name] != saved.get(name)]
+        if changed:
+            raise CheckpointError(
+                f"the training data have other {', '.join(changed)} than in the checkpoint: "
+                + ", ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed),
+                expected="the same data, global batch size, microbatches and seed; only the processes may differ",
+                fix="use the options of the run that wrote the checkpoint, or load the weights alone",
+                code="E_RESUME_CHANGED",
+            )
+        self.loader.cursor = Cursor(state["epoch"], state["samples"])

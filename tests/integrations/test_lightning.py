@@ -1,0 +1,92 @@
+"""Lightning's trainer with Samestep's strategy: the same bits on any number of processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from helpers.forked_ranks import Job, run_jobs
+
+MODULE = "workers.lightning_training"
+SAVED_AT = 21  # step in the second epoch, which has 16
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of trainings in one process that imports Lightning once."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    jobs = {
+        "own": Job("own_loop", 1, {}),
+        "one": Job("train", 1, {}),
+        "saved": Job("train", 2, {"folder": folder, "save_at": SAVED_AT}),
+        "resumed": Job("train", 3, {"folder": folder, "resume": True}),
+        "changed": Job("other_batches", 1, {"folder": folder}),
+        "evaluated on 1": Job("evaluate", 1, {}),
+        "evaluated on 3": Job("evaluate", 3, {}),
+        "refusals": Job("refusals", 1, {}),
+    }
+    return dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
+
+
+@pytest.mark.slow
+def test_training_has_the_bits_of_the_own_loop(results: dict[str, Any]) -> None:
+    own, one = results["own"], results["one"]
+    assert one["weights"] == own["weights"]
+    assert [step[0] for step in one["steps"]] == [float(numpy.float32(loss)) for loss in own["losses"]]
+
+
+@pytest.mark.slow
+def test_checkpoint_of_lightning_resumes_in_the_epoch_on_other_processes(results: dict[str, Any]) -> None:
+    one, saved, resumed = results["one"], results["saved"], results["resumed"]
+    assert saved["steps"] == one["steps"][:SAVED_AT]
+    assert resumed["steps"] == one["steps"][SAVED_AT:]
+    assert resumed["weights"] == one["weights"]
+    assert saved["epochs"][0] == one["epochs"][0]
+    # Lightning does not save the sums of an epoch; values of validation are those of the weights.
+    assert resumed["epochs"][-1][2:] == one["epochs"][-1][2:]
+
+
+@pytest.mark.slow
+def test_logged_values_are_those_of_the_global_batch(results: dict[str, Any]) -> None:
+    steps = results["saved"]["steps"]
+    assert [samples for _, samples, _ in steps[:16]] == [64.0] * 15 + [1003.0 % 64]
+    assert all(logged == loss for logged, _, loss in steps)
+    weighted = sum(loss * samples for loss, samples, _ in steps[:16]) / 1003
+    assert results["saved"]["epochs"][0][0] == pytest.approx(weighted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_evaluation_counts_each_sample_once_on_any_processes(results: dict[str, Any]) -> None:
+    one, three = results["evaluated on 1"], results["evaluated on 3"]
+    assert one == three
+    assert one["validate"] == one["test"]
+    assert one["validate"]["val_samples"] == 203
+    assert len(one["predict"]) == 203
+
+
+@pytest.mark.slow
+def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> None:
+    assert results["changed"] == "E_RESUME_CHANGED"
+
+
+@pytest.mark.slow
+def test_features_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
+    codes = dict(results["refusals"])
+    assert codes.pop("none") == codes.pop("registered") == "none"
+    assert codes.pop("stream") == "E_ITERABLE_DATASET"
+    assert codes.pop("distributed") == "E_SAMPLER"
+    assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.long
+def test_training_has_the_same_bits_on_any_processes(tmp_path: Path) -> None:
+    saved = Job("train", 2, {"folder": str(tmp_path), "save_at": SAVED_AT})
+    resumed = Job("train", 1, {"folder": str(tmp_path), "resume": True})
+    sizes = (1, 2, 3, 5)
+    jobs = [Job("train", size, {}) for size in sizes] + [Job("mixed", size, {}) for size in sizes]
+    *whole, _, last = run_jobs(MODULE, *jobs, saved, resumed)
+    trained, mixed = whole[: len(sizes)], whole[len(sizes) :]
+    assert all(result == trained[0] for result in trained)
+    assert len(set(mixed)) == 1
+    assert last["weights"] == trained[0]["weights"]

@@ -1,0 +1,241 @@
+"""Training with Lightning and with Samestep's own loop, on the ranks of `helpers.forked_ranks`."""
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+import samestep
+from samestep.integrations.lightning import SamestepStrategy
+
+SAMPLES, BATCH, MICROBATCHES, EPOCHS, SEED, CLASSES = 1003, 64, 8, 2, 5, 4
+STEPS = EPOCHS * (-(-SAMPLES // BATCH))
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 1,
+}
+warnings.filterwarnings("ignore")
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 12, generator=generator)
+    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, CLASSES))
+
+
+def digest(module: nn.Module) -> str:
+    tensors = [module.state_dict()[name] for name in sorted(module.state_dict())]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def optimizer_of(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+
+class Module(lightning.LightningModule):
+    """As people write it, with no line for Samestep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.train_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.steps: list[float] = []
+        self.epochs: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        outputs = self.net(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("samples", float(len(targets)), reduce_fx="sum")
+        self.train_accuracy(outputs, targets)
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.steps.append([float(metrics[name]) for name in ("train_loss_step", "samples")] + [float(outputs["loss"])])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        outputs = self.net(inputs)
+        self.accuracy(outputs, targets)
+        self.log("val_loss", nn.functional.cross_entropy(outputs, targets))
+        self.log("val_accuracy", self.accuracy)
+        self.log("val_samples", float(len(targets)), reduce_fx="sum")
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).argmax(1)
+
+    def on_train_epoch_end(self) -> None:
+        names = ("train_loss_epoch", "train_accuracy", "val_loss", "val_accuracy", "val_samples")
+        metrics = self.trainer.callback_metrics
+        self.epochs.append([float(metrics[name]) for name in names if name in metrics])
+
+    def configure_optimizers(self) -> Any:
+        optimizer, scheduler = optimizer_of(self)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _trainer(**options: Any) -> lightning.Trainer:
+    import os
+
+    strategy = options.pop("strategy", None) or SamestepStrategy(microbatches=MICROBATCHES, seed=SEED)
+    options = {"max_epochs": EPOCHS, "gradient_clip_val": 0.5, "enable_checkpointing": False, **QUIET, **options}
+    return lightning.Trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options)
+
+
+def _loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(dataset(), batch_size=BATCH, shuffle=True), DataLoader(dataset(203), batch_size=40)
+
+
+def train(folder: str | None = None, save_at: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Train, or train from a checkpoint of Lightning in the middle of an epoch; return what must be equal."""
+    module, options = Module(), dict[str, Any]()
+    if save_at is not None:
+        checkpoint = ModelCheckpoint(folder, filename="saved", every_n_train_steps=save_at, save_top_k=1)
+        options = {"callbacks": [checkpoint], "enable_checkpointing": True, "max_steps": save_at}
+    trainer = _trainer(**options)
+    trainer.fit(module, *_loaders(), ckpt_path=str(Path(str(folder)) / "saved.ckpt") if resume else None)
+    return {"weights": digest(module.net), "steps": module.steps, "epochs": module.epochs}
+
+
+def evaluate() -> dict[str, Any]:
+    module, loader = Module(), _loaders()[1]
+    trainer = _trainer()
+    (validated,) = trainer.validate(module, loader, verbose=False)
+    (tested,) = trainer.test(module, loader, verbose=False)
+    predicted = torch.cat(trainer.predict(module, loader))
+    return {"validate": validated, "test": tested, "predict": predicted.tolist()}
+
+
+def _mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def own_loop() -> dict[str, Any]:
+    """The same training in Samestep's own loop."""
+    model = net()
+    optimizer, scheduler = optimizer_of(model)
+    with samestep.start(device="cpu") as world:
+        config = samestep.StepConfig(seed=SEED, clip_norm=0.5)
+        engine = samestep.Engine(
+            model,
+            optimizer,
+            world=world,
+            scheduler=scheduler,
+            scheduler_interval="step",
+            config=config,
+        )
+        batches = samestep.loader(
+            dataset(), batch_size=BATCH, microbatches=MICROBATCHES, seed=SEED, shuffle=True, world=world
+        )
+        losses = [engine.step(batch, forward=_mean_loss).loss for _ in range(EPOCHS) for batch in batches]
+    return {"weights": digest(model), "losses": losses}
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Module):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class OwnTransfer(Module):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class MetricOnStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("accuracy", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+
+class Iterator(Module):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter))
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(dataset(64))
+
+
+def _code(module: Module, loader: Any, **options: Any) -> str:
+    try:
+        _trainer(**{"max_epochs": 1, "max_steps": 1, **options}).fit(module, loader)
+    except samestep.errors.SamestepError as error:
+        return error.code
+    return "none"
+
+
+def refusals() -> dict[str, str]:
+    """Return the error codes of features that do not fit."""
+    loader = _loaders()[0]
+    return {
+        "none": _code(Module(), loader),
+        "registered": _code(Module(), loader, strategy="samestep"),
+        "manual": _code(Manual(), loader, gradient_clip_val=None),
+        "backward": _code(OwnBackward(), loader),
+        "transfer": _code(OwnTransfer(), loader),
+        "metric": _code(MetricOnStep(), loader),
+        "dataloader_iter": _code(Iterator(), loader),
+        "compile": _code(torch.compile(Module()), loader),  # type: ignore[arg-type]
+        "accumulate": _code(Module(), loader, accumulate_grad_batches=2),
+        "sync_batchnorm": _code(Module(), loader, sync_batchnorm=True),
+        "loaders": _code(Module(), {"first": loader, "second": loader}),
+        "batches": _code(Module(), list(loader)),
+        "unbatched": _code(Module(), DataLoader(dataset(), batch_size=None)),
+        "stream": _code(Module(), DataLoader(Stream(), batch_size=64)),
+        "distributed": _code(
+            Module(), DataLoader(dataset(), batch_size=64, sampler=torch.utils.data.DistributedSampler(dataset(), 2, 0))
+        ),
+        "precision": _code(Module(), loader, plugins=[MixedPrecision("16-mixed", "cpu")]),
+    }
+
+
+def other_batches(folder: str) -> str:
+    """Return the code of a resumption with another global batch size."""
+    strategy = SamestepStrategy(global_batch_size=32, microbatches=MICROBATCHES, seed=SEED)
+    try:
+        _trainer(strategy=strategy).fit(Module(), *_loaders(), ckpt_path=str(Path(folder) / "saved.ckpt"))
+    except samestep.errors.SamestepError as error:
+        return error.code
+    return "none"
+
+
+def mixed() -> str:
+    """Train in bfloat16, with a sampler, workers and a last batch that is left out; return the digest."""
+    module, data = Module(), dataset(300)
+    weights = torch.linspace(1, 2, len(data))
+    sampler = torch.utils.data.WeightedRandomSampler(weights, 200)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=30, sampler=sampler, num_workers=1, drop_last=True)
+    _trainer(max_epochs=2, precision="bf16-mixed").fit(module, loader)
+    assert len(module.steps) == 12
+    return digest(module.net)
