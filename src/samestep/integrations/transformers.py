@@ -1,0 +1,308 @@
+"""Trainers of Hugging Face with the same results on any number of processes.
+
+    trainer = samestep.integrations.transformers.Trainer(model, arguments, train_dataset=data, global_batch_size=64)
+
+One batch of the trainer is one global batch: each rank computes its microbatches, and the gradient of the global batch
+is in `.grad` when the trainer clips it and steps the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from samestep.config import StepConfig
+from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
+from samestep.data.loader import Loader
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.world import World, all_gather
+from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.buffers import Rule
+from samestep.engine.engine import Engine
+from samestep.engine.gather import LocalOutputs, gather_outputs
+from samestep.engine.loss import Loss
+from samestep.integrations.gradients import GradientsOnly
+from samestep.integrations.torch_loader import global_loader, integration_error
+from samestep.integrations.transformers_data import EvaluationDataLoader, SamestepCallback, StepDataLoader
+from samestep.launcher.session import init
+from samestep.microbatches import Microbatches, auto_microbatches
+
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
+_IGNORED = -100  # label that no loss of Transformers counts, and padding of predictions
+
+
+class SamestepTrainerMixin(_Trainer):
+    """Steps and evaluations of a trainer of Transformers with the same result on any number of processes.
+
+    `per_device_train_batch_size` is not used. `per_device_eval_batch_size` is the size of a microbatch of evaluations.
+
+    Args:
+        arguments: positional arguments of the trainer.
+        global_batch_size: samples of an optimizer step over all processes.
+        microbatches: fixed slices of a global batch, at least as many as processes; see
+            `docs/concepts/microbatches.md`.
+        buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
+        threads: intra-op threads of a rank; another number changes bits.
+        options: further arguments of the trainer.
+
+    Raises:
+        InputError: an argument does not fit the steps of a global batch.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        global_batch_size: int,
+        microbatches: Microbatches = "auto",
+        buffers: Mapping[str, Rule] | None = None,
+        threads: int = 1,
+        **options: Any,
+    ) -> None:
+        self._global_batch_size, self._microbatches = global_batch_size, microbatches
+        self._buffers, self._threads = buffers, threads
+        self._engine: Engine | None = None
+        self._losses: list[tuple[float, float]] = []
+        super().__init__(*arguments, **options)
+        self._position = SamestepCallback()
+        self.add_callback(self._position)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, which leaves data and model as they are, and the world of its ranks."""
+        _require_supported(self.args)
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        accelerator.prepare_data_loader = lambda loader, *_, **__: loader
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
+        # Each microbatch counts its own tokens, and the engine divides by the number of all.
+        self.args.average_tokens_across_devices = False
+        device: Any = "cpu" if self.args.device.type == "cpu" else "gpu"
+        self._world: World = init(adopt=True, device=device, threads=self._threads)
+        if self._world.size != self.args.world_size:
+            raise integration_error(
+                f"{self._world.size} ranks of Samestep and {self.args.world_size} of Transformers",
+                "processes that Transformers finds",
+                "torchrun --nproc-per-node 4 script.py",
+            )
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader with one global batch per step."""
+        number = self._microbatches
+        assert self.model is not None
+        if number == "auto" and not uses_batch_statistics(self.model):
+            number = auto_microbatches(self._global_batch_size, batch_norm=False)
+        loader = self._loader(super().get_train_dataloader(), self._global_batch_size, number)
+        self._position.settings = loader.settings_of(0)
+        return StepDataLoader(loader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return a loader of global batches."""
+        return self._evaluation_loader(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return a loader of global batches."""
+        return self._evaluation_loader(super().get_test_dataloader(test_dataset))
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of samples."""
+        if isinstance(dataloader, StepDataLoader):
+            return dataloader.steps.loader.samples
+        return super().num_examples(dataloader)
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Return the global batch size."""
+        return self._global_batch_size
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """Return the next global batch; its microbatches count their own items."""
+        return [batch for batch in [next(epoch_iterator, None)] if batch is not None], None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Compute loss and gradients of a global batch; a collective.
+
+        Returns:
+            The mean loss of the global batch.
+        """
+        if not isinstance(inputs, GlobalBatch):
+            raise integration_error(
+                f"a batch of the type {type(inputs).__name__}",
+                "a global batch of the loader that get_train_dataloader returns",
+                "override _get_train_sampler or data_collator in place of get_train_dataloader",
+            )
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+        engine = self._engine_of(model)
+        engine.steps = self.state.global_step
+        result = engine.step(inputs, forward=self._forward)
+        # The trainer logs the mean over ranks, whose sum in float32 would be rounded.
+        self._tr_loss = self._tr_loss.double()
+        return torch.tensor(result.loss, device=self.args.device).double()
+
+    def count_items(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the number of labels that the mean loss of a microbatch counts; None to count samples.
+
+        Override this method for a loss that is a mean over something else.
+        """
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, torch.Tensor):
+            return None
+        # Causal models predict the next token, and shift the labels themselves.
+        is_shifted = self._loss_shifts_labels and "shift_labels" not in inputs
+        return (labels[..., 1:] if is_shifted else labels).ne(_IGNORED).sum()
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **options: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, predictions and labels of a global batch, in the order of the samples; a collective."""
+        self.gather_function = _unchanged  # every rank has all rows
+        device, losses, computed = self._world.device, list[list[float]](), list[LocalOutputs]()
+        with preserved_generators(device):
+            for microbatch in inputs.local_microbatches:
+                facts = inputs.begin.samples, microbatch.number
+                seed_generators(derive_seed("evaluation", self.args.seed, *facts), device)
+                count = self.count_items(microbatch.data)
+                step = super().prediction_step
+                loss, logits, labels = step(model, microbatch.data, prediction_loss_only, ignore_keys, **options)
+                if loss is not None:
+                    number = microbatch.size if count is None else int(count)
+                    losses.append([microbatch.number, float(loss) * number if number else 0.0, number])
+                computed.append(LocalOutputs(microbatch, logits, labels))
+        rows = [row for rank in all_gather(losses, self._world) for row in rank]
+        total, number = math.fsum(row[1] for row in rows), sum(row[2] for row in rows)
+        self._losses.append((total, number))
+        loss = torch.tensor(total / number if number else math.nan, device=device) if rows else None
+        if prediction_loss_only:
+            return loss, None, None
+        gathered = gather_outputs(_padded(computed, self._world), self._world)
+        return loss, gathered.outputs, gathered.targets
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run an evaluation that counts each sample once; the loss is the mean over all labels that count."""
+        torch.set_num_threads(self._threads)
+        self._losses = []
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        number = sum(count for _, count in self._losses)
+        if output.metrics is not None and number:
+            output.metrics[f"{metric_key_prefix}_loss"] = math.fsum(total for total, _ in self._losses) / number
+        return output
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the number of operations of this rank's microbatches."""
+        if not isinstance(inputs, GlobalBatch):
+            return super().floating_point_ops(inputs)
+        operations = super().floating_point_ops
+        return sum(operations(microbatch.data) for microbatch in inputs.local_microbatches)
+
+    def _loader(self, loader: DataLoader[Any], batch_size: int, microbatches: Microbatches) -> Loader:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return global_loader(loader, world=self._world, seed=seed, batch_size=batch_size, microbatches=microbatches)
+
+    def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationDataLoader:
+        size = self._global_batch_size
+        number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
+        return EvaluationDataLoader(self._loader(loader, self.args.eval_batch_size * number, number), loader.dataset)
+
+    def _engine_of(self, model: torch.nn.Module) -> Engine:
+        if self._engine is None or self._engine.model is not model:
+            torch.set_num_threads(self._threads)  # the set-up of the trainer can change it
+            config = StepConfig(seed=self.args.seed, threads=self._threads)
+            optimizer = GradientsOnly(model)
+            self._engine = Engine(model, optimizer, world=self._world, config=config, buffers=self._buffers)
+        assert isinstance(self._engine.optimizer, GradientsOnly)
+        self._engine.optimizer.follow()
+        return self._engine
+
+    def _forward(self, model: Any, data: Any) -> Any:
+        """Return the loss of a microbatch, as the forward function of the engine."""
+        inputs = self._prepare_inputs(data)
+        count = self.count_items(inputs)
+        items = None if count is None else count.clamp(min=1)
+        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        with self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items if takes_items else None)
+        return loss if count is None else Loss(loss * items, count)
+
+
+class Trainer(SamestepTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with the same results on any number of processes; see `SamestepTrainerMixin`."""
+
+
+class Seq2SeqTrainer(SamestepTrainerMixin, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with the same results on any number of processes; see `SamestepTrainerMixin`."""
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _padded(computed: list[LocalOutputs], world: World) -> list[LocalOutputs]:
+    """Pad dimension 1 of predictions and of labels to the largest of all microbatches; a collective."""
+    own = [[_width(entry.outputs), _width(entry.targets)] for entry in computed]
+    rows = [row for rank in all_gather(own, world) for row in rank]
+    widths = [max((row[part] for row in rows), default=0) for part in (0, 1)]
+    return [
+        LocalOutputs(entry.microbatch, _pad(entry.outputs, widths[0]), _pad(entry.targets, widths[1]))
+        for entry in computed
+    ]
+
+
+def _width(data: Any) -> int:
+    return max((tensor.shape[1] for tensor in tensors_of(data) if tensor.dim() > 1), default=0)
+
+
+def _pad(data: Any, width: int) -> Any:
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] == width:
+            return tensor
+        rest = tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), _IGNORED)
+        return torch.cat([tensor, rest], dim=1)
+
+    return map_tensors(data, padded)
+
+
+def _require_supported(args: transformers.TrainingArguments) -> None:
+    """Refuse arguments that do not fit the steps of a global batch."""
+    reasons = {
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps != 1, "global_batch_size=..., microbatches"),
+        "fp16": (args.fp16, "bf16=True"),
+        "fsdp": (bool(args.fsdp), "no sharding of the model"),
+        "deepspeed": (args.deepspeed is not None, "no sharding of the model"),
+        "torch_compile": (bool(args.torch_compile), "a model that is not compiled"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "global_batch_size=..., with more microbatches"),
+        "batch_eval_metrics": (args.batch_eval_metrics, "compute_metrics of all predictions"),
+        "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", 'the default "no"'),
+        "include_for_metrics": ("inputs" in args.include_for_metrics, "predictions and labels"),
+        "train_sampling_strategy": (args.train_sampling_strategy == "batch_rebalance", '"group_by_length"'),
+        "ignore_data_skip": (args.ignore_data_skip, "a resumption at the position of the checkpoint"),
+    }
+    for name, (is_set, alternative) in reasons.items():
+        if is_set:
+            raise integration_error(
+                f"TrainingArguments({name}={getattr(args, name)!r})",
+                "steps and evaluations of global batches, which do not depend on the number of processes",
+                f"leave out {name}: use {alternative}",
+            )
+    if args.n_gpu > 1:
+        raise integration_error(
+            f"one process with {args.n_gpu} GPUs, for which Transformers uses DataParallel",
+            "one process per GPU",
+            f"torchrun --nproc-per-node {args.n_gpu} script.py",
+        )

@@ -1,0 +1,118 @@
+"""Data loaders of Samestep as the trainer of Hugging Face uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
+from samestep.errors import CheckpointError
+from samestep.microbatches import Cursor
+
+
+class StepDataset(Dataset[GlobalBatch]):
+    """Global batches of one epoch by number; consecutive ones are loaded ahead.
+
+    Args:
+        loader: the loader, whose position moves.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self._epoch = loader, 0
+        self._batches: Iterator[GlobalBatch] | None = None
+        self._next = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch of the batches."""
+        self._epoch, self._batches = epoch, None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getitem__(self, number: int) -> GlobalBatch:
+        if self._batches is None or number != self._next:
+            self.loader.cursor = Cursor(self._epoch, number * self.loader.batch_size)
+            self._batches = iter(self.loader)
+        self._next = number + 1
+        return next(self._batches)
+
+
+class StepDataLoader(DataLoader[GlobalBatch]):
+    """Loader with one global batch per item, which `accelerate.skip_first_batches` can begin at any batch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.steps = StepDataset(loader)
+        super().__init__(self.steps, batch_sampler=_StepSampler(self.steps), collate_fn=_only_item)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch of the batches."""
+        self.steps.set_epoch(epoch)
+
+
+class _StepSampler(BatchSampler):
+    """Batches of one number, by which the trainer selects the epoch if it skips batches."""
+
+    def __init__(self, steps: StepDataset) -> None:
+        super().__init__(SequentialSampler(steps), 1, drop_last=False)
+        self.set_epoch = steps.set_epoch
+
+
+def _only_item(items: list[Any]) -> Any:
+    (item,) = items
+    return item
+
+
+class EvaluationDataLoader:
+    """Loader of global batches for an evaluation.
+
+    Args:
+        loader: the loader, whose position stays.
+        dataset: the dataset, whose length the trainer reads.
+    """
+
+    def __init__(self, loader: Loader, dataset: Any) -> None:
+        self.dataset, self._loader = dataset, loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return self._loader.complete_epoch()
+
+
+class SamestepCallback(TrainerCallback, ExportableState):
+    """Saves the settings of the training data with the state of the trainer, and compares them after a resumption.
+
+    Attributes:
+        settings: settings on which the batches depend.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, int | str] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the settings for a checkpoint."""
+        return {"args": {}, "attributes": {"settings": self.settings}}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Refuse a resumption with other batches.
+
+        Raises:
+            CheckpointError: a setting differs from that of the checkpoint.
+        """
+        callbacks: Any = state.stateful_callbacks  # states by name, once the trainer has begun
+        saved = callbacks.get(type(self).__name__, self.state())["attributes"]["settings"]
+        changed = [name for name in self.settings if self.settings[name] != saved.get(name)]
+        if changed:
+            raise CheckpointError(
+                "the training data differ from those of the checkpoint: "
+                + ", ".join(f"{name} was {saved.get(name)} and is {self.settings[name]}" for name in changed),
+                expected="the same data, global batch size, microbatches and seed; only the processes may differ",
+                fix="use the options of the run that wrote the checkpoint, or load the weights alone",
+                code="E_RESUME_CHANGED",
+            )

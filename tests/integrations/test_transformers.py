@@ -1,0 +1,80 @@
+"""Trainer of Transformers with Samestep's steps: the same bits on any number of processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.forked_ranks import Job, run_jobs
+
+MODULE = "workers.transformers_training"
+SAVED_AT = 10  # step in the second epoch, which has 7
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of trainings in one process that imports Transformers once."""
+    folder = tmp_path_factory.mktemp("trainings")
+    saved = {"folder": str(folder / "saved")}
+    jobs = {
+        "one": Job("train", 1, {"folder": str(folder / "one")}),
+        "saved": Job("train", 2, {**saved, "save_at": SAVED_AT}),
+        "changed": Job("other_batches", 1, saved),
+        "resumed": Job("train", 3, {**saved, "resume": True}),
+        "stock": Job("stock", 1, {"folder": str(folder / "stock")}),
+        "missing names": Job("missing_names", 1, {"folder": str(folder / "names")}),
+        "refusals": Job("refusals", 1, {"folder": str(folder / "refusals")}),
+    }
+    return dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
+
+
+@pytest.mark.slow
+def test_checkpoint_of_the_trainer_resumes_in_the_epoch_on_other_processes(results: dict[str, Any]) -> None:
+    one, saved, resumed = results["one"], results["saved"], results["resumed"]
+    assert len(one["history"]) == 14
+    assert saved["history"] == one["history"][:SAVED_AT]
+    assert resumed["history"] == one["history"]  # with the steps of the checkpoint
+    assert resumed["weights"] == one["weights"]
+
+
+@pytest.mark.slow
+def test_evaluation_counts_each_token_once(results: dict[str, Any]) -> None:
+    one, resumed = results["one"]["evaluated"], results["resumed"]["evaluated"]
+    assert one == resumed
+    assert one["eval_tokens"] == results["one"]["tokens"]
+    assert 0 < one["eval_loss"] < 5
+
+
+@pytest.mark.slow
+def test_step_is_that_of_the_trainer_on_one_process(results: dict[str, Any]) -> None:
+    stock = results["stock"]
+    assert stock["samestep"] == pytest.approx(stock["stock"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> None:
+    assert results["changed"] == "E_RESUME_CHANGED"
+
+
+@pytest.mark.slow
+def test_arguments_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
+    codes = dict(results["refusals"])
+    assert codes.pop("none") == codes.pop("by length") == "none"
+    assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.slow
+def test_private_names_of_the_library_exist(results: dict[str, Any]) -> None:
+    assert results["missing names"] == []
+
+
+@pytest.mark.long
+def test_training_has_the_same_bits_on_any_processes(tmp_path: Path) -> None:
+    jobs = [
+        Job(function, size, {"folder": str(tmp_path / f"{function}-{size}")})
+        for function in ("train", "generate", "frozen")
+        for size in (1, 2, 3, 4)
+    ]
+    results = run_jobs(MODULE, *jobs)
+    for start in range(0, len(jobs), 4):
+        assert all(result == results[start] for result in results[start : start + 4]), jobs[start].function

@@ -1,0 +1,229 @@
+"""Training with the trainer of Transformers, on the ranks of `helpers.forked_ranks`."""
+
+import hashlib
+import inspect
+import logging
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from samestep.errors import SamestepError
+from samestep.integrations.transformers import Seq2SeqTrainer, Trainer
+
+SAMPLES, BATCH, MICROBATCHES, VOCABULARY, SEED = 203, 32, 8, 40, 3
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+logging.disable(logging.WARNING)
+
+
+def rows(samples: int = SAMPLES) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(samples)
+    lengths = torch.randint(5, 30, (samples,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def padded(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    width = max(len(sample["input_ids"]) for sample in samples)
+
+    def filled(value: int, rest: int) -> torch.Tensor:
+        rows = [[value or i for i in s["input_ids"]] + [rest] * (width - len(s["input_ids"])) for s in samples]
+        return torch.tensor(rows)
+
+    return {"input_ids": filled(0, 0), "attention_mask": filled(1, 0), "labels": filled(0, -100)}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def digest(module: nn.Module) -> str:
+    tensors = [module.state_dict()[name] for name in sorted(module.state_dict())]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def arguments(folder: str, **options: Any) -> transformers.TrainingArguments:
+    defaults = {
+        "num_train_epochs": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": SEED,
+        "per_device_eval_batch_size": 5,
+        "dataloader_pin_memory": False,
+    }
+    return transformers.TrainingArguments(folder, **{**defaults, **options})
+
+
+def token_accuracy(prediction: Any) -> dict[str, float]:
+    guesses, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    counted = labels != -100
+    return {"accuracy": float((guesses == labels)[counted].mean()), "tokens": int(counted.sum())}
+
+
+def trainer(folder: str, kind: Any = Trainer, batch: int = BATCH, net: Any = None, **options: Any) -> Any:
+    sizes = {} if kind is transformers.Trainer else {"global_batch_size": batch, "microbatches": MICROBATCHES}
+    return kind(
+        model=net or model(),
+        args=arguments(folder, **options),
+        data_collator=padded,
+        train_dataset=rows(),
+        eval_dataset=rows(57),
+        compute_metrics=token_accuracy,
+        **sizes,
+    )
+
+
+def _history(instance: Any) -> list[list[float]]:
+    names = ("epoch", "loss", "grad_norm", "learning_rate")
+    return [[entry[name] for name in names] for entry in instance.state.log_history if "grad_norm" in entry]
+
+
+def train(folder: str, save_at: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Train, or train from a checkpoint of the trainer in the middle of an epoch; return what must be equal."""
+    options = {} if save_at is None else {"save_strategy": "steps", "save_steps": save_at}
+    instance = trainer(folder, **options)
+    if save_at is not None:
+        instance.add_callback(_StopAt(save_at))
+    instance.train(resume_from_checkpoint=True if resume else None)
+    evaluated = instance.evaluate()
+    kept = {name: value for name, value in evaluated.items() if "second" not in name and "time" not in name}
+    tokens = sum(len(row["input_ids"]) - 1 for row in rows(57))
+    return {"weights": digest(instance.model), "history": _history(instance), "evaluated": kept, "tokens": tokens}
+
+
+class _StopAt(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._step
+
+
+def stock(folder: str) -> dict[str, Any]:
+    """One step of the trainer of Transformers itself, on one process without dropout, and of Samestep's."""
+    gradients = []
+    for kind in (transformers.Trainer, Trainer):
+        net = model()
+        for module in net.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        options = {"max_steps": 1, "per_device_train_batch_size": BATCH, "train_sampling_strategy": "sequential"}
+        instance = trainer(folder, kind, net=net, **options)
+        instance.train()
+        gradients.append(_history(instance)[0][1:3])
+    return {"stock": gradients[0], "samestep": gradients[1]}
+
+
+def _code(folder: str, **options: Any) -> str:
+    try:
+        trainer(folder, max_steps=1, **options).train()
+    except SamestepError as error:
+        return error.code
+    return "none"
+
+
+class _OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(rows(), batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """Return the error codes of arguments that do not fit."""
+    return {
+        "none": _code(folder),
+        "by length": _code(folder, train_sampling_strategy="group_by_length"),
+        "accumulation": _code(folder, gradient_accumulation_steps=2),
+        "rebalance": _code(folder, train_sampling_strategy="batch_rebalance"),
+        "compile": _code(folder, torch_compile=True),
+        "find": _code(folder, auto_find_batch_size=True),
+        "tokens": _code(folder, include_num_input_tokens_seen="all"),
+        "skip": _code(folder, ignore_data_skip=True),
+        "loader": _code(folder, kind=_OwnLoader),
+    }
+
+
+def other_batches(folder: str) -> str:
+    """Return the code of a resumption with another global batch size."""
+    try:
+        trainer(folder, batch=16).train(resume_from_checkpoint=True)
+    except SamestepError as error:
+        return error.code
+    return "none"
+
+
+def generate(folder: str) -> dict[str, Any]:
+    """Train an encoder and a decoder, and generate text in the evaluation."""
+    torch.manual_seed(1)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    instance = Seq2SeqTrainer(
+        model=transformers.T5ForConditionalGeneration(config),
+        args=transformers.Seq2SeqTrainingArguments(
+            folder,
+            max_steps=3,
+            predict_with_generate=True,
+            generation_max_length=6,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+            per_device_eval_batch_size=3,
+        ),
+        data_collator=padded,
+        train_dataset=rows(60),
+        eval_dataset=rows(31),
+        global_batch_size=20,
+        microbatches=5,
+    )
+    instance.train()
+    predicted = instance.predict(rows(31))
+    return {
+        "weights": digest(instance.model),
+        "texts": predicted.predictions.tolist(),
+        "loss": predicted.metrics["test_loss"],
+    }
+
+
+def frozen(folder: str) -> dict[str, Any]:
+    """Train the head alone, with the rest frozen."""
+    net = model()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name.startswith("lm_head"))
+    before = digest(net.model)
+    trainer(folder, net=net, max_steps=4).train()
+    assert digest(net.model) == before
+    return {"weights": digest(net)}
+
+
+def missing_names(folder: str) -> list[str]:
+    """Return the private names of Transformers and Accelerate that the adapter needs and that do not exist."""
+    instance = trainer(folder)
+    names = ["_loss_shifts_labels", "_prepare_inputs", "gather_function", "model_accepts_loss_kwargs"]
+    names += ["create_accelerator_and_postprocess", "get_batch_samples", "compute_loss_context_manager"]
+    missing = [name for name in names if not hasattr(instance, name)]
+    source = inspect.getsource(transformers.Trainer)
+    missing += [text for text in ("self._tr_loss += tr_loss_step", "skip_first_batches") if text not in source]
+    parameters = inspect.signature(transformers.Trainer.evaluation_loop).parameters
+    expected = ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"]
+    return missing + [name for name in expected if name not in parameters]
