@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.compatibility import Tensors, encode_objects, require_savable
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
-from samestep.checkpoint.files import HeldFolder
+from samestep.checkpoint.files import Contents, HeldFolder
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.state import Training, load, pack, read_verified
+from samestep.checkpoint.snapshot import HostBuffers
+from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
 from samestep.data.epochs import epochs
 from samestep.data.loader import Loader
@@ -131,11 +132,11 @@ class CheckpointManager:
         cursor = next(iter(self._loaders.values())).cursor
         if self._world.is_main:
             epoch = cursor.epoch if step and not cursor.samples else None
-            self._writer.save(step, self._pack, is_best=is_best, epoch=epoch)
+            self._writer.save(step, self._snapshot, is_best=is_best, epoch=epoch)
             if not self._background:
                 self._writer.wait()
         else:
-            self._pack(keep=False)
+            self._snapshot(None)
         return is_best
 
     def resume(self, checkpoint: str = "last", *, accept_changes: bool = False) -> bool:
@@ -183,12 +184,12 @@ class CheckpointManager:
         for name, engine in self._engines.items():
             yield name, replace(engine.training, objects=self._objects if name == first else {})
 
-    def _pack(self, *, keep: bool = True) -> dict[str, bytes]:
+    def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
         loaders = {
             name: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
             for name, loader in self._loaders.items()
         }
-        files: dict[str, bytes] = {}
+        files: dict[str, Contents] = {}
         for name, training in self._trainings():
             engine = self._engines[name]
             progress = Progress(
@@ -199,8 +200,8 @@ class CheckpointManager:
                 engine=engine.number,
                 loaders=loaders,
             )
-            packed = pack(training, progress, keep=keep)
-            files |= {f"{_prefix(name)}{file}": data for file, data in packed.items()}
+            own = snapshot(training, progress, buffers)
+            files |= {f"{_prefix(name)}{file}": contents for file, contents in own.items()}
         return files
 
     def _require_equal_state(self) -> None:

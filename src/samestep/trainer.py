@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import load, pack
+from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require
@@ -270,11 +270,11 @@ class Trainer:
         if self._engine.world.is_main:
             self._write(is_best=is_best, epoch=epoch)
         else:
-            pack(self._engine.training, self._progress, keep=False)
+            snapshot(self._engine.training, self._progress, None)
 
     def _write(self, *, is_best: bool = False, epoch: int | None = None) -> None:
         self._interval.begin_save()
-        files = partial(pack, self._engine.training, self._progress)
+        files = partial(snapshot, self._engine.training, self._progress)
         self._writer.save(self._progress.step, files, is_best=is_best, epoch=epoch)
 
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:

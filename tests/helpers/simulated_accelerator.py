@@ -2,6 +2,7 @@
 
 Work runs at once, so values are right whatever the order. torch's CUDA sanitizer (`torch.cuda._sanitizer`), which is
 plain Python, receives each operation with its stream, and finds accesses to one tensor without an order between them.
+Copies to page-locked memory are the exception: the host reads them once it has waited for a later event.
 """
 
 from collections import Counter
@@ -31,8 +32,12 @@ class DeviceTensor(torch.Tensor):
 class Event:
     """Point in the work of a stream."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, accelerator: "SimulatedAccelerator", number: int) -> None:
+        self._accelerator, self.number = accelerator, number
+
+    def synchronize(self) -> None:
+        self._accelerator.counts["synchronize"] += 1
+        self._accelerator.finish_copies(self.number)
 
 
 class Stream:
@@ -42,7 +47,7 @@ class Stream:
         self._accelerator, self.number = accelerator, number
 
     def record_event(self) -> Event:
-        return Event(self._accelerator.record(self))
+        return Event(self._accelerator, self._accelerator.record(self))
 
     def wait_event(self, event: Event) -> None:
         self._accelerator.counts["waits"] += 1
@@ -58,7 +63,7 @@ class SimulatedAccelerator:
 
     Attributes:
         counts: streams made, waits of one stream for another, waits of the host (`synchronize`), copies from the host,
-            and operations by stream.
+            page-locked allocations, queued copies to the host, and operations by stream.
         races: errors of the sanitizer.
     """
 
@@ -67,6 +72,7 @@ class SimulatedAccelerator:
         self._default = self._current = Stream(self, 0)
         self._streams = self._events = 0
         self._memory = dict[int, torch.Tensor]()  # tensors on the device, by address; kept, so no address is reused
+        self._copies = list[tuple[int, torch.Tensor, torch.Tensor]]()  # last event before, target and values
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802  # torch's name
         self._streams += 1
@@ -81,6 +87,18 @@ class SimulatedAccelerator:
         self._memory[copied.data_ptr()] = copied
         self._launch("copy", set(), {copied.data_ptr()})
         return copied.as_subclass(DeviceTensor)
+
+    def queue_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the present values of a tensor to the host, once a later event is reached."""
+        self.counts["copies to the host"] += 1
+        self._copies.append((self._events, target, source.clone()))
+
+    def finish_copies(self, event: int) -> None:
+        """Complete the copies that were queued before an event."""
+        for before, target, values in self._copies:
+            if before < event:
+                target.copy_(values)
+        self._copies = [copy for copy in self._copies if copy[0] >= event]
 
     def compute(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Check an operation of the current stream. Results of tensors on the device are on the device too."""
@@ -124,7 +142,13 @@ class _Launches(TorchDispatchMode):
         self._accelerator = accelerator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            self._accelerator.counts["page-locked"] += 1
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,):
+            self._accelerator.queue_copy(*args[:2])
+            return args[0]
+        result = func(*args, **kwargs)
         self._accelerator.compute(str(func), _tensors((args, kwargs)), _tensors(result))
         return result
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from samestep.checkpoint.files import Contents
+from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.distributed.disk import disk_operations
 from samestep.errors import SamestepError
@@ -32,9 +34,10 @@ class SavedCheckpoint:
 class AsyncCheckpointWriter:
     """Writer of checkpoints in a background thread.
 
-    `save` returns once the state is copied. At most one checkpoint is written at a time, and the next `save` waits for
-    the previous one, so at most one copy of the state exists. If a checkpoint cannot be written, the next call raises
-    `CheckpointWriteError`. Leave the `with` block, or call `wait`, before relying on the last checkpoint.
+    `save` returns once the state is copied, and on an accelerator once the copies are queued. At most one checkpoint is
+    written at a time, and the next `save` waits for the previous one, so at most one copy of the state exists. Its
+    memory is kept for the next copy. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`.
+    Leave the `with` block, or call `wait`, before relying on the last checkpoint.
 
     Args:
         on_saved: called in the training thread for each complete checkpoint.
@@ -49,16 +52,24 @@ class AsyncCheckpointWriter:
     ) -> None:
         self._folder, self._on_saved, self._heartbeat = folder, on_saved, heartbeat
         self._thread: _WriterThread | None = None
+        self._buffers = HostBuffers()
 
     def save(
-        self, step: int, pack: Callable[[], Mapping[str, bytes]], *, is_best: bool = False, epoch: int | None = None
+        self,
+        step: int,
+        snapshot: Callable[[HostBuffers], Mapping[str, Contents]],
+        *,
+        is_best: bool = False,
+        epoch: int | None = None,
     ) -> None:
-        """Wait for the previous checkpoint, and start writing the files of `pack()` as the checkpoint of `step`."""
+        """Wait for the previous checkpoint, and start writing the files of `snapshot` as the checkpoint of `step`."""
         start = time.monotonic()
         self.wait()
-        files = pack()
+        self._buffers.reuse()
+        files = snapshot(self._buffers)
 
         def write() -> SavedCheckpoint:
+            self._buffers.wait()
             path = self._folder.write(step, files, is_best=is_best, epoch=epoch)
             return SavedCheckpoint(step, path, is_best, time.monotonic() - start)
 
@@ -118,7 +129,7 @@ class _WriterThread(threading.Thread):
             self.saved = self._write()
         except BaseException as error:  # boundary: raised in the training thread
             self.error = error
-        del self._write  # frees the copy of the state
+        del self._write  # with the files
 
 
 class CheckpointInterval:

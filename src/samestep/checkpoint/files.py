@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,10 @@ from samestep.errors import CheckpointWriteError, RunError
 _CHUNK_BYTES = 1 << 24
 _MAX_NAME_BYTES = 256
 _TRIAL = ".trial-"
+
+# Contents of a file: bytes, or pieces of them that can be iterated over more than once.
+Piece = bytes | memoryview
+Contents = bytes | Iterable[Piece]
 
 _FREE_SPACE = "free space there, or keep fewer checkpoints"
 _MAKE_WRITABLE = "make the folder writable for this user"
@@ -53,15 +57,24 @@ def disk_errors(problem: str, expected: str) -> Iterator[None]:
         ) from error
 
 
-def write_file(path: Path, data: bytes) -> None:
+def pieces(contents: Contents) -> Iterator[Piece]:
+    """Yield the contents of a file in order."""
+    if isinstance(contents, bytes):
+        yield contents
+    else:
+        yield from contents
+
+
+def write_file(path: Path, contents: Contents) -> None:
     """Write a new file and force its contents to the disk."""
     with disk_operations.run("open", path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            with disk_operations.run("write", path):
-                rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
+        for piece in pieces(contents):
+            rest = memoryview(piece)
+            while rest:
+                with disk_operations.run("write", path):
+                    rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
         with disk_operations.run("fsync", path):
             os.fsync(descriptor)
     finally:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.compatibility import (
@@ -33,6 +33,8 @@ from samestep.checkpoint.compatibility import (
     trial_state,
 )
 from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, contents_errors, invalid_contents
+from samestep.checkpoint.files import Contents, pieces
+from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
 from samestep.checkpoint.store import STATE, file_names, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
@@ -97,19 +99,23 @@ class Training:
         return self.local_parameters or _CompleteModel(self.model)
 
 
-def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
-    """Return the files of a checkpoint by name, the same under every strategy.
+def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None) -> dict[str, Contents]:
+    """Copy the state, and return the files of a checkpoint by name, the same under every strategy.
 
-    With `keep=False`, the rank only takes part in gathering, and the result is empty.
+    Args:
+        training: unchanged.
+        progress: position of the run.
+        buffers: memory of the copies, one of each tensor; call its `wait` before the files are read. With None, the
+            rank only takes part in gathering, and the result is empty.
     """
     parameters = training.parameters
-    if not (keep or parameters.is_divided):
+    if buffers is None and not parameters.is_divided:
         return {}  # nothing to gather
-    tensors, aliases = _pack_model(training, keep=keep)
+    tensors, aliases = _pack_model(training, buffers)
     others: Tensors = {}
-    slots, optimizer = _pack_optimizer(training, others, keep=keep)
-    average = None if training.average is None else _gathered(training.average, parameters, keep=keep)
-    if not keep:
+    slots, optimizer = _pack_optimizer(training, others, buffers)
+    average = None if training.average is None else _gathered(training.average, parameters, buffers)
+    if buffers is None:
         return {}
     process_state.source_files.note_imports()
     state = {
@@ -120,12 +126,21 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
         "sources": process_state.source_files.hashes,
         **encode_objects(training.model, training.scheduler, training.objects, others),
     }
-    files = {MODEL: save(tensors), OPTIMIZER: save(slots), STATE: json.dumps(state, indent=1).encode()}
+    data = json.dumps(state, indent=1).encode()
+    files: dict[str, Contents] = {MODEL: TensorFile(tensors), OPTIMIZER: TensorFile(slots), STATE: data}
     if average is not None:
-        files[AVERAGE] = save(average)
+        files[AVERAGE] = TensorFile(average)
     if others:
-        files[OTHERS] = save({name: _copied(tensor) for name, tensor in others.values()})
+        files[OTHERS] = TensorFile({name: buffers.copy(tensor) for name, tensor in others.values()})
     return files
+
+
+def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
+    """Return the complete files of `snapshot`; with `keep=False`, only take part in gathering."""
+    buffers = HostBuffers()
+    files = snapshot(training, progress, buffers if keep else None)
+    buffers.wait()
+    return {name: b"".join(pieces(contents)) for name, contents in files.items()}
 
 
 def read_verified(checkpoint: Path, trainings: Mapping[str, Training]) -> dict[str, SavedState]:
@@ -164,9 +179,9 @@ def load(
     require_objects(training.objects, state.objects, new_objects=new_objects)
     with contents_errors(checkpoint):
         if training.average is not None:
-            _copy(_read_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
+            _copy(_mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
         restore = _decoder(checkpoint, prefix, training.parameters)
-        slots = _read_tensors(checkpoint, prefix + OPTIMIZER)
+        slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
         shapes = _load_model(
             checkpoint, prefix, state.aliases, restore(state.extra), training.model, training.parameters
         )
@@ -184,7 +199,8 @@ def load(
 def _decoder(checkpoint: Path, prefix: str, parameters: SavedParameters) -> Callable[[Any], Any]:
     """Return a function that restores encoded values, with the tensors of the checkpoint."""
     has_tensors = prefix + OTHERS in file_names(checkpoint)
-    tensors = _read_tensors(checkpoint, prefix + OTHERS) if has_tensors else {}
+    mapped = _mapped_tensors(checkpoint, prefix + OTHERS) if has_tensors else {}
+    tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # objects may keep them
     device = next((p.device for p in parameters.local.values() if not p.is_meta), torch.device("cpu"))
     return partial(decode, tensors=tensors, device=device)
 
@@ -209,11 +225,12 @@ def load_model(
         extra = _decoder(checkpoint, "", parameters)(state.extra)
         _load_model(checkpoint, "", state.aliases, extra, model, parameters)
         if averaged:
-            average = _read_tensors(checkpoint, AVERAGE)
+            average = _mapped_tensors(checkpoint, AVERAGE)
             _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
 
 
-def _read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+def _mapped_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file as parts of the mapped file, to be copied: only parts that are used are read."""
     try:
         return load_file(checkpoint / name)
     except SafetensorError as error:
@@ -221,15 +238,11 @@ def _read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _gathered(
-    tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, *, keep: bool
+    tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, buffers: HostBuffers | None
 ) -> dict[str, torch.Tensor]:
     """Gather full tensors of parameters one after another, in host memory; every rank takes part."""
     gathered = ((name, parameters.full_tensor(name, local)) for name, local in tensors.items())
-    return {name: _copied(full) for name, full in gathered if keep}
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().clone()
+    return {name: buffers.copy(full) for name, full in gathered if buffers is not None}
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
@@ -249,35 +262,20 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _pack_model(training: Training, *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
+def _pack_model(training: Training, buffers: HostBuffers | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return copies of distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
     parameters = training.parameters
     state = {name: tensor for name, tensor in training.model.state_dict().items() if not name.endswith(EXTRA_STATE)}
     if not parameters.is_divided:
-        return _distinct(state)
+        tensors, aliases = distinct(state)
+        return _gathered(tensors, parameters, buffers), aliases
     in_model = dict(training.model.named_parameters(remove_duplicate=False))
     first = {id(in_model[name]): name for name in parameters.local}
     aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
-    buffers, buffer_aliases = _distinct({name: tensor for name, tensor in state.items() if name not in in_model})
-    gathered = _gathered({name: p.detach() for name, p in parameters.local.items()}, parameters, keep=keep)
-    tensors = gathered | buffers
-    return {name: tensors[name] for name in state if name in tensors}, aliases | buffer_aliases
-
-
-def _distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of distinct tensors, and the name of the original for each alias."""
-    first: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], str] = {}
-    distinct: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        # Empty tensors share an address.
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in first:
-            aliases[name] = first[key]
-        else:
-            first[key] = name
-            distinct[name] = _copied(tensor)
-    return distinct, aliases
+    others, other_aliases = distinct({name: tensor for name, tensor in state.items() if name not in in_model})
+    tensors = _gathered({name: p.detach() for name, p in parameters.local.items()}, parameters, buffers)
+    tensors |= {name: buffers.copy(tensor) for name, tensor in others.items() if buffers is not None}
+    return {name: tensors[name] for name in state if name in tensors}, aliases | other_aliases
 
 
 def _load_model(
@@ -289,7 +287,7 @@ def _load_model(
     parameters: SavedParameters,
 ) -> dict[str, torch.Size]:
     """Load weights, buffers and extra state, and return the shapes of the complete tensors."""
-    tensors = _read_tensors(checkpoint, prefix + MODEL)
+    tensors = _mapped_tensors(checkpoint, prefix + MODEL)
     for name, original in aliases.items():
         tensors[name] = tensors[original]
     saved: dict[str, Any] = {**tensors, **extra}
@@ -316,9 +314,9 @@ def _load_model(
 
 
 def _pack_optimizer(
-    training: Training, others: Tensors, *, keep: bool
+    training: Training, others: Tensors, buffers: HostBuffers | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of the optimizer as `slot/name`, and other values as JSON, with their tensors in `others`."""
+    """Return copies of the optimizer's tensors as `slot/name`, and other values as JSON, with tensors in `others`."""
     names, state = _names(training), training.optimizer.state_dict()["state"]
     shared = [[key, value] for key, value in state.items() if key not in names]
     slots: dict[str, torch.Tensor] = {}
@@ -328,8 +326,8 @@ def _pack_optimizer(
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
                 full = training.parameters.full_tensor(name, value.detach())
-                if keep:
-                    slots[f"{slot}/{name}"] = full.cpu().contiguous()
+                if buffers is not None:
+                    slots[f"{slot}/{name}"] = buffers.copy(full)
             else:
                 numbers.setdefault(name, {})[slot] = value
     values = {"numbers": numbers, "groups": _groups(training, names), "shared": shared}
@@ -370,15 +368,19 @@ def _load_optimizer(
     training.optimizer.load_state_dict({"state": state | shared, "param_groups": groups})
     for name, parameter in parameters.local.items():
         for slot, value in state.get(index.get(name, -1), {}).items():
-            _keep_type(training.optimizer.state[parameter], slot, value)
+            _own(training.optimizer.state[parameter], slot, value)
 
 
-def _keep_type(state: dict[str, Any], slot: str, saved: Any) -> None:
-    """Restore a type that torch converts: of tensors to that of the parameter, and of text to a description."""
+def _own(state: dict[str, Any], slot: str, saved: Any) -> None:
+    """Make a loaded value independent of the file, with the saved type.
+
+    torch converts tensors to the type of the parameter, and text to a description. A tensor that needs no conversion
+    remains part of the mapped file.
+    """
     if not isinstance(saved, torch.Tensor):
         state[slot] = saved
-    elif state[slot].dtype != saved.dtype:
-        state[slot] = saved.to(state[slot].device)
+    elif state[slot].dtype != saved.dtype or state[slot].data_ptr() == saved.data_ptr():
+        state[slot] = saved.to(state[slot].device, copy=True)
 
 
 def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]]:

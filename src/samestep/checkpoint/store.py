@@ -21,11 +21,13 @@ from pathlib import Path
 
 from samestep.checkpoint.contents import Manifest, SavedFile, SavedState, invalid_contents, parse
 from samestep.checkpoint.files import (
+    Contents,
     HeldFolder,
     disk_errors,
     link_name,
     linked_name,
     make_folder,
+    pieces,
     remove,
     sync_folder,
     write_file,
@@ -63,7 +65,9 @@ class CheckpointFolder:
         """Write below the held folder, a parent of `path` or `path` itself, even if another one takes its path."""
         self._held = root
 
-    def write(self, step: int, files: Mapping[str, bytes], *, is_best: bool = False, epoch: int | None = None) -> Path:
+    def write(
+        self, step: int, files: Mapping[str, Contents], *, is_best: bool = False, epoch: int | None = None
+    ) -> Path:
         """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
 
         An existing checkpoint of the step is replaced, unless the contents are equal. With the number of complete
@@ -164,7 +168,7 @@ class CheckpointFolder:
         except OSError as error:
             raise _damaged(self.path, f"cannot be read: {error.strerror}") from error
 
-    def _save(self, name: str, files: Mapping[str, bytes], links: Sequence[str]) -> Path:
+    def _save(self, name: str, files: Mapping[str, Contents], links: Sequence[str]) -> Path:
         """Write a checkpoint and its links, and return its folder."""
         final, manifest = self.path / name, _manifest(files)
         with disk_operations.run("update", self.path):
@@ -193,13 +197,13 @@ class CheckpointFolder:
         target = _NAME.fullmatch(linked_name(self.path / name) or "")
         return int(target[1]) if target else None
 
-    def _write(self, final: Path, files: Mapping[str, bytes], manifest: bytes) -> None:
+    def _write(self, final: Path, files: Mapping[str, Contents], manifest: bytes) -> None:
         temporary = self._temporary(final.name)
         try:
             with disk_operations.run("mkdir", temporary):
                 temporary.mkdir()
-            for name, data in {**files, MANIFEST: manifest}.items():
-                write_file(temporary / name, data)
+            for name, contents in {**files, MANIFEST: manifest}.items():
+                write_file(temporary / name, contents)
             sync_folder(temporary)
             with disk_operations.run("rename", temporary):
                 self._rename(temporary, final, manifest)
@@ -313,11 +317,18 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
     )
 
 
-def _manifest(files: Mapping[str, bytes]) -> bytes:
-    entries = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
-    manifest = {"format": _FORMAT, "files": entries}
+def _manifest(files: Mapping[str, Contents]) -> bytes:
+    manifest = {"format": _FORMAT, "files": {name: _entry(contents) for name, contents in files.items()}}
     manifest["sha256"] = _digest(manifest)
     return json.dumps(manifest, indent=1).encode()
+
+
+def _entry(contents: Contents) -> dict[str, object]:
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces(contents):
+        digest.update(piece)
+        size += len(piece)
+    return {"sha256": digest.hexdigest(), "bytes": size}
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
+from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointWriteError, InputError
 
@@ -50,7 +51,7 @@ def test_save_returns_before_the_write_and_reports_the_checkpoint(folder: GatedF
     state = bytearray(b"one")
     writer = AsyncCheckpointWriter(folder, checkpoints.append)
     with folder.slow():
-        writer.save(1, lambda: {"a": bytes(state)}, is_best=True)
+        writer.save(1, lambda _: {"a": bytes(state)}, is_best=True)
         state[:] = b"two"
         writer.poll()
         assert not checkpoints
@@ -68,11 +69,11 @@ def test_save_waits_for_the_previous_one(folder: GatedFolder) -> None:
     heartbeats: list[None] = []
     writer = AsyncCheckpointWriter(folder, checkpoints.append, lambda: heartbeats.append(None))
     folder.gate.clear()
-    writer.save(1, lambda: {"a": b"1"})
+    writer.save(1, lambda _: {"a": b"1"})
     timer = threading.Timer(0.2, folder.gate.set)
     timer.start()
 
-    def second() -> dict[str, bytes]:
+    def second(_: HostBuffers) -> dict[str, bytes]:
         assert steps(folder) == [1], "two copies of the state at a time"
         return {"a": b"2"}
 
@@ -88,7 +89,7 @@ def test_save_waits_for_the_previous_one(folder: GatedFolder) -> None:
 def test_a_failure_is_raised_once_by_the_next_call(folder: GatedFolder, call: str) -> None:
     writer = AsyncCheckpointWriter(folder, lambda saved: None)
     folder.is_full = True
-    writer.save(1, lambda: {"a": b"1"})
+    writer.save(1, lambda _: {"a": b"1"})
     assert writer._thread is not None
     writer._thread.join()
     with pytest.raises(CheckpointWriteError, match="no space for step 1"):
@@ -97,7 +98,7 @@ def test_a_failure_is_raised_once_by_the_next_call(folder: GatedFolder, call: st
         elif call == "wait":
             writer.wait()
         elif call == "save":
-            writer.save(2, lambda: pytest.fail("the state was copied needlessly"))
+            writer.save(2, lambda _: pytest.fail("the state was copied needlessly"))
         else:
             with writer:
                 pass
@@ -107,20 +108,20 @@ def test_a_failure_is_raised_once_by_the_next_call(folder: GatedFolder, call: st
 
 def test_end_of_block_waits(folder: GatedFolder) -> None:
     with AsyncCheckpointWriter(folder, lambda saved: None) as writer:
-        writer.save(1, lambda: {"a": b"1"})
+        writer.save(1, lambda _: {"a": b"1"})
     assert steps(folder) == [1]
 
 
 def test_error_in_the_block_waits_and_reports_both_errors(folder: GatedFolder) -> None:
     with pytest.raises(InputError) as raised, AsyncCheckpointWriter(folder, lambda saved: None) as writer:
-        writer.save(1, lambda: {"a": b"1"})
+        writer.save(1, lambda _: {"a": b"1"})
         raise InputError("no such color")
     assert steps(folder) == [1]
     assert not hasattr(raised.value, "__notes__")
 
     folder.is_full = True
     with pytest.raises(InputError) as raised, AsyncCheckpointWriter(folder, lambda saved: None) as writer:
-        writer.save(2, lambda: {"a": b"1"})
+        writer.save(2, lambda _: {"a": b"1"})
         raise InputError("no such color")
     assert raised.value.__notes__ == ["no space for step 2 [E_CHECKPOINT_WRITE]"]
 
@@ -133,5 +134,5 @@ def test_a_failed_copy_of_the_state_starts_no_write(folder: GatedFolder) -> None
     assert not folder.steps()
 
 
-def no_memory() -> dict[str, bytes]:
+def no_memory(_: HostBuffers) -> dict[str, bytes]:
     raise MemoryError

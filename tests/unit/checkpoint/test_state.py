@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,20 @@ def test_every_bit_of_a_tensor_is_preserved(tmp_path: Path) -> None:
     run = Training(model, torch.optim.SGD(model.parameters()), None, torch.amp.GradScaler("cpu", enabled=False))
     load_model(saved(tmp_path, run), other)
     assert torch.equal(other.weight.view(torch.int32), model.weight.view(torch.int32))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the mapped files of a process")
+def test_loaded_state_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    run, other = training(0, "adamw"), training(1, "adamw")
+    advance(run, 2)
+    saved_objects = {"tensor": torch.ones(9), "array": numpy.ones(9), "generator": torch.Generator().get_state()}
+    objects: dict[str, Any] = {}
+    path = saved(tmp_path, replace(run, objects={"values": saved_objects}))
+    state.load(path, replace(other, objects={"values": objects}))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    slots = [tensor for values in other.optimizer.state.values() for tensor in values.values()]
+    assert slots and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in slots)
+    assert objects["tensor"].sum() == objects["array"].sum() == 9
 
 
 def test_groups_keep_their_settings(tmp_path: Path) -> None:

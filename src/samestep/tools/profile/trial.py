@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
+from functools import partial
 from math import ceil
 from statistics import mean, median
 from timeit import repeat
@@ -16,7 +17,7 @@ from torch.profiler import record_function
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import pack
+from samestep.checkpoint.state import snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction
 from samestep.data.batch import GlobalBatch
@@ -104,9 +105,9 @@ class _Trial:
         self._recorder.enter("checkpoint")
         progress = Progress(step=self._step, cursor=batch.end, recipe=self._recipe)
         if self._world.is_main:
-            self._writer.save(self._step, lambda: pack(engine.training, progress))
+            self._writer.save(self._step, partial(snapshot, engine.training, progress))
         else:
-            pack(engine.training, progress, keep=False)
+            snapshot(engine.training, progress, None)
         self._recorder.enter("other")
 
 
