@@ -31,6 +31,7 @@ _COMMANDS = (
     models.add_eval,
     models.add_predict,
     models.add_export,
+    models.add_push,
     models.add_convert,
     train.add_run,
     runs.add_top,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
@@ -99,6 +101,24 @@ def add_export(commands: Any) -> None:
     parser.set_defaults(run=_export)
 
 
+def add_push(commands: Any) -> None:
+    """Add `samestep push`."""
+    parser = commands.add_parser(
+        "push",
+        help="upload a trained model to the Hugging Face Hub",
+        description="Upload the weights of a checkpoint with recipe, model card and, by choice, a certificate of "
+        "samestep verify to a repository of the Hugging Face Hub. The Hub's client reads the token: hf auth login.",
+        epilog="example: samestep push runs/first me/digits --certificate certificate/certificate.json",
+    )
+    add_run_argument(parser, checkpoint="best")
+    parser.add_argument("repository", nargs="?", metavar="USER/NAME", help="repository; created if it does not exist")
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="certificate.json of samestep verify")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the files into a new folder, without an upload")
+    add_options(parser, "--json")
+    parser.set_defaults(run=_push)
+
+
 def add_convert(commands: Any) -> None:
     """Add `samestep convert`."""
     parser = commands.add_parser(
@@ -114,6 +134,29 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("--devices-meant", type=int, metavar="N", help=text)
     add_options(parser, "--json")
     parser.set_defaults(run=_convert)
+
+
+def _push(arguments: argparse.Namespace) -> int:
+    """Write the files, upload them, and print the address or the folder."""
+    from samestep.tools.push import upload, write_repository
+
+    require_single_process("push")
+    name, out = arguments.repository, arguments.out
+    if (name is None) == (out is None):
+        value = "push with neither a repository nor --out" if name is None else f"{name} with --out {out}"
+        raise option_conflict(value, "a repository, or --out for the files alone", "samestep push RUN USER/NAME")
+    with TemporaryDirectory() as folder:
+        repository = write_repository(arguments.folder, arguments.checkpoint, arguments.certificate, Path(folder))
+        address = None if name is None else upload(Path(folder), repository, name, private=arguments.private)
+        if out is not None:
+            with output_errors(f"--out {out}", "a new folder", "--out with another folder"):
+                shutil.copytree(folder, out)
+    result = {**asdict(repository), "address": address or str(out)}
+    if arguments.json:
+        print_json(result)
+    else:
+        print(f"{'uploaded' if out is None else 'written':<12}{result['address']}\nsha256      {repository.sha256}")
+    return EXIT_DONE
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
