@@ -39,6 +39,7 @@ PUBLIC = {
     "Loss",
     "LossTerm",
     "MeshConfig",
+    "MicrobatchLoop",
     "MultiLoss",
     "OverlapMetric",
     "StepResult",

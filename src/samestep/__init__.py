@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.engine.multi_loss import LossTerm as LossTerm
     from samestep.engine.multi_loss import MultiLoss as MultiLoss
     from samestep.engine.step_stats import StepResult as StepResult
+    from samestep.integrations.microbatch_loop import MicrobatchLoop as MicrobatchLoop
     from samestep.launcher.launch import launch as launch
     from samestep.launcher.session import init as init
     from samestep.launcher.session import start as start
@@ -53,6 +54,7 @@ _HOMES = {
     "Loss": "engine.loss",
     "LossTerm": "engine.multi_loss",
     "MeshConfig": "config",
+    "MicrobatchLoop": "integrations.microbatch_loop",
     "MultiLoss": "engine.multi_loss",
     "OverlapMetric": "metrics.counts",
     "StepConfig": "config",

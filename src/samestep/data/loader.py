@@ -75,6 +75,7 @@ class Loader:
         skips: whether unusable samples are left out.
         skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
         counts_tokens: whether `take_counts` counts tokens.
+        equal_counts: every rank computes equally many microbatches of a batch, with fillers after its own.
 
     Args:
         dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
@@ -146,6 +147,7 @@ class Loader:
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.counts_tokens, self._count_tokens = count_tokens is not None, count_tokens
         self._counts = (0, 0, 0)
+        self.equal_counts = world.mesh_shape.forward_communicates
         self._pins, self._persistent, self._worker_init_fn = pin_memory, persistent_workers, worker_init_fn
         self._open(num_workers, DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor)
         self.cursor = Cursor()
@@ -341,7 +343,7 @@ class Loader:
 
         own = filled(self._world.data.rank)
         local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]]) for n in own]
-        if not self._world.mesh_shape.forward_communicates:
+        if not self.equal_counts:
             return local
         # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.
         filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)

@@ -26,7 +26,7 @@ from samestep.engine.consistency import enable_checks, settings_of
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
-from samestep.engine.microbatch import ForwardFunction
+from samestep.engine.microbatch import TRAINING, ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
@@ -173,6 +173,10 @@ class Engine:
             result = self._step(batch, save)
             self._components.consistency.end_step(result.step)
             return result
+
+    def seed_forward(self, microbatch: int) -> None:
+        """Seed the generators for the training forward of a microbatch, as the step does; for a loop outside of it."""
+        self._components.runner.forward.context(TRAINING, self.steps, microbatch)
 
     def _set_forward(self, function: ForwardFunction | None) -> None:
         runner = self._components.runner

@@ -298,8 +298,9 @@ class ExactReduction(Reduction):
     """Sum in one fixed tree over microbatches: the bits do not depend on the number of ranks."""
 
     def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
-        # Early addition bounds the memory to one set of gradients per level of the tree.
-        self._sums = self._merge(tree, {**self._sums, (microbatch, microbatch + 1): self._take_gradients()})
+        # Early addition bounds the memory to one set of gradients per level of the tree. Earlier sums come last: a
+        # filler, which has the number of a microbatch, must not replace its gradients.
+        self._sums = self._merge(tree, {(microbatch, microbatch + 1): self._take_gradients(), **self._sums})
 
     def reduce_bucket(
         self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor

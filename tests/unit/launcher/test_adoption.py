@@ -16,7 +16,7 @@ from workers import adopted
     ("size", "options"),
     [
         (2, ["--group"]),
-        pytest.param(3, ["--group", "--init"], marks=pytest.mark.slow),
+        pytest.param(3, ["--group", "--init"], marks=pytest.mark.long),
         pytest.param(2, ["--group", "--init", "--destroy"], marks=pytest.mark.long),
         pytest.param(1, ["--group"], marks=pytest.mark.long),
         pytest.param(1, [], marks=pytest.mark.long),

@@ -1,0 +1,366 @@
+"""Accelerate: `prepare`, `backward` and `save_state` with the same results on any number of processes.
+
+    from samestep.integrations.accelerate import Accelerator
+
+The body of a training loop runs once per microbatch of this process. Optimizers and schedulers act at the last one of a
+global batch, where `accelerator.sync_gradients` is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch.utils.data import DataLoader
+
+from samestep.config import DeviceKind
+from samestep.distributed.devices import accelerator_module
+from samestep.distributed.world import World, all_gather, gather_numbers
+from samestep.engine.buffers import Rule
+from samestep.engine.loss import Loss
+from samestep.engine.step_stats import StepResult
+from samestep.integrations.accelerate_data import PreparedLoader
+from samestep.integrations.accelerate_options import require_supported_options, require_supported_state
+from samestep.integrations.microbatch_loop import MicrobatchLoop
+from samestep.integrations.torch_loader import integration_error
+from samestep.launcher.job import process_state
+from samestep.launcher.session import init
+from samestep.microbatches import Cursor, Microbatches
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` whose results do not depend on the number of processes.
+
+    The batch size of a training `DataLoader` counts the samples of a global batch, over all processes; an iteration
+    yields the microbatches of this process. With the model in evaluation mode, or within `torch.no_grad()`, each batch
+    of a `DataLoader` is computed by one process, and each sample is counted once.
+
+    Args:
+        global_batch_size: samples of an optimizer step; None for the batch size of the training `DataLoader`.
+        microbatches: fixed slices of a global batch, at least as many as processes; see
+            `docs/concepts/microbatches.md`.
+        seed: seed of order, augmentation, dropout and other random states.
+        buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
+        world: the world of `samestep.start()`; None to adopt the process group that Accelerate creates.
+        **options: of `accelerate.Accelerator`.
+
+    Attributes:
+        world: the ranks.
+        step_result: result of the last optimizer step, such as the mean `loss` of the global batch; the same on every
+            process. None before the first step.
+
+    Raises:
+        InputError: an option or the launch configuration does not fit the steps of a global batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int | None = None,
+        microbatches: Microbatches = "auto",
+        seed: int = 0,
+        buffers: Mapping[str, Rule] | None = None,
+        world: World | None = None,
+        **options: Any,
+    ) -> None:
+        require_supported_options(options)
+        # Otherwise, on a machine without GPUs, each process of a launcher would train alone.
+        options.setdefault("cpu", accelerator_module().device_count() == 0)
+        super().__init__(**options)
+        require_supported_state(self)
+        self._owns_world = world is None
+        # After the set-up of Accelerate, which sets the number of threads.
+        self.world = init(device=cast("DeviceKind", self.device.type), adopt=True) if world is None else world
+        self._require_same_ranks()
+        self.global_batch_size, self.microbatches, self.seed = global_batch_size, microbatches, seed
+        self.step_result: StepResult | None = None
+        self._buffers = buffers
+        self._loop: MicrobatchLoop | None = None
+        self._trained: torch.nn.Module | None = None
+        self._loaders: list[PreparedLoader] = []
+        self._updating: list[torch.optim.Optimizer] = []
+        self._iterations: list[PreparedLoader] = []  # that run at present, the innermost one last
+        self._updates, self._rates = 1, list[Any]()  # optimizer steps since the last gradient; learning rates
+        self._position = _Position(self)
+        self.register_for_checkpointing(self._position)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether an iteration that begins now computes steps: in training mode, and with gradients."""
+        return self._trained is not None and self._trained.training and torch.is_grad_enabled()
+
+    @property
+    def cursor(self) -> Cursor:
+        """Position in the training data: number of complete epochs, and samples of the current one."""
+        cursors = [loader.loader.cursor for loader in self._loaders if loader.is_stepped]
+        return cursors[0] if cursors else Cursor()
+
+    @property
+    def loop(self) -> MicrobatchLoop:
+        """The steps; created at the first use, a collective.
+
+        Raises:
+            InputError: no model with trained parameters is prepared.
+        """
+        if self._loop is None:
+            if self._trained is None:
+                raise integration_error(
+                    "a training iteration without a prepared model",
+                    "one model with trained parameters",
+                    "accelerator.prepare(model, optimizer, loader)",
+                )
+            steps = self._position.steps
+            self._loop = MicrobatchLoop(self._trained, world=self.world, seed=self.seed, buffers=self._buffers)
+            self._loop.engine.steps = steps
+        return self._loop
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Move a model to the device and prepare it for mixed precision; there is no wrapper.
+
+        Raises:
+            InputError: a second model has trained parameters.
+        """
+        if any(parameter.requires_grad for parameter in model.parameters()) and not evaluation_mode:
+            if self._trained not in (None, model):
+                raise integration_error(
+                    "two prepared models with trained parameters",
+                    "one trained model, of which all losses are computed",
+                    "make both parts of one torch.nn.Module; freeze a model that is not trained",
+                )
+            self._trained = model
+        # In evaluation mode, Accelerate does not wrap the model in DDP.
+        return cast("torch.nn.Module", super().prepare_model(model, device_placement, evaluation_mode=True))
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any] | PreparedLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> PreparedLoader:
+        """Return a loader of microbatches in training, and of whole batches in evaluation.
+
+        Raises:
+            InputError: the dataset has no length and indices.
+        """
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        prepared = PreparedLoader(self, data_loader)
+        self._loaders.append(prepared)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Return an optimizer that acts at the end of a global batch."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer.register_step_post_hook(self._count_update)
+            self._updating.append(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _count_update(self, *arguments: Any) -> None:
+        if self.sync_gradients:
+            self._updates += 1
+
+    def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> AcceleratedScheduler:
+        """Return a scheduler with one step per global batch."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True  # otherwise one step per process
+        return prepared
+
+    def _do_sync(self) -> None:
+        """Leave `sync_gradients`, which the prepared loader sets, unchanged."""
+
+    @contextmanager
+    def iteration(self, loader: PreparedLoader) -> Iterator[None]:
+        """Surround an iteration over a prepared loader."""
+        self._iterations.append(loader)
+        try:
+            yield
+        finally:
+            self._iterations.remove(loader)
+
+    def train_on(self, loader: PreparedLoader) -> Iterator[Any]:
+        """Yield the data of the microbatches of a training iteration over `loader`.
+
+        Raises:
+            InputError: no optimizer used a gradient, or a learning rate changed within a global batch.
+        """
+        for data in self.loop.microbatches(loader.loader):
+            if self.loop.is_first:
+                self._require_update()
+                self._updates, self._rates = 0, self._learning_rates()
+            elif self._learning_rates() != self._rates:
+                raise integration_error(
+                    "the learning rate changed within a global batch",
+                    "one step of a scheduler per optimizer step; the body of the loop runs once per microbatch",
+                    "prepare the scheduler, or step it `if accelerator.sync_gradients:`",
+                )
+            self.gradient_state.sync_gradients = self.loop.is_last
+            yield data
+
+    def _learning_rates(self) -> list[Any]:
+        return [group["lr"] for optimizer in self._updating for group in optimizer.param_groups]
+
+    def _require_update(self) -> None:
+        if self._updates == 0:
+            raise integration_error(
+                f"no prepared optimizer used the gradient of step {self.loop.engine.steps}",
+                "one step of a prepared optimizer per global batch",
+                "prepare the optimizer; global_batch_size= in place of accumulation by hand",
+            )
+
+    def backward(self, loss: torch.Tensor, *, count: float | torch.Tensor | None = None) -> None:
+        """Compute the gradient of a microbatch, and after the last one the gradient of the global batch.
+
+        Args:
+            loss: the mean over the samples of the microbatch, or with `count` over as many items.
+            count: number of items, such as tokens without padding; the global batch is divided by the sum of counts.
+
+        Raises:
+            InputError: as `MicrobatchLoop.backward`.
+            NonFiniteError: loss or gradient of the global batch is not finite.
+        """
+        self.loop.backward(loss if count is None else Loss(loss * count, count))
+        if self.loop.is_last and self.loop.result is not None:
+            rates = self._learning_rates()
+            self.step_result = replace(self.loop.result, lr=float(rates[0]) if rates else 0.0)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather nested tensors from all processes, in the order of the samples of an evaluation.
+
+        Within a loop over a prepared loader, rows of samples that were computed a second time are left out, and the
+        first dimension can have another length on every process.
+        """
+        if not self._iterations:
+            return super().gather(tensor)
+        is_real = [bool(flag) for (flag,) in gather_numbers(self.world, [not self._iterations[-1].is_filler])]
+        return self._gathered(tensor, is_real)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather nested tensors, or lists of JSON values, so that each sample occurs once; see `gather`."""
+        return self.gather(input_data)
+
+    def _gathered(self, value: Any, is_real: list[bool]) -> Any:
+        if isinstance(value, Mapping):
+            return type(value)((key, self._gathered(item, is_real)) for key, item in value.items())  # type: ignore[call-arg]
+        is_list = isinstance(value, list | tuple)
+        if is_list and all(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in value):
+            items = [self._gathered(item, is_real) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        rows = [row for row, real in zip(all_gather(value, self.world), is_real, strict=True) if real]
+        if isinstance(value, torch.Tensor):
+            return torch.stack(rows) if value.dim() == 0 else torch.cat(rows)
+        return [item for row in rows for item in row] if is_list else rows
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce nested tensors over processes, outside of loops over prepared loaders.
+
+        Raises:
+            InputError: the call is in such a loop.
+        """
+        if self._iterations:
+            raise integration_error(
+                "accelerator.reduce in a loop over a prepared loader",
+                "a sum over samples, of which processes have different numbers",
+                "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
+            )
+        return super().reduce(tensor, reduction, scale)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """Save the state with the position in the data, after a complete optimizer step.
+
+        Raises:
+            InputError: a global batch is not complete.
+        """
+        if self._loop is not None and (self._loop.is_open or self._updates == 0):
+            raise integration_error(
+                "accelerator.save_state within a global batch",
+                "a position between two optimizer steps",
+                "save `if accelerator.sync_gradients:`, after optimizer.step()",
+            )
+        return super().save_state(output_dir, safe_serialization, **options)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Refuse: `load_state` restores the position.
+
+        Raises:
+            InputError: always.
+        """
+        raise integration_error(
+            "accelerator.skip_first_batches",
+            "an iteration from the position that load_state has restored",
+            "iterate the prepared loader itself after load_state; accelerator.cursor.epoch is the epoch to continue",
+        )
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refuse: every process runs the body of a loop equally often.
+
+        Raises:
+            InputError: always.
+        """
+        raise integration_error(
+            "accelerator.join_uneven_inputs", "equally many microbatches on every process", "remove the block"
+        )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release the prepared objects; another model can be prepared then."""
+        self._trained = self._loop = None
+        self._loaders.clear()
+        self._updating.clear()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish trackers, and leave the world if Accelerate's process group was adopted."""
+        if self._owns_world:
+            process_state.session.close()
+            super().end_training()
+            return
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def _require_same_ranks(self) -> None:
+        if (self.process_index, self.num_processes) != (self.world.rank, self.world.size):
+            raise integration_error(
+                f"Accelerate is process {self.process_index} of {self.num_processes}, and the world has rank "
+                f"{self.world.rank} of {self.world.size}",
+                "one launcher for both",
+                "start the script with samestep run, accelerate launch or torchrun",
+            )
+
+
+class _Position:
+    """Steps and positions in the data, as an object that Accelerate saves."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._steps = accelerator, 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        loop = self._accelerator._loop
+        return self._steps if loop is None else loop.engine.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the position of each loader with steps."""
+        return {"steps": self.steps, "loaders": [loader.state() for loader in self._accelerator._loaders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set steps and positions.
+
+        Raises:
+            CheckpointError: the data or their batches are others than those of the checkpoint.
+        """
+        self._steps = state["steps"]
+        if self._accelerator._loop is not None:
+            self._accelerator._loop.engine.steps = self._steps
+        for loader, saved in zip(self._accelerator._loaders, state["loaders"], strict=True):
+            if saved is not None:
+                loader.restore(saved)

@@ -1,0 +1,163 @@
+"""Training with Accelerate's loop, with Samestep's own and with a plain one; each returns the hash of the weights."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samestep
+from samestep.distributed.env import set_environment
+from samestep.integrations.accelerate import Accelerator
+from samestep.launcher.job import rank_and_size
+
+SAMPLES, FEATURES, CLASSES, EPOCHS = 1003, 12, 5, 3
+BATCH, MICROBATCHES, CLIP = 64, 8, 0.5
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def objects() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, CLASSES)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+
+def digest(model: nn.Module) -> str:
+    tensors = model.state_dict().values()
+    return hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def cross_entropy(model: nn.Module, data: Any) -> torch.Tensor:
+    inputs, targets = data
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def own_loop(world: samestep.World) -> nn.Module:
+    model, optimizer, scheduler = objects()
+    engine = samestep.Engine(
+        model,
+        optimizer,
+        world=world,
+        scheduler=scheduler,
+        scheduler_interval="step",
+        config=samestep.StepConfig(clip_norm=CLIP),
+    )
+    batches = samestep.loader(dataset(), batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
+    for _ in range(EPOCHS):
+        for batch in batches:
+            engine.step(batch, forward=cross_entropy)
+    return model
+
+
+def plain_loop() -> str:
+    with samestep.start(device="cpu") as world:
+        model, optimizer, scheduler = objects()
+        loop = samestep.MicrobatchLoop(model, world=world)
+        batches = samestep.loader(dataset(), batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
+        for _ in range(EPOCHS):
+            for data in loop.microbatches(batches):
+                optimizer.zero_grad()
+                loop.backward(cross_entropy(model, data))
+                torch.rand(3)  # the body may draw numbers
+                if loop.is_last:
+                    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                    optimizer.step()
+                    scheduler.step()
+        return digest(model)
+
+
+class Script:
+    """A script for Accelerate; `accumulates` surrounds the body of the loop by `accelerator.accumulate`."""
+
+    def __init__(self, *, accumulates: bool = False, **options: Any) -> None:
+        self.accelerator = Accelerator(microbatches=MICROBATCHES, **options)
+        self.accumulates = accumulates
+        model, optimizer, scheduler = objects()
+        train = DataLoader(dataset(), batch_size=BATCH, shuffle=True)
+        test = DataLoader(dataset(101), batch_size=16)
+        self.model, self.optimizer, self.train, self.test, self.scheduler = self.accelerator.prepare(
+            model, optimizer, train, test, scheduler
+        )
+
+    def run(self, *, save: tuple[int, Path] | None = None, load: Path | None = None) -> str:
+        if load is not None:
+            self.accelerator.load_state(str(load))
+        for _ in range(self.accelerator.cursor.epoch, EPOCHS):
+            for data in self.train:
+                if self.accumulates:
+                    with self.accelerator.accumulate(self.model):
+                        self.step(data)
+                else:
+                    self.step(data)
+                result = self.accelerator.step_result
+                if save is not None and self.accelerator.sync_gradients and result.step == save[0]:
+                    self.accelerator.save_state(str(save[1]))
+                    return digest(self.model)
+        return digest(self.model)
+
+    def step(self, data: Any) -> None:
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model, data)
+        self.accelerator.backward(loss)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.scheduler.step()
+        losses = self.accelerator.gather(loss.detach())  # a collective in the body
+        assert 1 <= len(losses) <= self.accelerator.num_processes
+
+    @torch.no_grad()
+    def evaluate(self) -> list[list[float]]:
+        self.model.eval()
+        rows = []
+        for inputs, targets in self.test:
+            outputs, labels = self.accelerator.gather_for_metrics((self.model(inputs), targets))
+            assert len(outputs) == len(labels)
+            rows += outputs.tolist()
+        self.model.train()
+        return rows
+
+
+def train(action: str, folder: str, step: int) -> Any:
+    """Train in a launched rank; `action` is `run`, `save` after some steps, or `load`."""
+    rank, size = rank_and_size()
+    if size > 1:  # the variables of a launcher, which Accelerate reads
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        set_environment({name: str(value) for name, value in names.items()})
+    with samestep.start(device="cpu") as world:
+        script = Script(accumulates=action == "run", world=world)
+        if action == "run":
+            return script.run(), script.evaluate()
+        return script.run(**{"save": (step, Path(folder))} if action == "save" else {"load": Path(folder)})
+
+
+def short_batch() -> str:
+    """Return the hash of a model after a batch in which some ranks have no samples."""
+    with samestep.start(device="cpu") as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.2), nn.Linear(16, CLASSES))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = samestep.MicrobatchLoop(model, world=world)
+        batches = samestep.loader(dataset(BATCH + 3), batch_size=BATCH, microbatches=MICROBATCHES, world=world)
+        for data in loop.microbatches(batches):
+            loop.backward(cross_entropy(model, data))
+            if loop.is_last:
+                optimizer.step()
+        return digest(model)
+
+
+if __name__ == "__main__":
+    script = Script()
+    print(script.run())
+    script.accelerator.end_training()
