@@ -28,6 +28,7 @@ CONDITIONS = Conditions(
     is_compiled=False,
     is_apart=True,
     joins_norms=False,
+    engine_waits=1,
     is_known_inside=True,
 )
 # Large operators use all of the processor time of a step of 100 ms.

@@ -5,6 +5,7 @@ plain Python, receives each operation with its stream, and finds accesses to one
 Copies to page-locked memory are the exception: the host reads them once it has waited for a later event.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,17 @@ class Event:
     def synchronize(self) -> None:
         self._accelerator.counts["synchronize"] += 1
         self._accelerator.finish_copies(self.number)
+
+
+class TimedEvent(Event):
+    """Event with a time."""
+
+    def record(self, stream: "Stream") -> None:
+        self.number, self._seconds = self._accelerator.record(stream), time.perf_counter()
+
+    def elapsed_time(self, end: "TimedEvent") -> float:
+        """Return the milliseconds until a later event."""
+        return 1e3 * (end._seconds - self._seconds)
 
 
 class Stream:
@@ -79,6 +91,9 @@ class SimulatedAccelerator:
         self.counts["streams"] += 1
         self.handler._handle_stream_creation(self._streams)
         return Stream(self, self._streams)
+
+    def Event(self, enable_timing: bool) -> TimedEvent:  # noqa: N802  # torch's name
+        return TimedEvent(self, 0)
 
     def copy(self, tensor: torch.Tensor) -> DeviceTensor:
         """Copy a tensor of the host to the device, in the current stream."""

@@ -23,7 +23,6 @@ _MAX_WORKERS = 8
 _CHECKPOINT_SHARE = 0.02  # acceptable share of checkpoints in the time of a step
 _MANY_MESSAGES = 4  # times as many messages as torch's buckets
 _HOST_SHARE = 0.4  # least share of a step for the advice about the host
-_ENGINE_SYNCHRONISATIONS = 6  # waits of the engine for its GPU per step: loss, norm, data
 
 
 class Cause(StrEnum):
@@ -269,7 +268,7 @@ def host_bound(measured: Measurements) -> Advice | None:
         return Advice(
             Cause.SYNCHRONISATION,
             idle,
-            f"the host waits for the GPU {count + _ENGINE_SYNCHRONISATIONS:.0f} times per step, {count:.0f} of them "
+            f"the host waits for the GPU {count + conditions.engine_waits:.0f} times per step, {count:.0f} of them "
             f"not in the engine; the GPU is idle for {ms(idle)} of {ms(step)}",
             "remove .item(), .cpu(), print and if of tensors from model and loss; "
             "torch.cuda.set_sync_debug_mode('warn') lists their lines",
@@ -321,7 +320,7 @@ def _idle_seconds(measured: Measurements) -> float | None:
 
 def _user_synchronisations(measured: Measurements) -> float:
     """Return the waits for the GPU per step outside of the engine; 0 if fewer than one per microbatch."""
-    count = mean(summary.synchronisations for summary in measured.traced.values()) - _ENGINE_SYNCHRONISATIONS
+    count = mean(summary.synchronisations for summary in measured.traced.values()) - measured.conditions.engine_waits
     return count if count >= max(1.0, mean(step.microbatches for step in measured.steps)) else 0.0
 
 

@@ -169,6 +169,7 @@ class Conditions:
     is_compiled: bool
     is_apart: bool  # the training thread computes microbatches one after another
     joins_norms: bool  # batch norm exchanges statistics between ranks
+    engine_waits: int  # number of times per step that the engine waits for its device
     is_known_inside: bool  # all communication within forward and backward is measured
 
 

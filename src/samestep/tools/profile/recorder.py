@@ -25,6 +25,7 @@ from samestep.engine.batch_statistics import uses_batch_statistics
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss
+from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.step_stats import StepResult
 from samestep.tools.profile.measurements import Collective, Interval, Phase, ProfilerSummary, Segment, Step, length
 
@@ -64,21 +65,25 @@ class Clock:
         return self._base_seconds + float(self._base.elapsed_time(moment)) / 1e3
 
 
+_Mark = tuple[Phase, Any, float]  # phase, time of the clock at its begin, and processor time of the thread
+
+
 class SpanRecorder(Callback):
     """Records the steps of one engine, without torch's profiler, which slows small operators down.
 
-    A record costs one clock reading: some ten per step, and two per collective. Backward ends when autograd has
-    computed all gradients, before DDP waits for the gradients that are still being reduced.
+    A record costs one clock reading, without a wait for the device: some ten per step, and two per collective. Backward
+    ends when autograd has computed all gradients, before DDP waits for the gradients that are still being reduced.
     """
 
     def __init__(self, world: World) -> None:
         self.is_on = False  # otherwise nothing is recorded
-        self.steps: list[Step] = []
+        self._finished: list[tuple[int, tuple[_Mark, ...], tuple[Collective, ...], int]] = []  # with times of the clock
         self.is_sequential = True  # the training thread computes microbatches one after another
         self.joins_norms = False  # batch norm exchanges statistics between ranks
+        self.engine_waits = 1  # number of times per step that the engine waits for its device
         self._world, self._clock = world, Clock(world.device)
         self._thread = threading.get_ident()
-        self._marks: list[tuple[Phase, Any, float]] = []
+        self._marks: list[_Mark] = []
         self._collectives: list[Collective] = []  # with times of the clock
         self._engine_threads: set[int] = set()  # threads inside a collective of the engine
         self._microbatches = self._started = 0
@@ -111,14 +116,21 @@ class SpanRecorder(Callback):
         if not self.is_on:
             return
         self.enter("other")  # the end of the last phase
-        seconds = self._clock.seconds
-        marks = [(phase, seconds(moment), cpu) for phase, moment, cpu in self._marks]
-        segments = tuple(
-            Segment(phase, begin, end, cpu_end - cpu_begin)
-            for (phase, begin, cpu_begin), (_, end, cpu_end) in pairwise(marks)
-        )
-        collectives = tuple(c._replace(begin=seconds(c.begin), end=seconds(c.end)) for c in self._collectives)
-        self.steps.append(Step(number, segments, collectives, self._microbatches))
+        self._finished.append((number, tuple(self._marks), tuple(self._collectives), self._microbatches))
+
+    def take_steps(self) -> list[Step]:
+        """Return the recorded steps, and forget them. On a GPU, this waits for the end of the last step."""
+        seconds, steps = self._clock.seconds, []
+        for number, clock_marks, clock_collectives, microbatches in self._finished:
+            marks = [(phase, seconds(moment), cpu) for phase, moment, cpu in clock_marks]
+            segments = tuple(
+                Segment(phase, begin, end, cpu_end - cpu_begin)
+                for (phase, begin, cpu_begin), (_, end, cpu_end) in pairwise(marks)
+            )
+            collectives = tuple(c._replace(begin=seconds(c.begin), end=seconds(c.end)) for c in clock_collectives)
+            steps.append(Step(number, segments, collectives, microbatches))
+        self._finished = []
+        return steps
 
     # --- callbacks of the engine ---
 
@@ -128,6 +140,7 @@ class SpanRecorder(Callback):
         # In these cases microbatches are computed concurrently, or alternate on this rank.
         alternates = self.joins_norms or engine.config.gather == "global" or world.mesh_shape.pipeline > 1
         self.is_sequential = not (alternates or world.strategy.name == "dp")
+        self.engine_waits = 1 + self.joins_norms + engine.scaler.is_enabled() + isinstance(engine.loss, MultiLoss)
         self._is_ddp = engine.strategy == "ddp" and world.size > 1
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
@@ -198,7 +211,7 @@ class RankProfiler(profile):
 
         def finish(profiler: profile) -> None:
             write(profiler)
-            self.summary = _summarize(list(profiler.events() or ()), traced)
+            self.summary = summarize(list(profiler.events() or ()), traced)
 
         super().__init__(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(device),
@@ -207,11 +220,18 @@ class RankProfiler(profile):
         )
 
 
-def _summarize(events: Sequence[Any], steps: int) -> ProfilerSummary:
+def summarize(events: Sequence[Any], steps: int) -> ProfilerSummary:
     """Return the summary of the `FunctionEvent`s of some steps."""
     host = [event for event in events if event.device_type == DeviceType.CPU]
     operators = [event for event in host if not event.is_user_annotation]
-    device = [event for event in events if event.device_type != DeviceType.CPU]
+    # On a device, an annotation spans everything below it, and a kernel of NCCL also waits for other ranks.
+    device = [
+        event
+        for event in events
+        if event.device_type != DeviceType.CPU
+        and not event.is_user_annotation
+        and not event.name.startswith(_COMMUNICATION)
+    ]
     synchronization = [event for event in host if event.name in _SYNCHRONIZATION]
     step_intervals = sorted(_interval(event) for event in host if event.name.startswith("ProfilerStep"))
     seconds = _fastest_seconds(operators, [begin for begin, _ in step_intervals])

@@ -117,7 +117,7 @@ class _ScriptSteps(Callback):
             engine.world.barrier()
             recorder.is_on = True
         if self.steps == first and plan.traced:
-            self._measured, recorder.steps = recorder.steps, []
+            self._measured = recorder.take_steps()
             recorder.is_on = False
             if self._profiler is not None:
                 self._context.enter_context(self._profiler)
@@ -137,8 +137,8 @@ class _ScriptSteps(Callback):
         recorder = self._of_engine()
         recorder.is_on = False
         self._context.close()
-        traced = recorder.steps if self._plan.traced else []
-        measured = self._measured if self._plan.traced else recorder.steps
+        last = recorder.take_steps()
+        measured, traced = (self._measured, last) if self._plan.traced else (last, [])
         assert self._largest is not None, "a plan has at least one active step"
         batch, loader = self._largest
         steps = (measured, traced, self._mark)

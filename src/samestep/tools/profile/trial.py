@@ -66,7 +66,7 @@ class _Trial:
             recorder.is_on = True
             if not self._train(plan.active):
                 return None
-            measured, recorder.steps = recorder.steps, []
+            measured = recorder.take_steps()
             mark = 0.0
             with profiler or nullcontext():
                 for number in range(plan.warmup + plan.traced if plan.traced else 0):
@@ -79,7 +79,7 @@ class _Trial:
                     if profiler is not None:
                         profiler.step()
             recorder.is_on = False
-            return measured, recorder.steps, mark
+            return measured, recorder.take_steps(), mark
 
     def _train(self, steps: int) -> bool:
         """Train some steps; return False if a stop was requested."""
@@ -205,6 +205,7 @@ def _conditions(
         is_compiled=config.compile,
         is_apart=recorder.is_sequential,
         joins_norms=recorder.joins_norms,
+        engine_waits=recorder.engine_waits,
         is_known_inside=not world.mesh_shape.splits_model,
     )
 

@@ -9,7 +9,10 @@ import torch.distributed as dist
 import samestep
 from helpers.batches import random_batch
 from helpers.models import Perceptron, seeded
+from helpers.simulated_accelerator import simulated_accelerator
+from helpers.waits import Waits
 from samestep import Loss
+from samestep.config import StepConfig
 from samestep.tools.profile.recorder import SpanRecorder
 
 
@@ -41,7 +44,7 @@ def test_segments_are_ordered_and_without_gaps(alone: samestep.World, recorder: 
         batch = random_batch(alone, 12, 3)
         recorder.enter("other")
         engine.step(batch)
-    [step] = recorder.steps
+    [step] = recorder.take_steps()
     assert (step.number, step.microbatches) == (7, 3)
     assert [segment.phase for segment in step.segments] == [
         *("data", "other", "other"),
@@ -52,12 +55,40 @@ def test_segments_are_ordered_and_without_gaps(alone: samestep.World, recorder: 
     assert all(0 <= segment.cpu <= 1.1 * (segment.end - segment.begin) + 1e-3 for segment in step.segments)
 
 
+@pytest.mark.parametrize("config", [StepConfig(), StepConfig(batch_norm="sync")], ids=["plain", "sync"])
+def test_waits_of_the_engine_are_known(alone: samestep.World, recorder: SpanRecorder, config: StepConfig) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=alone, config=config, callbacks=[recorder])
+    batch = random_batch(alone, 12, 3)
+    for _ in range(2):
+        engine.step(batch)
+    with Waits() as waits:
+        engine.step(batch)
+    assert recorder.engine_waits == sum(waits.calls.values())
+
+
+def test_records_do_not_wait_for_an_accelerator(alone: samestep.World) -> None:
+    with simulated_accelerator() as accelerator:
+        recorder = SpanRecorder(alone)
+        recorder.is_on = True
+        accelerator.counts.clear()
+        for number in range(2):
+            with recorder.step(number):
+                recorder.enter("data")
+                recorder.enter("optimizer")
+        assert accelerator.counts["synchronize"] == 0
+        steps = recorder.take_steps()
+    assert [[segment.phase for segment in step.segments] for step in steps] == [["data", "optimizer"]] * 2
+    assert 0 < steps[0].seconds < steps[1].begin - steps[0].begin + 1
+
+
 def test_recorder_that_is_off_records_nothing(alone: samestep.World, recorder: SpanRecorder) -> None:
     engine = make_engine(alone, recorder, loss=loss_with_collective)
     with recorder.recording_collectives(), recorder.step(1):
         recorder.enter("data")
         engine.step(random_batch(alone, 12, 3))
-    assert recorder.steps == []
+    assert recorder.take_steps() == []
 
 
 def test_collectives_of_user_code_are_recorded_with_their_line(alone: samestep.World, recorder: SpanRecorder) -> None:
@@ -69,7 +100,7 @@ def test_collectives_of_user_code_are_recorded_with_their_line(alone: samestep.W
             recorder.enter("data")
             engine.step(random_batch(alone, 12, 3))
         alone.barrier()
-    [step] = recorder.steps
+    [step] = recorder.take_steps()
     sites = [collective.site for collective in step.collectives if collective.site is not None]
     assert len(sites) == 3
     assert all("test_spans.py:" in site for site in sites)
