@@ -1,26 +1,29 @@
-"""Training loop for any number of processes: `samestep run --processes 3 accelerate_after.py`."""
+"""Training loop with the adapter: `samestep run --processes 2 accelerate_after.py`, or `accelerate launch`."""
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
-import samestep
+from samestep.integrations.accelerate import Accelerator
 
+accelerator = Accelerator(microbatches=8)
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 data = TensorDataset(images.float() / 16, labels)
 train, test = random_split(data, [1400, 397])
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+batches, tests = DataLoader(train, batch_size=64), DataLoader(test, batch_size=64)
+model, optimizer, batches, tests = accelerator.prepare(model, optimizer, batches, tests)
 
-with samestep.start() as world:
-    engine = samestep.Engine(model, optimizer, nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(train, batch_size=64, microbatches=8, world=world)
-    for _ in range(3):
-        for batch in batches:
-            engine.step(batch)
+for _ in range(3):
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
 
-    values = engine.evaluate(samestep.loader(test, batch_size=64, microbatches=8, world=world))
-    if world.is_main:
-        print(f"loss {values['loss']:.4f}")
+with torch.no_grad():
+    pairs = [accelerator.gather_for_metrics((model(x), y)) for x, y in tests]
+    losses = [nn.functional.cross_entropy(x, y, reduction="sum") for x, y in pairs]
+accelerator.print(f"loss {sum(losses) / len(test):.4f}")
