@@ -1,11 +1,14 @@
-"""Training loop with a function for the step: `samestep run --processes 3 lightning_after.py`."""
+"""Training with Lightning's trainer and Samestep's strategy: `python lightning_after.py 3` for 3 processes."""
 
+import sys
+
+import lightning
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
-import samestep
+from samestep.integrations.lightning import SamestepStrategy
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -13,25 +16,28 @@ data = TensorDataset(images.float() / 16, labels)
 train, test = random_split(data, [1400, 397])
 
 
-class Digits(nn.Module):
+class Digits(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
-    def forward(self, inputs):
-        return self.net(inputs)
+    def training_step(self, batch, number):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.net(inputs), targets)
+
+    def test_step(self, batch, number):
+        inputs, targets = batch
+        self.log("loss", nn.functional.cross_entropy(self.net(inputs), targets), batch_size=len(targets))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-with samestep.start() as world:
-    model = Digits()
-    engine = samestep.Engine(model, model.configure_optimizers(), nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(train, batch_size=64, microbatches=8, world=world)
-    for _ in range(3):
-        for batch in batches:
-            engine.step(batch)
-    values = engine.evaluate(samestep.loader(test, batch_size=64, microbatches=8, world=world))
-    if world.is_main:
-        print(f"loss {values['loss']:.4f}")
+devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+strategy = SamestepStrategy(microbatches=8)
+trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy, **quiet)
+model = Digits()
+trainer.fit(model, DataLoader(train, batch_size=64))
+values = trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
+trainer.print(f"loss {values[0]['loss']:.4f}")

@@ -1,4 +1,6 @@
-"""Training with Lightning's trainer."""
+"""Training with Lightning's trainer: `python lightning_before.py 3` for 3 processes."""
+
+import sys
 
 import lightning
 import torch
@@ -29,9 +31,10 @@ class Digits(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **quiet)
+trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=devices, **quiet)
 model = Digits()
 trainer.fit(model, DataLoader(train, batch_size=64))
 values = trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
-print(f"loss {values[0]['loss']:.4f}")
+trainer.print(f"loss {values[0]['loss']:.4f}")

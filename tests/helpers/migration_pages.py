@@ -12,6 +12,7 @@ NAMES = {
     "ddp": "ddp",
     "accelerate": "accelerate",
     "lightning": "lightning",
+    "transformers": "transformers",
 }
 
 

@@ -9,6 +9,7 @@ in `.grad` when Lightning clips it and steps the optimizer.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
@@ -135,6 +136,8 @@ class SamestepStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Prepare module and optimizers, and the engine for training; a collective."""
         self._require_supported(trainer)
+        # All ranks log equal values.
+        warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
         # The loaders of Samestep divide the data; Lightning would replace the sampler.
         trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
