@@ -1,0 +1,79 @@
+"""Analysis of the events of an audit, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+
+from samestep.tools.audit.data_findings import data_findings
+from samestep.tools.audit.events import read_events
+from samestep.tools.audit.findings import Finding, plural
+from samestep.tools.audit.step_findings import step_findings
+from samestep.tools.audit.worlds import World, group_worlds
+
+
+@dataclass(frozen=True)
+class WorldAnalysis:
+    """Findings of one world, and what was observed of it."""
+
+    program: str
+    ranks: int
+    steps: int  # optimizer steps
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Result of an audit."""
+
+    worlds: list[WorldAnalysis]
+    failures: list[str]  # observers that failed, with the error
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of all worlds."""
+        return [finding for world in self.worlds for finding in world.findings]
+
+
+def analyse(folder: Path) -> Analysis:
+    """Return the findings in the events of a folder, for each world that trained or loaded data."""
+    processes = list(read_events(folder))
+    worlds = [world for world in group_worlds(processes) if world.events("update")[0] or world.events("pass")[0]]
+    failures = [f"{e['observer']}: {e['error']}" for events in processes for e in events if e["kind"] == "failure"]
+    return Analysis([_analysis(world) for world in worlds], list(dict.fromkeys(failures)))
+
+
+def _analysis(world: World) -> WorldAnalysis:
+    steps = max((event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0]), default=0)
+    findings = _merged((*step_findings(world), *data_findings(world)))
+    return WorldAnalysis(world.program, world.size, steps, findings)
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the first finding of each name and line: later epochs repeat it."""
+    first: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        first.setdefault((finding.name, finding.line), finding)
+    return list(first.values())
+
+
+def as_json(analysis: Analysis, exit_code: int) -> dict[str, object]:
+    """Return the analysis for `--json`, with the exit code of the command."""
+    return {**asdict(analysis), "exit_code": exit_code}
+
+
+def print_report(analysis: Analysis) -> None:
+    """Print the findings of each world, and what was observed."""
+    console = Console(markup=False, highlight=False, soft_wrap=False)
+    for world in analysis.worlds:
+        for finding in world.findings:
+            console.print(f"{finding.name}  {finding.line or world.program}", soft_wrap=True)
+            console.print(Padding(finding.evidence, (0, 0, 0, 4)))
+        count = plural(len(world.findings), "finding")
+        print(f"{world.program}: {count}; {plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}")
+    for failure in analysis.failures:
+        print(f"not observed: {failure}")

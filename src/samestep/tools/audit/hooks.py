@@ -1,0 +1,59 @@
+"""Entry point inside audited processes: install the observers after the import of torch.
+
+The `.pth` file of `injection.py` calls `install` at the start of Python, so this module imports nothing large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+
+from samestep.tools.audit.events import EventWriter
+
+TYPE_CHECKING = False  # not from `typing`, which is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+def install(folder: str) -> None:
+    """Observe this process and its children, unless the audit has ended and removed its folder."""
+    # Python can read a `.pth` file twice, as where lib64 is a link to lib.
+    if "torch" in sys.modules or any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        return
+    try:
+        with open(os.path.join(folder, "settings.json"), encoding="utf-8") as file:
+            settings = json.load(file)
+    except FileNotFoundError:
+        return
+    sys.meta_path.insert(0, _TorchFinder(EventWriter(folder), settings["steps"]))
+
+
+class _TorchFinder:
+    """Finder that adds the observers to the import of torch, and then removes itself."""
+
+    def __init__(self, writer: EventWriter, steps: int) -> None:
+        self._writer = writer
+        self._steps = steps
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_observe(module: ModuleType) -> None:
+                load(module)
+                from samestep.tools.audit.observers.install import install_observers
+
+                install_observers(self._writer, self._steps)
+
+            spec.loader.exec_module = load_and_observe  # type: ignore[method-assign]
+        return spec

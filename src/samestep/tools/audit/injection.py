@@ -1,0 +1,80 @@
+"""Run of a command whose Python processes are observed.
+
+Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the hooks. The file has no
+effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit: its content is always the same, so audits
+that run at the same time, or end by a crash, do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from samestep.distributed.env import environment_copy
+from samestep.errors import InputError
+
+_VARIABLE = "SAMESTEP_AUDIT"
+_PTH = "samestep-audit.pth"
+_LINE = (
+    f"import os; folder = os.environ.get('{_VARIABLE}'); "
+    "folder and __import__('samestep.tools.audit.hooks', fromlist=['install']).install(folder)\n"
+)
+
+
+def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool) -> int:
+    """Run a command to its end, and write the events of its Python processes to a folder.
+
+    Args:
+        command: program and arguments.
+        folder: an empty folder.
+        steps: number of optimizer steps that are observed one by one.
+        quiet: redirect the command's standard output to standard error.
+
+    Returns:
+        The exit code; 128 + N after signal N.
+
+    Raises:
+        InputError: the command cannot be started, or the folder of installed packages is not writable.
+    """
+    install_hooks(Path(sysconfig.get_path("purelib")))
+    (folder / "settings.json").write_text(json.dumps({"steps": steps}), encoding="utf-8")
+    variables = environment_copy()
+    # As in an activated environment: `python` and `torchrun` are those whose packages have the hooks.
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+    variables[_VARIABLE] = str(folder)
+    try:
+        with subprocess.Popen(command, env=variables, stdout=sys.stderr if quiet else None) as process:
+            code = process.wait()
+    except OSError as error:
+        raise InputError(
+            f"{command[0]} cannot be started: {error.strerror}",
+            expected="a program after --",
+            fix="samestep audit -- python train.py",
+            code="E_FILE_MISSING",
+        ) from error
+    return code if code >= 0 else 128 - code
+
+
+def install_hooks(packages: Path) -> None:
+    """Write the `.pth` file, unless it is there."""
+    path = packages / _PTH
+    if path.is_file() and path.read_text(encoding="utf-8") == _LINE:
+        return
+    try:
+        with NamedTemporaryFile("w", dir=packages, delete=False, encoding="utf-8") as file:
+            file.write(_LINE)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}",
+            expected="a writable folder of installed packages: the audited processes load the hooks from it",
+            fix="use a virtual environment, or run `samestep audit` once with the rights to write there",
+            code="E_OUTPUT",
+        ) from error

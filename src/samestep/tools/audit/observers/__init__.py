@@ -1,0 +1,1 @@
+"""Observers of torch inside audited processes; each replaces a few functions of torch."""

@@ -1,0 +1,71 @@
+"""State of the observers of one process, and the rule that an observer never changes a run."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from samestep.tools.audit.events import EventWriter
+
+_INTERVAL = 50  # steps between observations after the first ones
+
+
+class Session:
+    """Shared state of the observers.
+
+    Args:
+        writer: the writer of this process.
+        limit: number of optimizer steps that are observed one by one.
+    """
+
+    def __init__(self, writer: EventWriter, limit: int) -> None:
+        self.writer = writer
+        self._limit = limit
+        self._group: Any = None
+        self._failures = 0
+        self.steps = 0  # steps of all optimizers
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether tensors of the present step are observed."""
+        return self.steps < self._limit or self.steps % _INTERVAL == 0
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Write an event with the number of steps, and the world if it is new."""
+        self._find_world()
+        self.writer.write(kind, step=self.steps, **values)
+
+    def _find_world(self) -> None:
+        """Name the world by a text in the store of its process group, which the first rank writes."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None or group is self._group:
+            return
+        self._group = group
+        store = distributed_c10d._get_default_store()
+        identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
+        self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
+
+    def guarded(self, observe: Callable[..., None]) -> Callable[..., None]:
+        """Return `observe` with its exceptions written as events."""
+
+        @functools.wraps(observe)
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                observe(*args, **kwargs)
+            except Exception as error:  # boundary: a failure of an observer must not change the run
+                self._failures += 1
+                if self._failures == 1:
+                    self._report(observe.__qualname__, error)
+
+        return call
+
+    def _report(self, name: str, error: Exception) -> None:
+        try:
+            self.writer.write("failure", observer=name, error=f"{type(error).__name__}: {error}")
+        except OSError:
+            return  # the audit has ended and removed its folder

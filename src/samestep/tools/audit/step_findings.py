@@ -1,0 +1,245 @@
+"""Findings about parameters, gradients, buffers, learning rates, schedules, losses and files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+from samestep.tools.audit.findings import Finding, plural
+from samestep.tools.audit.worlds import Event, World, passes
+
+_TOLERANCE = 1e-4  # relative; ranks on different devices can round differently
+_COUNT_RATIO = 1.05  # of the numbers of targets of two losses
+_USUAL = 0.9  # share of the optimizer steps
+_MIN_UPDATES = 3
+_ENDED = 1.5  # length of a schedule, relative to its period
+_ZERO = 0.25  # share of the optimizer steps
+_PATHS = 3
+
+Summary = list[float] | None
+Update = dict[int, Event]  # one optimizer step of all ranks
+
+
+def step_findings(world: World) -> Iterator[Finding]:
+    """Yield the findings of a world about its optimizer steps."""
+    yield from _non_finite(world)
+    yield from _schedules(world)
+    yield from _losses(world)
+    if world.size > 1:
+        rates = list(_learning_rates(world))
+        yield from rates
+        if not rates:
+            yield from _replicas(world)
+        yield from _buffers(world)
+        yield from _files(world)
+
+
+def _updates(world: World, kind: str = "update") -> list[Update]:
+    """Return the observed optimizer steps of all ranks with equal optimizers."""
+    steps: dict[tuple[int, int], Update] = defaultdict(dict)
+    for rank, events in world.events(kind).items():
+        for event in events:
+            steps[event["step"], event["optimizer"]][rank] = event
+    complete = [update for _, update in sorted(steps.items()) if len(update) == world.size]
+    return [update for update in complete if all(e["shapes"] == update[0]["shapes"] for e in update.values())]
+
+
+def differs(first: Summary, second: Summary) -> bool:
+    """Whether two finite summaries of tensors differ by more than rounding."""
+    if first is None or second is None or not all(map(math.isfinite, (*first, *second))):
+        return False
+    scale = _TOLERANCE * max(first[0], second[0])
+    return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
+
+
+def _different(update: Update, kind: str) -> dict[str, tuple[int, int]]:
+    """Return the names of tensors that differ between ranks, with two ranks."""
+    return {
+        name: (0, rank)
+        for rank, event in update.items()
+        for name, summary in event[kind].items()
+        if differs(update[0][kind][name], summary)
+    }
+
+
+def _is_replicated(update: Update) -> bool:
+    return all(event["replicated"] for event in update.values())
+
+
+def _has_equal_gradients(update: Update) -> bool:
+    """Whether all observed gradients are equal on all ranks, and not zero."""
+    summaries = [summary for event in update.values() for summary in event["gradients"].values()]
+    present = [summary for summary in summaries if summary is not None]
+    return len(present) == len(summaries) > 0 and any(s[0] > 0 for s in present) and not _different(update, "gradients")
+
+
+def reduces_gradients(world: World) -> bool:
+    """Whether the ranks train replicas of one model."""
+    updates = _updates(world)
+    return bool(updates) and all(_is_replicated(update) or _has_equal_gradients(update) for update in updates)
+
+
+def _learning_rates(world: World) -> Iterator[Finding]:
+    updates = _updates(world)
+    if not updates or not (_is_replicated(updates[0]) or not _different(updates[0], "values")):
+        return
+    for update in updates:
+        for rank, event in update.items():
+            if event["rates"] != update[0]["rates"]:
+                text = f"at step {event['step']}, rank 0 uses {update[0]['rates']} and rank {rank} {event['rates']}"
+                yield Finding("different-learning-rates", text, event["line"])
+                return
+
+
+def _replicas(world: World) -> Iterator[Finding]:
+    """Find replicas that become different, and the first cause: their gradients or their parameters."""
+    updates = _updates(world)
+    if not updates or any(event["hooked"] for event in updates[0].values()):
+        return
+    gradients = [update for update in updates if _different(update, "gradients")]
+    values = [update for update in updates if _different(update, "values")]
+    ends = _updates(world, "end")
+    if _is_replicated(updates[0]):
+        has_cause = bool(gradients)
+    else:
+        has_cause = (
+            len(gradients) == len(updates) >= _MIN_UPDATES
+            and not _different(updates[0], "values")
+            and _divides_samples(world)
+            and bool(values)
+        )
+    if has_cause and (not values or gradients[0][0]["step"] <= values[0][0]["step"]):
+        if not _become_equal([*values, *updates, *ends], values):
+            share = f"in {len(gradients)} of {plural(len(updates), 'observed step')}"
+            yield _difference("unreduced-gradients", gradients[0], "gradients", share)
+    elif values and (_is_replicated(updates[0]) or all(map(_has_equal_gradients, updates))):
+        share = f"in {len(values)} of {plural(len(updates), 'observed step')}"
+        yield _difference("different-parameters", values[0], "values", share)
+
+
+def _divides_samples(world: World) -> bool:
+    infos = [[one.info for one in passes(events)] for events in world.ranks.values()]
+    return all(any(info["replicas"] == world.size for info in rank) for rank in infos)
+
+
+def _become_equal(updates: list[Update], values: list[Update]) -> bool:
+    """Whether a parameter that differed is equal later: ranks that average parameters differ in between."""
+    different = {name: update[0]["step"] for update in reversed(values) for name in _different(update, "values")}
+    return any(
+        update[0]["step"] > different.get(name, math.inf) and name not in _different(update, "values")
+        for update in updates
+        for name in update[0]["values"]
+    )
+
+
+def _difference(name: str, update: Update, kind: str, share: str) -> Finding:
+    tensor, (first, second) = next(iter(_different(update, kind).items()))
+    norms = [update[rank][kind][tensor][0] for rank in (first, second)]
+    subject = f"the gradient of {tensor}" if kind == "gradients" else tensor
+    text = f"at step {update[0]['step']}, {subject} has norm {norms[0]:.6g} on rank {first} and {norms[1]:.6g} on rank"
+    return Finding(name, f"{text} {second}; ranks differ {share}", update[0]["line"])
+
+
+def _buffers(world: World) -> Iterator[Finding]:
+    evaluations: dict[tuple[int, int], Update] = defaultdict(dict)
+    for rank, events in world.events("evaluation").items():
+        for event in events:
+            evaluations[event["number"], event["step"]][rank] = event
+    for update in evaluations.values():
+        if len(update) == world.size and len({tuple(event["buffers"]) for event in update.values()}) == 1:
+            different = _different(update, "buffers")
+            if different:
+                name = next(iter(different))
+                text = f"an evaluation after {plural(update[0]['step'], 'step')} uses different values of {name}"
+                text = f"{text} on ranks 0 and {different[name][1]}"
+                yield Finding("different-buffers", text, update[0]["line"])
+                return
+
+
+def _non_finite(world: World) -> Iterator[Finding]:
+    for rank, events in world.events("update").items():
+        finite: set[str] = set()
+        for event in events:
+            for name, summary in event["values"].items():
+                if summary is None:
+                    continue
+                if all(map(math.isfinite, summary)):
+                    finite.add(name)
+                elif name in finite and event["step"] < events[-1]["step"]:
+                    text = f"{name} is not finite at step {event['step']} on rank {rank}, and the steps continue"
+                    yield Finding("non-finite-values", text, event["line"])
+                    return
+
+
+def _schedules(world: World) -> Iterator[Finding]:
+    for event in world.events("schedule")[0]:
+        gaps = Counter({int(count): number for count, number in event["per_update"].items()})
+        if event["optimizers"] > 1 or gaps.total() < _MIN_UPDATES:
+            continue
+        [(count, number)] = gaps.most_common(1)
+        is_usual = count > 1 and number >= _USUAL * gaps.total()
+        passed_period = event["period"] is not None and event["steps"] >= _ENDED * event["period"]
+        is_zero = event["zero_updates"] > 1 and event["zero_updates"] >= _ZERO * event["updates"]
+        if is_usual and (passed_period or is_zero):
+            evidence = f"the learning rate is zero in {event['zero_updates']} of {event['updates']} optimizer steps"
+            if passed_period:
+                evidence = f"{event['steps']} steps, and its period has {event['period']}"
+            text = f"{event['name']} makes {count} steps per optimizer step: {evidence}"
+            yield Finding("schedule-stepped-too-often", text, event["line"])
+
+
+def _losses(world: World) -> Iterator[Finding]:
+    """Find losses whose weights in the gradient are equal although they are means over different numbers."""
+    updates = _updates(world)
+    if not updates or (world.size > 1 and not _is_replicated(updates[0])):
+        return
+    if any(event["hooked"] for event in updates[0].values()):
+        return
+    calls: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))  # by step and rank
+    for rank, events in world.events("loss").items():
+        for event in events:
+            calls[event["step"]][rank].append(event)
+    expected = _batches_per_update(world)
+    is_single = all(
+        len(ranks) == world.size and all(len(e) == expected for e in ranks.values()) for ranks in calls.values()
+    )
+    if not calls or not is_single:
+        return
+    steps = [[event for events in ranks.values() for event in events] for ranks in calls.values()]
+    unequal = [events for events in steps if _are_means_of_means(events)]
+    if len(unequal) >= _MIN_UPDATES and 2 * len(unequal) >= len(steps):
+        counts = [event["count"] for event in unequal[0]]
+        text = (
+            f"at step {unequal[0][0]['step']}, means over {min(counts):,} and over {max(counts):,} targets have equal"
+        )
+        text = f"{text} weights; so in {len(unequal)} of {plural(len(steps), 'observed step')}"
+        yield Finding("loss-normalisation", text, unequal[0][0]["line"])
+
+
+def _are_means_of_means(events: list[Event]) -> bool:
+    counts, scales = [event["count"] for event in events], [event["scale"] for event in events]
+    is_equal = min(scales) > 0 and max(scales) - min(scales) <= _TOLERANCE * max(scales)
+    return bool(is_equal and min(counts) > 0 and max(counts) >= _COUNT_RATIO * min(counts))
+
+
+def _batches_per_update(world: World) -> float:
+    """Return the usual number of batches of training between two optimizer steps."""
+    trained = [one for one in passes(world.ranks[0]) if one.trains]
+    steps = Counter(batch["step"] for one in trained for batch in one.batches)
+    return median(steps.values()) if steps else 0
+
+
+def _files(world: World) -> Iterator[Finding]:
+    writers: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, events in world.events("file").items():
+        for event in events:
+            writers[event["path"]].setdefault(rank, event["line"])
+    shared = {path: lines for path, lines in writers.items() if len(lines) > 1}
+    for line in dict.fromkeys(next(iter(lines.values())) for lines in shared.values()):
+        paths = [path for path, lines in shared.items() if next(iter(lines.values())) == line]
+        ranks = sorted({rank for path in paths for rank in shared[path]})
+        names = ", ".join(paths[:_PATHS]) + (f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else "")
+        text = f"ranks {', '.join(map(str, ranks))} open {names} for writing"
+        yield Finding("files-written-by-several-ranks", text, line)

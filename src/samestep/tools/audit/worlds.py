@@ -1,0 +1,109 @@
+"""Events of an audit, grouped by world and rank: one command can hold several worlds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass
+class World:
+    """The ranks of one process group, or one process without a group."""
+
+    size: int
+    program: str  # script of the first process
+    ranks: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))  # events of each rank
+    children: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))  # of their loader workers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks were observed."""
+        return len(self.ranks) == self.size
+
+    def events(self, kind: str) -> dict[int, list[Event]]:
+        """Return the events of one kind, for each rank in order."""
+        return {rank: [e for e in self.ranks[rank] if e["kind"] == kind] for rank in sorted(self.ranks)}
+
+
+def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
+    """Return the worlds of a command with all of their ranks, and processes without a group as worlds of one rank."""
+    worlds: dict[str, World] = {}
+    for events in processes:
+        header, *others = events
+        identity = header["world"]
+        is_child = identity is not None
+        before: list[Event] = []  # events before the first world
+        for event in others:
+            if event["kind"] == "world":
+                identity, is_child = event["world"], False
+                _add(worlds, header, identity, before)
+                before = []
+            elif identity is None:
+                before.append(event)
+            else:
+                _add(worlds, header, identity, [event], is_child=is_child)
+        if before:
+            _add(worlds, header, [f"process {header['pid']}", 0, 1], before)
+    return [world for world in worlds.values() if world.is_complete]
+
+
+def _add(
+    worlds: dict[str, World], header: Event, identity: list[Any], events: list[Event], *, is_child: bool = False
+) -> None:
+    identifier, rank, size = identity
+    world = worlds.setdefault(identifier, World(size, header["program"]))
+    (world.children if is_child else world.ranks)[rank].extend(events)
+
+
+@dataclass
+class Pass:
+    """One pass of one rank over a dataset."""
+
+    info: Event
+    batches: list[Event] = field(default_factory=list)
+    last_step: int = 0
+    has_ended: bool = False
+
+    @property
+    def samples(self) -> list[int]:
+        """All samples in order."""
+        return [sample for batch in self.batches for sample in batch["samples"]]
+
+    @property
+    def trains(self) -> bool:
+        """Whether optimizer steps happened during the pass."""
+        return bool(self.last_step > self.info["step"])
+
+
+def passes(events: list[Event]) -> list[Pass]:
+    """Return the passes among the events of a rank."""
+    result: dict[int, Pass] = {}
+    for event in events:
+        if event["kind"] == "pass":
+            result[event["number"]] = Pass(event)
+        elif event["kind"] in ("batch", "pass_end"):
+            current = result[event["number"]]
+            current.last_step = event["step"]
+            current.has_ended = event["kind"] == "pass_end"
+            current.batches += [event] * (event["kind"] == "batch")
+    return list(result.values())
+
+
+def matching_passes(world: World) -> Iterator[dict[int, Pass]]:
+    """Yield the passes that all ranks make over the same dataset, at the same line and step."""
+    groups: dict[Any, dict[int, Pass]] = defaultdict(dict)
+    for rank in range(world.size):
+        loaders: dict[Any, list[int]] = defaultdict(list)
+        counts: dict[Any, int] = defaultdict(int)
+        for one in passes(world.ranks[rank]):
+            place = (one.info["line"], one.info["dataset"])
+            if one.info["loader"] not in loaders[place]:
+                loaders[place].append(one.info["loader"])
+            loader = (*place, loaders[place].index(one.info["loader"]))
+            counts[loader] += 1
+            groups[*loader, counts[loader], one.info["step"]][rank] = one
+    yield from (group for group in groups.values() if len(group) == world.size)

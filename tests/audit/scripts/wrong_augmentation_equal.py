@@ -1,0 +1,23 @@
+"""All ranks have the same seed, and their loader workers draw the same noise."""
+
+import torch
+from parts import dataset, end, replicated, sgd, start, train
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.inputs, self.targets = dataset().tensors
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + torch.randn(6), self.targets[index]
+
+
+start()
+torch.manual_seed(0)
+net, data = replicated(), Noisy()
+train(net, DataLoader(data, 8, sampler=DistributedSampler(data), num_workers=2), sgd(net))
+end()

@@ -1,0 +1,132 @@
+"""`samestep audit` names every planted mistake, and reports nothing about correct scripts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.system import Done, samestep
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
+from samestep.tools.audit.findings import NAMES
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LAUNCHER = SCRIPTS / "fork_ranks.py"
+# Names of the findings of each script.
+MISTAKES = {
+    "accelerate_evaluation": {"evaluation-counted-twice"},
+    "accelerate_schedule": {"schedule-stepped-too-often"},
+    "augmentation_equal": {"equal-random-draws"},
+    "buffers": {"different-buffers"},
+    "dropout_equal": {"equal-random-draws"},
+    "evaluation_dropped": {"evaluation-counted-twice"},
+    "evaluation_padded": {"evaluation-counted-twice"},
+    "files": {"files-written-by-several-ranks"},
+    "gradients_not_reduced": {"unreduced-gradients"},
+    "gradients_of_module": {"unreduced-gradients"},
+    "learning_rate": {"different-learning-rates"},
+    "lightning": {"repeated-samples", "files-written-by-several-ranks"},
+    "loss_mean": {"loss-normalisation"},
+    "missing_samples": {"missing-samples"},
+    "non_finite": {"non-finite-values"},
+    "order_repeated": {"repeated-order"},
+    "parameters_initial": {"different-parameters"},
+    "parameters_loaded": {"different-parameters"},
+    "repeated_samples": {"repeated-samples"},
+    "repeated_samples_of_rank": {"repeated-samples", "missing-samples"},
+    "schedule": {"schedule-stepped-too-often"},
+}
+WRONG = sorted(SCRIPTS.glob("wrong_*.py"))
+RIGHT = sorted(path for path in SCRIPTS.glob("right_*.py") if path.stem != "right_single_process")
+
+
+QUICK = (
+    *("wrong_dropout_equal", "wrong_evaluation_padded", "wrong_gradients_of_module", "wrong_repeated_samples"),
+    *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_own_parts"),
+)
+
+
+def audit(folder: Path, *command: object) -> Done:
+    return samestep("audit", "--json", "--", sys.executable, *command, cwd=folder, timeout=220)
+
+
+def findings(done: Done) -> dict[str, set[str]]:
+    """Return the names of the findings of each script."""
+    result: dict[str, Any] = json.loads(done.out)
+    assert not result["failures"]
+    names: dict[str, set[str]] = {}
+    for world in result["worlds"]:
+        assert world["ranks"] == 2
+        assert world["steps"] > 0
+        names.setdefault(Path(world["program"]).stem, set()).update(f["name"] for f in world["findings"])
+    return names
+
+
+def groups() -> list[Any]:
+    """Return scripts for one command each; a command with several scripts has several worlds."""
+    quick = [path for path in (*WRONG, *RIGHT) if path.stem in QUICK]
+    others = [path for path in (*WRONG, *RIGHT) if path.stem not in QUICK]
+    chunks = [others[i : i + 9] for i in range(0, len(others), 9)]
+    return [
+        pytest.param(quick, id="quick", marks=pytest.mark.slow),
+        *(pytest.param(chunk, id=chunk[0].stem, marks=pytest.mark.long) for chunk in chunks),
+    ]
+
+
+@pytest.mark.parametrize("scripts", groups())
+def test_mistakes_are_named_and_correct_scripts_have_no_finding(scripts: list[Path], tmp_path: Path) -> None:
+    done = audit(tmp_path, LAUNCHER, 2, *scripts)
+    expected = {path.stem: MISTAKES.get(path.stem.removeprefix("wrong_"), set()) for path in scripts}
+    assert findings(done) == expected
+    assert done.code == (EXIT_DIFFERS if any(expected.values()) else EXIT_DONE), done.err
+
+
+def test_every_mistake_has_a_script_and_every_finding_a_mistake() -> None:
+    assert {path.stem.removeprefix("wrong_") for path in WRONG} == MISTAKES.keys()
+    assert {*QUICK} <= {path.stem for path in (*WRONG, *RIGHT)}
+    assert set().union(*MISTAKES.values()) == NAMES.keys()
+
+
+@pytest.mark.slow
+def test_torchrun_and_the_line_of_the_script(tmp_path: Path) -> None:
+    script = SCRIPTS / "wrong_gradients_of_module.py"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = audit(tmp_path, *torchrun, script)
+    assert done.code == EXIT_DIFFERS, done.err
+    [world] = json.loads(done.out)["worlds"]
+    [finding] = world["findings"]
+    file, _, line = finding["line"].rpartition(":")
+    assert Path(file) == script
+    assert script.read_text().splitlines()[int(line) - 1].strip() == "optimizer.step()"
+    assert finding["name"] == "unreduced-gradients"
+
+
+@pytest.mark.slow
+def test_single_process_and_report(tmp_path: Path) -> None:
+    done = samestep("audit", "--steps", 5, "--", sys.executable, SCRIPTS / "right_single_process.py", cwd=tmp_path)
+    assert done.code == EXIT_DONE, done.err
+    assert "0 findings; 1 rank, 40 optimizer steps" in done.out
+
+
+@pytest.mark.slow
+def test_code_of_a_failed_command_and_its_findings(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text("import torch\nfrom torch.optim import SGD\nSGD([torch.zeros(1)]).step()\nraise SystemExit(7)\n")
+    done = audit(tmp_path, script)
+    assert done.code == 7
+    assert json.loads(done.out)["exit_code"] == 7
+
+
+def test_command_without_torch(tmp_path: Path) -> None:
+    done = audit(tmp_path, "-c", "print('text')")
+    assert done.code == EXIT_FAILED
+    assert "E_NOTHING_OBSERVED" in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], "E_MISSING_KEY"), (["--", "no-such-program"], "E_FILE_MISSING")])
+def test_invalid_commands(arguments: list[str], code: str, tmp_path: Path) -> None:
+    done = samestep("audit", *arguments, cwd=tmp_path)
+    assert done.code == EXIT_INPUT
+    assert code in done.err

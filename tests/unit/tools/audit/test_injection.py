@@ -1,0 +1,62 @@
+"""The `.pth` file of an audit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import InputError
+from samestep.tools.audit.injection import install_hooks
+
+PROGRAM = "import site, sys; before = set(sys.modules); site.addsitedir(sys.argv[1]); site.addsitedir(sys.argv[1]);"
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    install_hooks(folder)
+    return folder
+
+
+def run(code: str, packages: Path, audit: Path | None) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "SAMESTEP_AUDIT"}
+    if audit is not None:
+        variables["SAMESTEP_AUDIT"] = str(audit)
+    # -S: without the file that an earlier audit may have left in the folder of packages
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}; {PROGRAM} {code}", str(packages)]
+    subprocess.run(command, env=variables, check=True, timeout=60)
+
+
+def test_file_has_no_effect_without_the_variable(packages: Path) -> None:
+    run("assert not any(name.startswith('samestep') for name in sys.modules)", packages, None)
+
+
+def test_file_has_no_effect_after_the_audit(packages: Path, tmp_path: Path) -> None:
+    code = "assert 'torch' not in sys.modules; assert not any('_Torch' in repr(f) for f in sys.meta_path)"
+    run(code, packages, tmp_path / "removed")
+
+
+def test_hooks_are_installed_once_and_import_nothing_large(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1}))
+    code = (
+        "assert [type(f).__name__ for f in sys.meta_path].count('_TorchFinder') == 1; "
+        "assert not {'torch', 'typing', 'pathlib', 'numpy'} & (set(sys.modules) - before)"
+    )
+    run(code, packages, tmp_path)
+
+
+def test_second_audit_leaves_the_file(packages: Path) -> None:
+    [path] = packages.iterdir()
+    before = path.stat()
+    install_hooks(packages)
+    assert path.stat().st_ino == before.st_ino
+
+
+def test_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        install_hooks(tmp_path / "missing")
+    assert caught.value.code == "E_OUTPUT"
