@@ -51,6 +51,7 @@ CHECKS = {
     "zoo": Check("gpu_bits", "zoo", 90, "computed, or the operator is named"),
     "speed": Check("gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)"),
     "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within 5 %"),
+    "attention": Check("gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out"),
     "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones"),
     "tests": Check("gpu_ranks", "tests", 180, "pytest -m gpu passes"),
 }

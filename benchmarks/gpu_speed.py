@@ -22,9 +22,11 @@ import samestep
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, move
 from samestep.engine.engine import Engine
+from samestep.zoo.text.models import causal_attention
 
 # Ratio to the hand-written loop that one microbatch may have.
 RATIO = 1.03
+REPEATS = 8  # of a gradient of attention
 Step = Callable[[], Any]
 
 
@@ -232,6 +234,28 @@ def _tensor_bytes(like: torch.Tensor) -> int:
     return sum({t.data_ptr(): t.nbytes for t in tensors + gradients}.values())
 
 
+def attention(device: str) -> Outcome:
+    """Repeated gradients, and time of forward and backward, of fused attention and of attention written out."""
+    outcome = Outcome()
+    rows, length, size, heads = (8, 1024, 768, 12) if device == "cuda" else (2, 64, 32, 4)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(rows, length, 3 * size, generator=generator)
+    weights = torch.randn(rows, length, size, generator=generator)
+    with samestep.start(device=device) as world:
+        for dtype, is_fused in product((torch.float32, torch.bfloat16), (False, True)):
+            projections, scales = values.to(world.device, dtype).requires_grad_(), weights.to(world.device, dtype)
+
+            def gradient(projections: Any = projections, scales: Any = scales, fused: bool = is_fused) -> torch.Tensor:
+                attended = causal_attention(projections, heads, fused=fused)
+                return torch.autograd.grad((attended * scales).float().sum(), projections)[0]
+
+            first, key = gradient(), f"{dtype}, {'fused' if is_fused else 'written out'}"
+            is_repeated = all(torch.equal(gradient(), first) for _ in range(REPEATS))
+            outcome.numbers[key] = {"milliseconds": round(1000 * _seconds(gradient, REPEATS, world.device), 3)}
+            outcome.require(is_repeated, f"{key}: repeated gradients differ")
+    return outcome
+
+
 def checkpoint(device: str) -> Outcome:
     """Standstill of the training loop by a checkpoint of 350 M parameters with AdamW, and the time to load it."""
     width, layers = (4096, 21) if device == "cuda" else (256, 4)
@@ -250,11 +274,15 @@ def checkpoint(device: str) -> Outcome:
         engine.step(next(iter(batches)))
         outcome.numbers["GB"] = round(3 * sum(p.nbytes for p in engine.model.parameters()) / 1e9, 2)
         with samestep.CheckpointManager(Path(folder), engine, batches, background=True) as checkpoints:
-            synchronize(world.device)
-            began = time.perf_counter()
-            checkpoints.save()
-            outcome.numbers["standstill, seconds"] = round(time.perf_counter() - began, 3)
-        outcome.numbers["written, seconds"] = round(time.perf_counter() - began, 3)
+            for name in ("first save", "next save"):  # the first one allocates the memory of the copies
+                synchronize(world.device)
+                began = time.perf_counter()
+                checkpoints.save()
+                outcome.numbers[f"{name}: standstill of the host, seconds"] = round(time.perf_counter() - began, 3)
+                synchronize(world.device)
+                outcome.numbers[f"{name}: of the device, seconds"] = round(time.perf_counter() - began, 3)
+                checkpoints._writer.wait()
+                outcome.numbers[f"{name}: written, seconds"] = round(time.perf_counter() - began, 3)
         before = _sums(engine.model.parameters())
         engine, batches = build()
         with samestep.CheckpointManager(Path(folder), engine, batches) as checkpoints:

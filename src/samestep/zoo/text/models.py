@@ -17,7 +17,7 @@ from samestep.errors import InputError, RecipeError
 from samestep.zoo.options import import_optional
 
 _STD = 0.02  # of initial weights
-# Fused attention kernels have no deterministic backward on every device.
+# Fused kernels depend on type, shape and device, as in `causal_attention`.
 _ATTENTION = "eager"
 _FIXED = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": _ATTENTION}
 
@@ -35,7 +35,7 @@ class GPT(nn.Module):
         n_layer: number of blocks.
         block_size: maximum number of tokens of an input.
         dropout: dropout probability of embeddings, attention and residual branches.
-        fused: use `scaled_dot_product_attention`, which needs less memory.
+        fused: use `scaled_dot_product_attention`, which needs less memory and, on a GPU, less time.
     """
 
     def __init__(
@@ -121,7 +121,9 @@ def causal_attention(projections: torch.Tensor, heads: int, dropout: float = 0.0
     query, key, value = (part.view(shape).transpose(1, 2) for part in projections.chunk(3, dim=2))
     if fused:
         values = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-    else:  # fused kernels have no deterministic backward on every device; the kernels of these operations do
+    else:
+        # Under deterministic algorithms, torch's fused kernels on a GPU have a deterministic backward, but which kernel
+        # computes depends on type, shape and GPU. `benchmarks/gpu.py` compares bits and time of both ways.
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         attention = functional.softmax(scores.masked_fill(future, float("-inf")), dim=3)
