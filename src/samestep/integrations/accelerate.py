@@ -76,7 +76,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         require_supported_state(self)
         self._owns_world = world is None
         # After the set-up of Accelerate, which sets the number of threads.
-        self.world = init(device=cast("DeviceKind", self.device.type), adopt=True) if world is None else world
+        self.world = self._adopted_world() if world is None else world
         self._require_same_ranks()
         self.global_batch_size, self.microbatches, self.seed = global_batch_size, microbatches, seed
         self.step_result: StepResult | None = None
@@ -252,7 +252,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(value, Mapping):
             return type(value)((key, self._gathered(item, is_real)) for key, item in value.items())  # type: ignore[call-arg]
         is_list = isinstance(value, list | tuple)
-        if is_list and all(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in value):
+        if is_list and value and all(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in value):
             items = [self._gathered(item, is_real) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         rows = [row for row, real in zip(all_gather(value, self.world), is_real, strict=True) if real]
@@ -325,6 +325,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         for tracker in self.trackers:
             tracker.finish()
+
+    def _adopted_world(self) -> World:
+        timeout = None if self.init_handler is None else self.init_handler.timeout
+        return init(device=cast("DeviceKind", self.device.type), timeout=timeout, adopt=True)
 
     def _require_same_ranks(self) -> None:
         if (self.process_index, self.num_processes) != (self.world.rank, self.world.size):
