@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import samestep
 from samestep.integrations.lightning import SamestepStrategy
@@ -57,7 +58,9 @@ class Module(lightning.LightningModule):
         self.net = net()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.train_accuracy = MulticlassAccuracy(CLASSES, average="micro")
-        self.steps: list[float] = []
+        micro = {"num_classes": CLASSES, "average": "micro"}
+        self.pair = MetricCollection([MulticlassAccuracy(**micro), MulticlassPrecision(**micro)])
+        self.steps: list[list[float]] = []
         self.epochs: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -67,6 +70,7 @@ class Module(lightning.LightningModule):
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("samples", float(len(targets)), reduce_fx="sum")
         self.train_accuracy(outputs, targets)
+        self.pair.update(outputs, targets)
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss
 
@@ -91,6 +95,9 @@ class Module(lightning.LightningModule):
         names = ("train_loss_epoch", "train_accuracy", "val_loss", "val_accuracy", "val_samples")
         metrics = self.trainer.callback_metrics
         self.epochs.append([float(metrics[name]) for name in names if name in metrics])
+        counted = {float(value) for value in self.pair.compute().values()}
+        assert counted == {self.epochs[-1][1]}
+        self.pair.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer, scheduler = optimizer_of(self)

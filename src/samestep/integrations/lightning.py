@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -24,9 +24,9 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
-from samestep.config import StepConfig
+from samestep.config import DeviceKind, StepConfig
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics
@@ -66,7 +66,7 @@ class _WithoutMetrics(torch.nn.Module):
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         metrics: list[str] = []
         for name, module in self._viewed.named_modules(memo, prefix, remove_duplicate):
-            if isinstance(module, Metric):
+            if isinstance(module, Metric | MetricCollection):
                 metrics.append(f"{name}.")
             elif not name.startswith(tuple(metrics)):
                 yield name, module
@@ -130,7 +130,7 @@ class SamestepStrategy(DDPStrategy):
         """Create the process group, and the world of its ranks."""
         super().setup_environment()
         self._error = None
-        device: Any = "cpu" if self.root_device.type == "cpu" else "gpu"
+        device = cast("DeviceKind", self.root_device.type)
         self._world = self._session.enter_context(start(adopt=True, device=device, threads=self._threads))
 
     def setup(self, trainer: Trainer) -> None:

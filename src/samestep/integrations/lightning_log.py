@@ -78,7 +78,7 @@ class BatchLog(Callback):
             return
         options["reduce_fx"] = _reduction_name(name, options.get("reduce_fx", "mean"))
         number, weight = self._microbatch.number, bound.get("batch_size")
-        weight = self._microbatch.size if weight is None else weight
+        weight = self._microbatch.size if weight is None else int(weight)
         ordinal = sum(entry.microbatch == number and entry.name == name for entry, _ in self._entries)
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         if self._microbatch.size:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from samestep.config import StepConfig
+from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
 from samestep.data.loader import Loader
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
@@ -85,14 +85,8 @@ class SamestepTrainerMixin(_Trainer):
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
         # Each microbatch counts its own tokens, and the engine divides by the number of all.
         self.args.average_tokens_across_devices = False
-        device: Any = "cpu" if self.args.device.type == "cpu" else "gpu"
+        device = cast("DeviceKind", self.args.device.type)
         self._world: World = init(adopt=True, device=device, threads=self._threads)
-        if self._world.size != self.args.world_size:
-            raise integration_error(
-                f"{self._world.size} ranks of Samestep and {self.args.world_size} of Transformers",
-                "processes that Transformers finds",
-                "torchrun --nproc-per-node 4 script.py",
-            )
 
     def get_train_dataloader(self) -> Any:
         """Return a loader with one global batch per step."""
@@ -132,12 +126,7 @@ class SamestepTrainerMixin(_Trainer):
         Returns:
             The mean loss of the global batch.
         """
-        if not isinstance(inputs, GlobalBatch):
-            raise integration_error(
-                f"a batch of the type {type(inputs).__name__}",
-                "a global batch of the loader that get_train_dataloader returns",
-                "override _get_train_sampler or data_collator in place of get_train_dataloader",
-            )
+        _require_global_batch(inputs, "get_train_dataloader")
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):
@@ -165,6 +154,7 @@ class SamestepTrainerMixin(_Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **options: Any
     ) -> tuple[Any, Any, Any]:
         """Return loss, predictions and labels of a global batch, in the order of the samples; a collective."""
+        _require_global_batch(inputs, "get_eval_dataloader or get_test_dataloader")
         self.gather_function = _unchanged  # every rank has all rows
         device, losses, computed = self._world.device, list[list[float]](), list[LocalOutputs]()
         with preserved_generators(device):
@@ -247,6 +237,15 @@ class Trainer(SamestepTrainerMixin, transformers.Trainer):
 
 class Seq2SeqTrainer(SamestepTrainerMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` with the same results on any number of processes; see `SamestepTrainerMixin`."""
+
+
+def _require_global_batch(batch: object, method: str) -> None:
+    if not isinstance(batch, GlobalBatch):
+        raise integration_error(
+            f"a batch of the type {type(batch).__name__}, of an overridden {method}",
+            "a global batch of the loader that the method returns if it is not overridden",
+            "pass another dataset or data_collator, or override _get_train_sampler",
+        )
 
 
 def _unchanged(value: Any) -> Any:
