@@ -36,7 +36,8 @@ def reference() -> tuple[str, list[list[float]]]:
     with samestep.start(device="cpu") as world, torch.random.fork_rng():
         model = training.own_loop(world).eval()
         with torch.no_grad():
-            outputs = [model(inputs) for inputs, _ in DataLoader(training.dataset(101), batch_size=16)]
+            loaders = [DataLoader(training.dataset(n), training.TEST_BATCH) for n in training.TEST_SAMPLES]
+            outputs = [model(inputs) for loader in loaders for inputs, _ in loader]
         return training.digest(model), torch.cat(outputs).tolist()
 
 
@@ -152,7 +153,7 @@ def test_loops_with_other_results_are_refused(action: Any, alone: samestep.World
 def test_evaluation_in_training_mode_is_refused(alone: samestep.World, accelerate_state: None) -> None:
     script = training.Script(world=alone)
     with pytest.raises(InputError) as error:
-        for inputs, _ in script.test:
+        for inputs, _ in script.tests[0]:
             script.model(inputs)
     assert error.value.code == "E_MICROBATCH_LOOP"
 

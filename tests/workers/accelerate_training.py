@@ -15,6 +15,7 @@ from samestep.launcher.job import rank_and_size
 
 SAMPLES, FEATURES, CLASSES, EPOCHS = 1003, 12, 5, 3
 BATCH, MICROBATCHES, CLIP = 64, 8, 0.5
+TEST_SAMPLES, TEST_BATCH = (101, 5), 16  # two datasets: with a short last batch, and with one short batch
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
 
@@ -85,9 +86,9 @@ class Script:
         self.accumulates = accumulates
         model, optimizer, scheduler = objects()
         train = DataLoader(dataset(), batch_size=BATCH, shuffle=True)
-        test = DataLoader(dataset(101), batch_size=16)
-        self.model, self.optimizer, self.train, self.test, self.scheduler = self.accelerator.prepare(
-            model, optimizer, train, test, scheduler
+        tests = [DataLoader(dataset(samples), batch_size=TEST_BATCH) for samples in TEST_SAMPLES]
+        self.model, self.optimizer, self.train, self.scheduler, *self.tests = self.accelerator.prepare(
+            model, optimizer, train, scheduler, *tests
         )
 
     def run(self, *, save: tuple[int, Path] | None = None, load: Path | None = None) -> str:
@@ -121,10 +122,11 @@ class Script:
     def evaluate(self) -> list[list[float]]:
         self.model.eval()
         rows = []
-        for inputs, targets in self.test:
-            outputs, labels = self.accelerator.gather_for_metrics((self.model(inputs), targets))
-            assert len(outputs) == len(labels)
-            rows += outputs.tolist()
+        for loader in self.tests:
+            for inputs, targets in loader:
+                outputs, labels = self.accelerator.gather_for_metrics((self.model(inputs), targets))
+                assert len(outputs) == len(labels)
+                rows += outputs.tolist()
         self.model.train()
         return rows
 

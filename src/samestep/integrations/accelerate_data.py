@@ -116,6 +116,8 @@ class PreparedLoader:
         owner, loader = self._accelerator, self._torch_loader
         order, size, world = self._evaluation_order(), loader.batch_size, owner.world
         assert size is not None
+        if len(order) == 0:  # drop_last
+            return
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         numbers = range(world.rank, math.ceil(len(batches) / world.size) * world.size, world.size)
         own = numpy.concatenate([batches[number if number < len(batches) else 0] for number in numbers])
