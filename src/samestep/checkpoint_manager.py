@@ -42,7 +42,7 @@ class CheckpointManager:
             checkpoints.save(engine.evaluate(test_batches))
 
     With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
-    copied, and the end of the block waits for the last checkpoint.
+    copied, or on a GPU once the copies are queued, and the end of the block waits for the last checkpoint.
 
     Args:
         folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
