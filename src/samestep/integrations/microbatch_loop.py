@@ -42,8 +42,8 @@ class MicrobatchLoop:
 
     Every rank runs the body equally often: a rank with fewer microbatches than another computes fillers, two samples
     whose loss and gradient do not count. After the last microbatch of a global batch, `.grad` of each parameter is the
-    gradient of the mean loss of the global batch; before, it is None. A resumed run sets `engine.steps` and the cursor of
-    its loader, in addition to the state of model and optimizer.
+    gradient of the mean loss of the global batch; before, it is None. A resumed run sets `engine.steps` and the cursor
+    of its loader, in addition to the state of model and optimizer.
 
     Args:
         model: the model, without a wrapper such as DDP; moved to the world's device.
