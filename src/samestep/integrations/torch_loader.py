@@ -75,6 +75,7 @@ def global_loader(
 
 
 def order_options(sampler: Any) -> dict[str, Any]:
+    """Return the options of a `Loader` for the order of a sampler of torch."""
     if type(sampler) is SequentialSampler:
         return {}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
