@@ -24,6 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "changed": Job("other_batches", 1, {"folder": folder}),
         "evaluated on 1": Job("evaluate", 1, {}),
         "evaluated on 3": Job("evaluate", 3, {}),
+        "missing names": Job("missing_names", 1, {}),
         "refusals": Job("refusals", 1, {}),
     }
     return dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
@@ -68,6 +69,11 @@ def test_evaluation_counts_each_sample_once_on_any_processes(results: dict[str, 
 @pytest.mark.slow
 def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> None:
     assert results["changed"] == "E_RESUME_CHANGED"
+
+
+@pytest.mark.slow
+def test_private_names_of_the_library_exist(results: dict[str, Any]) -> None:
+    assert results["missing names"] == []
 
 
 @pytest.mark.slow

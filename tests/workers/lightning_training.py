@@ -1,6 +1,7 @@
 """Training with Lightning and with Samestep's own loop, on the ranks of `helpers.forked_ranks`."""
 
 import hashlib
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.overrides import distributed
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
@@ -246,3 +250,20 @@ def mixed() -> str:
     _trainer(max_epochs=2, precision="bf16-mixed").fit(module, loader)
     assert len(module.steps) == 12
     return digest(module.net)
+
+
+def missing_names() -> list[str]:
+    """Return the private names of Lightning that the adapter needs and that do not exist."""
+    trainer, module = _trainer(), Module()
+    loader = _update_dataloader(_loaders()[1], SequentialSampler(dataset(203)), RunningStage.PREDICTING)
+    owners = {
+        "use_distributed_sampler": trainer._accelerator_connector,
+        "_layer_sync": trainer.strategy,
+        "_compiler_ctx": module,
+        "_batch_sampler": loader.batch_sampler,
+        "_sync_module_states": distributed,
+        "_IndexBatchSamplerWrapper": distributed,
+    }
+    missing = [name for name, owner in owners.items() if not hasattr(owner, name)]
+    signature = inspect.signature(lightning.LightningModule.log).parameters
+    return missing + [name for name in ("name", "value", "batch_size", "reduce_fx", "on_step") if name not in signature]
