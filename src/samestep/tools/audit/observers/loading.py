@@ -61,7 +61,8 @@ class LoadingObserver:
     def begin(self, iterator: Any, loader: Any) -> None:
         """Write the dataset, the sampler and the line of a new pass."""
         self._before_pass()
-        if iterator._dataset_kind != torch_dataloader._DatasetKind.Map:
+        is_map = iterator._dataset_kind == torch_dataloader._DatasetKind.Map
+        if not is_map or not hasattr(iterator._dataset, "__len__"):
             return
         if loader not in self._loaders:
             self._loaders[loader] = self._loader_count
