@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.data._utils import fetch as torch_fetch
 
 from samestep.tools.audit.events import user_line
-from samestep.tools.audit.observers.session import Session
+from samestep.tools.audit.observers.session import Session, sample_numbers
 
 _FETCHES = 32  # observed batches per process
 _DROPOUT_STEPS = 10
@@ -41,8 +41,8 @@ class DrawObserver:
             return
         after = _states()
         used = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
-        samples = [int(i) for i in index] if isinstance(index, list | tuple) else [int(index)]
-        if used:
+        samples = sample_numbers(index)
+        if used and samples is not None:
             self._session.emit("fetch_draws", samples=samples, states=used)
 
     def dropout(self, values: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from torch.utils.data import dataloader as torch_dataloader
 
 from samestep.tools.audit.events import user_line
-from samestep.tools.audit.observers.session import Session
+from samestep.tools.audit.observers.session import Session, sample_numbers
 
 _HASHED_BATCHES = 64  # of a pass
 _HASHED_VALUES = 64  # of a sample
@@ -99,8 +99,10 @@ class LoadingObserver:
         current = self._passes.get(iterator)
         if current is None:
             return
-        index = current.pending.popleft()
-        positions = [int(i) for i in index] if iterator._auto_collation else [int(index)]
+        positions = sample_numbers(current.pending.popleft())
+        if positions is None:
+            del self._passes[iterator]
+            return
         current.batches += 1
         current.samples += len(positions)
         _, samples = _root(iterator._dataset, positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -69,3 +70,11 @@ class Session:
             self.writer.write("failure", observer=name, error=f"{type(error).__name__}: {error}")
         except OSError:
             return  # the audit has ended and removed its folder
+
+
+def sample_numbers(index: Any) -> list[int] | None:
+    """Return the indices of a batch, or None if a sampler yields other keys."""
+    try:
+        return [operator.index(i) for i in (index if isinstance(index, list | tuple) else [index])]
+    except TypeError:
+        return None
