@@ -238,12 +238,12 @@ def class_loss(
             fix="put the classes second: outputs.transpose(1, 2) for (N, T, C)",
             code="E_SHAPE",
         )
-    # As rows, because torch has no deterministic CUDA kernel for more dimensions.
-    rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1]).to(dtype)
-    numbers = targets.reshape(-1)
-    counted = numbers != ignore_index
-    count = counted.sum() if weights is None else (weights.double()[numbers.where(counted, 0)] * counted).sum()
-    return Loss(function(rows, numbers, weight=weights, ignore_index=ignore_index, reduction="sum"), count)
+    if outputs.dim() > 2:  # as rows, because torch has no deterministic CUDA kernel for more dimensions
+        outputs, targets = outputs.movedim(1, -1).reshape(-1, outputs.shape[1]), targets.reshape(-1)
+    counted = targets != ignore_index
+    count = counted.sum() if weights is None else (weights.double()[targets.where(counted, 0)] * counted).sum()
+    total = function(outputs.to(dtype), targets, weight=weights, ignore_index=ignore_index, reduction="sum")
+    return Loss(total, count)
 
 
 def _sum_dtype(outputs: torch.Tensor) -> torch.dtype:

@@ -191,7 +191,8 @@ def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """Return the autocast context of a precision."""
-    dtype = _AUTOCAST[precision]
+    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
@@ -366,8 +367,7 @@ class SequentialRunner(StepRunner):
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
-                        is_early = self._is_checked and not is_shared
-                        total = self.sum_vectors(batch, tree, vectors) if is_early else None
+                        total = self.sum_vectors(batch, tree, vectors) if self._is_checked and not is_shared else None
                     torch.autograd.backward(*self.roots(loss.sum, batch.size))
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)
