@@ -11,7 +11,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
-CHECKS = ("waits", "sync", "zoo", "speed", "memory", "checkpoint", "sanitizer")
+QUICK_CHECKS = ("waits", "sync", "memory", "checkpoint", "sanitizer")
+CHECKS = ("waits", "sync", "zoo", "speed", "attention", "memory", "checkpoint", "sanitizer")
 STEP_TIME = "--rounds 1 --warmup 1 --block 2 --models small --processes 2 --prefetched --comparisons peers"
 
 
@@ -32,12 +33,14 @@ def test_bench_measures_every_contender(tmp_path: Path) -> None:
     assert step_time["results"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(shutil.which("make") is None, reason="the test runs make")
-def test_gpu_checks_run_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "checks_run", [pytest.param(QUICK_CHECKS, marks=pytest.mark.slow), pytest.param(CHECKS, marks=pytest.mark.long)]
+)
+def test_gpu_checks_run_on_a_cpu(tmp_path: Path, checks_run: tuple[str, ...]) -> None:
     """The other checks start ranks or compile: `make gpu DEVICE=cpu` runs them."""
-    settings = [f"RESULTS={tmp_path}", "DEVICE=cpu", f"GPU_PY={sys.executable}", f"GPU=--only {' '.join(CHECKS)}"]
+    settings = [f"RESULTS={tmp_path}", "DEVICE=cpu", f"GPU_PY={sys.executable}", f"GPU=--only {' '.join(checks_run)}"]
     done = subprocess.run(
         ["make", "gpu", *settings], cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
     )
@@ -46,8 +49,8 @@ def test_gpu_checks_run_on_a_cpu(tmp_path: Path) -> None:
     checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
     assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] == checks
     verdicts = {check["check"]: check["verdict"] for check in checks}
-    assert verdicts == {name: "skipped" if name == "sanitizer" else "pass" for name in CHECKS}
-    assert all(f"| {name} " in path.with_suffix(".md").read_text(encoding="utf-8") for name in CHECKS)
+    assert verdicts == {name: "skipped" if name == "sanitizer" else "pass" for name in checks_run}
+    assert all(f"| {name} " in path.with_suffix(".md").read_text(encoding="utf-8") for name in checks_run)
 
 
 @pytest.mark.slow

@@ -15,14 +15,17 @@ MODULES = sorted(
 SLOW_PROCESSES = (1, 3)
 # Cases with a launch of their own take a second or two each.
 _ALONE_PER_SLOW = 8
+_OTHERS_PER_SLOW = 2
 Outcomes = dict[tuple[str, int], dict[str, list[str]]]
 
 
 def params() -> list[Any]:
-    """Return all cases on all numbers of processes for the long tests, and most cases on two for the slow tests."""
+    """Return all cases on all numbers of processes for the long tests, and some cases on two for the slow tests."""
     cases = [(module, name, hasattr(case, "is_alone")) for module in MODULES for name, case in cases_of(module).items()]
     alone = [name for _, name, is_alone in cases if is_alone]
+    others = [name for _, name, is_alone in cases if not is_alone]
     left_out = {name for index, name in enumerate(alone) if index % _ALONE_PER_SLOW}
+    left_out |= {name for index, name in enumerate(others) if index % _OTHERS_PER_SLOW}
     return [
         pytest.param(module, name, processes, id=f"{module.split('.')[1]}-{name}-{len(processes)}", marks=mark)
         for processes, mark in ((SLOW_PROCESSES, pytest.mark.slow), (PROCESSES, pytest.mark.long))

@@ -83,21 +83,21 @@ class MicrobatchTree:
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
         first, end = min((lo for lo, _ in values), default=0), max((hi for _, hi in values), default=0)
+        return self._merge(node, values, add, (first, end))
 
-        def below(node: Node) -> dict[Node, T]:
-            lo, hi = node
-            if node in values:
-                return {node: values[node]}
-            if hi - lo == 1 or hi <= first or lo >= end:
-                return {}
-            left, right = children(node)
-            merged = below(left) | below(right)
-            operands = [child for child in (left, right) if self.has_samples(child)]
-            if not operands or any(child not in merged for child in operands):
-                return merged
-            return {node: reduce(add, [merged[child] for child in operands])}
-
-        return below(node)
+    # A method: a nested function would refer to itself, and so hold the values until the garbage collector runs.
+    def _merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T], available: Node) -> dict[Node, T]:
+        lo, hi = node
+        if node in values:
+            return {node: values[node]}
+        if hi - lo == 1 or hi <= available[0] or lo >= available[1]:
+            return {}
+        left, right = children(node)
+        merged = self._merge(left, values, add, available) | self._merge(right, values, add, available)
+        operands = [child for child in (left, right) if self.has_samples(child)]
+        if not operands or any(child not in merged for child in operands):
+            return merged
+        return {node: reduce(add, [merged[child] for child in operands])}
 
     def sum(self, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
         """Return the sum over all microbatches from the values of subtrees."""

@@ -1,4 +1,4 @@
-"""Synchronised batch norm, frozen layers, an average of the weights, and drop_last."""
+"""Batch norm in replicas, frozen layers, an average of the weights, and drop_last."""
 
 import torch
 import torch.nn.functional as F

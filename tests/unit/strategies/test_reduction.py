@@ -1,5 +1,7 @@
 """Tree over microbatches: the same pairs are added for any number of ranks."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,3 +203,19 @@ def test_the_left_operand_is_the_left_half(microbatches: int) -> None:
     text = {(microbatch, microbatch + 1): str(microbatch) for microbatch in range(microbatches)}
     total = tree.sum(text, lambda left, right: f"{left},{right}")
     assert total == ",".join(str(microbatch) for microbatch in range(microbatches))
+
+
+def test_merge_keeps_no_reference_to_its_values() -> None:
+    class Value:
+        """An object that a weak reference can follow."""
+
+    tree = MicrobatchTree(8, 8)
+    value = Value()
+    followed = weakref.ref(value)
+    gc.disable()
+    try:
+        tree.merge((0, 8), {(0, 1): value}, lambda left, right: right)
+        del value
+        assert followed() is None
+    finally:
+        gc.enable()
