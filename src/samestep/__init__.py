@@ -38,11 +38,11 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.engine.step_stats import StepResult as StepResult
     from samestep.integrations.microbatch_loop import MicrobatchLoop as MicrobatchLoop
     from samestep.launcher.launch import launch as launch
-    from samestep.launcher.session import init as init
-    from samestep.launcher.session import start as start
     from samestep.metrics.counts import Accuracy as Accuracy
     from samestep.metrics.counts import OverlapMetric as OverlapMetric
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
+    from samestep.session import init as init
+    from samestep.session import start as start
 
 __version__ = "0.1.0"
 
@@ -66,12 +66,12 @@ _HOMES = {
     "epochs": "data.epochs",
     "evaluate": "engine.evaluation",
     "FunctionMetric": "metrics.metrics",
-    "init": "launcher.session",
+    "init": "session",
     "launch": "launcher.launch",
     "loader": "data.loader",
     "reduce_dict": "distributed.world",
     "scaled_lr": "engine.learning_rate",
-    "start": "launcher.session",
+    "start": "session",
 }
 
 __all__ = list(_HOMES)

@@ -19,6 +19,8 @@ FLOORS = [
     ["launcher"],
     ["strategies", "data", "checkpoint", "metrics", "loggers"],
     ["engine"],
+    ["run_folder"],
+    ["session"],
     ["trainer", "checkpoint_manager", "zoo", "integrations"],
     ["recipes"],
     ["tools"],

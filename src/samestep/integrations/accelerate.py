@@ -30,8 +30,8 @@ from samestep.integrations.accelerate_options import require_supported_options, 
 from samestep.integrations.microbatch_loop import MicrobatchLoop
 from samestep.integrations.torch_loader import integration_error
 from samestep.launcher.job import process_state
-from samestep.launcher.session import init
 from samestep.microbatches import Cursor, Microbatches
+from samestep.session import init
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]

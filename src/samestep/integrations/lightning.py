@@ -37,8 +37,8 @@ from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
 from samestep.integrations.lightning_log import BatchLog
 from samestep.integrations.torch_loader import global_loader, integration_error
-from samestep.launcher.session import start
 from samestep.microbatches import Microbatches, auto_microbatches
+from samestep.session import start
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

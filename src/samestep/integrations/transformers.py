@@ -30,8 +30,8 @@ from samestep.engine.loss import Loss
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.integrations.transformers_data import EvaluationDataLoader, SamestepCallback, StepDataLoader
-from samestep.launcher.session import init
 from samestep.microbatches import Microbatches, auto_microbatches
+from samestep.session import init
 
 if TYPE_CHECKING:
     _Trainer = transformers.Trainer

@@ -32,12 +32,12 @@ from samestep.engine.learning_rate import scale_rates, schedule_factor
 from samestep.engine.loss import LossFunction
 from samestep.errors import RecipeError
 from samestep.launcher.job import process_state
-from samestep.launcher.session import start
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.weights import check_same_weights, load_matching
+from samestep.session import start
 from samestep.zoo.library import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.segmentation.losses import resolve_foreground_weight

@@ -29,7 +29,6 @@ from samestep.engine.batch_statistics import few_samples_message, uses_batch_sta
 from samestep.engine.microbatch import autocast, call_model
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
-from samestep.launcher.session import start
 from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
@@ -48,6 +47,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.recipes.starts import append_start, machine_notes, require_same_code
 from samestep.recipes.weights import load_all
+from samestep.session import start
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task

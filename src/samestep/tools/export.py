@@ -16,9 +16,9 @@ from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.engine.microbatch import as_arguments, call_model
 from samestep.errors import InputError, RunError
-from samestep.launcher.session import start
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.run import build_task, trained_model
+from samestep.session import start
 
 _ROWS = 2  # exporters treat a dimension of size 1 as a constant
 # Relative to the largest output; other programs add in another order.

@@ -92,7 +92,7 @@ def run_rank(device: DeviceKind, microbatch_bytes: int) -> str:
     import torch
     from torch.utils.data import DataLoader
 
-    from samestep.launcher.session import start
+    from samestep.session import start
 
     _silence_stderr()
     with start(device=device) as world:
