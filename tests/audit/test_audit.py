@@ -16,17 +16,28 @@ LAUNCHER = SCRIPTS / "fork_ranks.py"
 # Names of the findings of each script.
 MISTAKES = {
     "accelerate_evaluation": {"evaluation-counted-twice"},
+    "accelerate_files": {"files-written-by-several-ranks"},
+    "accelerate_loader": {"repeated-samples"},
+    "accelerate_loss": {"loss-normalisation"},
+    "accelerate_model": {"unreduced-gradients"},
     "accelerate_schedule": {"schedule-stepped-too-often"},
     "augmentation_equal": {"equal-random-draws"},
     "buffers": {"different-buffers"},
     "dropout_equal": {"equal-random-draws"},
     "evaluation_dropped": {"evaluation-counted-twice"},
     "evaluation_padded": {"evaluation-counted-twice"},
+    "fabric_evaluation": {"evaluation-counted-twice"},
+    "fabric_loader": {"repeated-samples"},
+    "fabric_module": {"unreduced-gradients"},
+    "fabric_order": {"repeated-order"},
     "files": {"files-written-by-several-ranks"},
     "gradients_not_reduced": {"unreduced-gradients"},
     "gradients_of_module": {"unreduced-gradients"},
     "learning_rate": {"different-learning-rates"},
     "lightning": {"repeated-samples", "files-written-by-several-ranks"},
+    "lightning_evaluation": {"evaluation-counted-twice"},
+    "lightning_schedule": {"schedule-stepped-too-often"},
+    "lightning_seed": {"equal-random-draws"},
     "loss_mean": {"loss-normalisation"},
     "missing_samples": {"missing-samples"},
     "non_finite": {"non-finite-values"},
@@ -36,14 +47,23 @@ MISTAKES = {
     "repeated_samples": {"repeated-samples"},
     "repeated_samples_of_rank": {"repeated-samples", "missing-samples"},
     "schedule": {"schedule-stepped-too-often"},
+    "transformers_files": {"files-written-by-several-ranks"},
+    "transformers_loader": {"repeated-samples"},
+    "transformers_loss": {"loss-normalisation"},
+    "transformers_parameters": {"different-parameters"},
 }
 WRONG = sorted(SCRIPTS.glob("wrong_*.py"))
 RIGHT = sorted(path for path in SCRIPTS.glob("right_*.py") if path.stem != "right_single_process")
 
+FRAMEWORKS = ("accelerate", "fabric", "lightning", "transformers")  # the other scripts use plain PyTorch
 
 QUICK = (
     *("wrong_dropout_equal", "wrong_evaluation_padded", "wrong_gradients_of_module", "wrong_repeated_samples"),
     *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_own_parts"),
+)
+SLOW = (
+    *("wrong_accelerate_loss", "wrong_fabric_order", "wrong_lightning_evaluation", "wrong_transformers_loader"),
+    *("right_fabric", "right_transformers"),
 )
 
 
@@ -65,11 +85,12 @@ def findings(done: Done) -> dict[str, set[str]]:
 
 def groups() -> list[Any]:
     """Return scripts for one command each; a command with several scripts has several worlds."""
-    quick = [path for path in (*WRONG, *RIGHT) if path.stem in QUICK]
-    others = [path for path in (*WRONG, *RIGHT) if path.stem not in QUICK]
-    chunks = [others[i : i + 9] for i in range(0, len(others), 9)]
+    scripts = {path.stem: path for path in (*WRONG, *RIGHT)}
+    slow = {"plain": [scripts.pop(name) for name in QUICK], "frameworks": [scripts.pop(name) for name in SLOW]}
+    others = list(scripts.values())
+    chunks = [others[i : i + 7] for i in range(0, len(others), 7)]
     return [
-        pytest.param(quick, id="quick", marks=pytest.mark.slow),
+        *(pytest.param(chunk, id=name, marks=pytest.mark.slow) for name, chunk in slow.items()),
         *(pytest.param(chunk, id=chunk[0].stem, marks=pytest.mark.long) for chunk in chunks),
     ]
 
@@ -84,7 +105,7 @@ def test_mistakes_are_named_and_correct_scripts_have_no_finding(scripts: list[Pa
 
 def test_every_mistake_has_a_script_and_every_finding_a_mistake() -> None:
     assert {path.stem.removeprefix("wrong_") for path in WRONG} == MISTAKES.keys()
-    assert {*QUICK} <= {path.stem for path in (*WRONG, *RIGHT)}
+    assert all(sum(name.startswith(framework) for name in MISTAKES) >= 3 for framework in FRAMEWORKS)
     assert set().union(*MISTAKES.values()) == NAMES.keys()
 
 

@@ -100,12 +100,13 @@ def _evaluation(world: World, group: dict[int, Pass]) -> Iterator[Finding]:
 
 
 def _repeated_order(world: World) -> Iterator[Finding]:
-    orders: dict[int, dict[tuple[int, ...], Pass]] = defaultdict(dict)
+    # A new loader continues the training of its optimizer; another optimizer belongs to another training.
+    orders: dict[tuple[Any, ...], dict[tuple[int, ...], Pass]] = defaultdict(dict)
     for one in passes(world.ranks[0]):
         info, samples = one.info, tuple(one.samples)
         if not info["shuffled"] or not one.trains or not one.has_ended or len(samples) < _MIN_ORDER:
             continue
-        first = orders[info["loader"]].setdefault(samples, one)
+        first = orders[info["dataset"], info["subset"], one.optimizer].setdefault(samples, one)
         if first is not one:
             steps = f"the epochs that begin at steps {first.info['step']} and {info['step']} have the same order"
             text = f"{steps} of {plural(len(samples), 'sample')}; the sampler's epoch is {info['epoch']} in both"

@@ -12,7 +12,6 @@ from samestep.tools.audit.worlds import Event, World, passes
 
 _TOLERANCE = 1e-4  # relative; ranks on different devices can round differently
 _COUNT_RATIO = 1.05  # of the numbers of targets of two losses
-_USUAL = 0.9  # share of the optimizer steps
 _MIN_UPDATES = 3
 _ENDED = 1.5  # length of a schedule, relative to its period
 _ZERO = 0.25  # share of the optimizer steps
@@ -178,15 +177,14 @@ def _schedules(world: World) -> Iterator[Finding]:
         gaps = Counter({int(count): number for count, number in event["per_update"].items()})
         if event["optimizers"] > 1 or gaps.total() < _MIN_UPDATES:
             continue
-        [(count, number)] = gaps.most_common(1)
-        is_usual = count > 1 and number >= _USUAL * gaps.total()
+        is_usual = 2 * sum(number for count, number in gaps.items() if count > 1) >= gaps.total()
         passed_period = event["period"] is not None and event["steps"] >= _ENDED * event["period"]
         is_zero = event["zero_updates"] > 1 and event["zero_updates"] >= _ZERO * event["updates"]
         if is_usual and (passed_period or is_zero):
             evidence = f"the learning rate is zero in {event['zero_updates']} of {event['updates']} optimizer steps"
             if passed_period:
-                evidence = f"{event['steps']} steps, and its period has {event['period']}"
-            text = f"{event['name']} makes {count} steps per optimizer step: {evidence}"
+                evidence = f"its period has {event['period']} steps"
+            text = f"{event['name']} makes {event['steps']} steps in {event['updates']} optimizer steps: {evidence}"
             yield Finding("schedule-stepped-too-often", text, event["line"])
 
 
@@ -202,12 +200,13 @@ def _losses(world: World) -> Iterator[Finding]:
         for event in events:
             calls[event["step"]][rank].append(event)
     expected = _batches_per_update(world)
-    is_single = all(
-        len(ranks) == world.size and all(len(e) == expected for e in ranks.values()) for ranks in calls.values()
-    )
-    if not calls or not is_single:
+    steps = [
+        [event for events in ranks.values() for event in events]
+        for ranks in calls.values()
+        if len(ranks) == world.size and all(len(events) == expected for events in ranks.values())
+    ]
+    if 2 * len(steps) < len(calls):  # several losses per batch; fewer at the end of an epoch
         return
-    steps = [[event for events in ranks.values() for event in events] for ranks in calls.values()]
     unequal = [events for events in steps if _are_means_of_means(events)]
     if len(unequal) >= _MIN_UPDATES and 2 * len(unequal) >= len(steps):
         counts = [event["count"] for event in unequal[0]]

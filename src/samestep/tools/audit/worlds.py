@@ -67,6 +67,7 @@ class Pass:
     batches: list[Event] = field(default_factory=list)
     last_step: int = 0
     has_ended: bool = False
+    optimizer: int | None = None  # of the last step before the end
 
     @property
     def samples(self) -> list[int]:
@@ -89,6 +90,7 @@ def passes(events: list[Event]) -> list[Pass]:
             current = result[event["number"]]
             current.last_step = event["step"]
             current.has_ended = event["kind"] == "pass_end"
+            current.optimizer = event.get("optimizer")
             current.batches += [event] * (event["kind"] == "batch")
     return list(result.values())
 

@@ -32,13 +32,13 @@ _LIBRARIES = ("torch.", "accelerate.", "lightning.", "pytorch_lightning.", "tran
 class _Pass:
     """One pass of an iterator over a dataset."""
 
-    def __init__(self, number: int, step: int) -> None:
+    def __init__(self, number: int, step: int, length: int | None) -> None:
         self.number = number
         self.step = step
+        self.length = length  # batches, None if unknown
         self.pending: deque[Any] = deque()  # batches of indices that were drawn and not yet yielded
         self.batches = 0
         self.samples = 0
-        self.has_ended = False
 
 
 class LoadingObserver:
@@ -68,7 +68,8 @@ class LoadingObserver:
             self._loaders[loader] = self._loader_count
             self._loader_count += 1
         self._count += 1
-        self._passes[iterator] = _Pass(self._count, self._session.steps)
+        length = len(iterator._index_sampler) if hasattr(iterator._index_sampler, "__len__") else None
+        self._passes[iterator] = _Pass(self._count, self._session.steps, length)
         sampler = _sampler(loader)
         root, _ = _root(iterator._dataset, [])
         self._session.emit(
@@ -83,7 +84,7 @@ class LoadingObserver:
             complete=_is_complete(loader, sampler, len(iterator._dataset)),
             shuffled=isinstance(sampler, DistributedSampler) and sampler.shuffle,
             epoch=getattr(sampler, "epoch", None),
-            replicas=getattr(sampler, "num_replicas", None),
+            replicas=_replicas(loader, sampler),
             batch=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             line=user_line(),
         )
@@ -108,14 +109,18 @@ class LoadingObserver:
         _, samples = _root(iterator._dataset, positions)
         hashes = _row_hashes(data, len(samples)) if current.batches <= _HASHED_BATCHES else []
         self._session.emit("batch", number=current.number, samples=samples, hashes=hashes)
+        if current.batches == current.length:  # libraries that know the length do not ask for another batch
+            self._end(current)
 
     def ended(self, iterator: Any) -> None:
-        """Write the end of a complete pass."""
+        """Write the end of a complete pass, after the step of its last batch."""
         current = self._passes.get(iterator)
-        if current is not None and not current.has_ended:
-            current.has_ended = True
-            self._last_ended = current
-            self._session.emit("pass_end", number=current.number)
+        if current is not None:
+            self._end(current)
+
+    def _end(self, current: _Pass) -> None:
+        self._last_ended = current
+        self._session.emit("pass_end", number=current.number, optimizer=self._session.optimizer)
 
     def counted(self, tensor: Any, operation: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
@@ -191,6 +196,14 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return getattr(batch_sampler, "sampler", loader.sampler)
+
+
+def _replicas(loader: DataLoader[Any], sampler: Any) -> int | None:
+    """Return the number of ranks for which a sampler, or accelerate's batch sampler, divides the samples."""
+    replicas: int | None = getattr(sampler, "num_replicas", None) or getattr(
+        loader.batch_sampler, "num_processes", None
+    )
+    return replicas
 
 
 def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:

@@ -30,6 +30,7 @@ class Session:
         self._group: Any = None
         self._failures = 0
         self.steps = 0  # steps of all optimizers
+        self.optimizer: int | None = None  # number of the optimizer of the last step
 
     @property
     def is_observed(self) -> bool:

@@ -68,6 +68,7 @@ class StepObserver:
             gradients = self._gradients(optimizer, before["values"])
             number = self._optimizers[optimizer]
             self._session.emit("update", optimizer=number, **before, gradients=gradients, line=user_line())
+        self._session.optimizer = self._optimizers[optimizer]
         self._count_schedules(optimizer)
         self._finalize_process()
         self._session.steps += 1
