@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.compatibility import Tensors, encode_objects, require_savable
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
 from samestep.checkpoint.files import Contents, HeldFolder
@@ -86,8 +86,7 @@ class CheckpointManager:
         if world.is_main:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
-        status = world.context.status
-        self._writer = AsyncCheckpointWriter(self._folder, lambda saved: status.checkpoint_saved(), status.heartbeat)
+        self._writer = AsyncCheckpointWriter(self._folder, self._report, world.context.status.heartbeat)
 
     def epochs(self, number: int) -> Iterator[int]:
         """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
@@ -173,6 +172,11 @@ class CheckpointManager:
             load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
         self._restore(saved)
         return True
+
+    def _report(self, saved: SavedCheckpoint) -> None:
+        self._world.context.status.checkpoint_saved()
+        for callback in self._world.context.callbacks:
+            callback.checkpoint_saved(saved.step, saved.path, saved.is_best)
 
     @property
     def _step(self) -> int:

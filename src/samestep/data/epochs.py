@@ -18,6 +18,7 @@ def epochs(batches: Loader, number: int) -> Iterator[int]:
     Raises:
         InputError: the body took no step with a batch of the loader.
     """
+    batches.planned_epochs = number
     while (begin := batches.cursor).epoch < number:
         batches.ends_on_stop = True
         try:

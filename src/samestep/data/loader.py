@@ -42,6 +42,7 @@ from samestep.data.order import (
     require_samples,
 )
 from samestep.distributed.devices import is_accelerator
+from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
 from samestep.microbatches import (
     Cursor,
@@ -145,6 +146,7 @@ class Loader:
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
         self._epoch_size, self._probed = ((-1, -1), 0), ((-1, -1), "")  # each with epoch and length of the dataset
         self.skips, self.skipped = bad_samples == "skip", list[str]()
+        self.waits, self.planned_epochs = WaitClock(), 0  # 0 for an unknown number
         self.counts_tokens, self._count_tokens = count_tokens is not None, count_tokens
         self._counts = (0, 0, 0)
         self.equal_counts = world.mesh_shape.forward_communicates
@@ -292,7 +294,8 @@ class Loader:
             for probe in islice(microbatches, len(probes)):
                 self._probed = key, probe.data
             for span, own in zip(spans, requests, strict=True):
-                loaded = list(islice(microbatches, len(own)))
+                with self.waits.wait():
+                    loaded = list(islice(microbatches, len(own)))
                 yield GlobalBatch(
                     Cursor(epoch, span.start),
                     Cursor(epoch, span.stop) if span.stop < len(order) else Cursor(epoch + 1),

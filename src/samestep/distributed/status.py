@@ -179,6 +179,31 @@ def local_rank_status() -> RankStatus:
     return RankStatus(bytearray(_SLOT_BYTES), 0)
 
 
+class WaitClock:
+    """Total time of the waits of one thread, in seconds; other threads may read it."""
+
+    def __init__(self) -> None:
+        self._waits: tuple[float, float | None] = 0.0, None  # one attribute: other threads read both values at once
+        self.last = 0.0  # most recent wait
+
+    @property
+    def seconds(self) -> float:
+        """Total, including a wait in progress."""
+        total, began = self._waits
+        return total if began is None else total + time.perf_counter() - began
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Time a wait."""
+        began = time.perf_counter()
+        self._waits = self.seconds, began
+        try:
+            yield
+        finally:
+            self.last = time.perf_counter() - began
+            self._waits = self.seconds, None
+
+
 class StatusBoard:
     """Slots of all ranks. A board can be passed to a process that is being started.
 

@@ -19,7 +19,7 @@ from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics
 from samestep.engine.buffers import Rule
-from samestep.engine.callbacks import Callback, Intervention
+from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
@@ -105,7 +105,7 @@ def build_components(
     kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
-    runner = kind(model, forward, strategy, state, scaler, receiving, world, callbacks)
+    runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
     return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,15 @@ class Callback:
 
     def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
         """Called at the end of an evaluation."""
+
+    def checkpoint_saved(self, step: int, path: Path, is_best: bool) -> None:
+        """Called on rank 0 when a checkpoint of a `CheckpointManager` is complete, for the callbacks of the world."""
+
+
+def of_microbatches(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with a hook for each microbatch; without any, microbatches may be computed together."""
+    hooks = (Callback.begin_microbatch, Callback.end_microbatch)
+    return [c for c in callbacks if (type(c).begin_microbatch, type(c).end_microbatch) != hooks]
 
 
 class Intervention(Callback):

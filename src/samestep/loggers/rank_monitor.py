@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import psutil
 
 from samestep.distributed.devices import gpu_stats
 from samestep.distributed.logging import logger
+from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
 from samestep.loggers.logger import ends_mid_line, to_json_line
 
@@ -165,8 +166,7 @@ class StepTimer:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._samples, self._step_seconds = 0, 0.0
-        self._waits: tuple[float, float | None] = 0.0, None  # one attribute: other threads read both values at once
-        self.last_wait = 0.0  # wait for the most recent batch
+        self._data = WaitClock()
         self.last_step = 0.0  # most recent step, including the wait for data
         self.last_speed = 0.0  # samples per second of the most recent step
         self.local_samples = 0  # samples computed by this rank
@@ -182,21 +182,18 @@ class StepTimer:
         return self._samples / self._step_seconds if self._step_seconds else 0.0
 
     @property
+    def last_wait(self) -> float:
+        """Wait for the most recent batch."""
+        return self._data.last
+
+    @property
     def data_seconds(self) -> float:
         """Total wait for data, including a wait in progress."""
-        total, began = self._waits
-        return total if began is None else total + time.perf_counter() - began
+        return self._data.seconds
 
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Time the wait for a batch."""
-        began = time.perf_counter()
-        self._waits = self.data_seconds, began
-        try:
-            yield
-        finally:
-            self.last_wait = time.perf_counter() - began
-            self._waits = self.data_seconds, None
+    def data_wait(self) -> AbstractContextManager[None]:
+        """Return a context manager that times the wait for a batch."""
+        return self._data.wait()
 
     @contextmanager
     def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
