@@ -65,12 +65,18 @@ def read_events(folder: Path) -> Iterator[list[dict[str, Any]]]:
         yield [json.loads(line) for line in lines[:-1]]
 
 
+_is_user: dict[str, bool] = {}  # by file
+
+
 def user_line() -> str:
     """Return the innermost line of the call stack outside of installed packages, as `train.py:40`, or an empty text."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not any(part in file for part in _SITE) and os.path.isfile(file):
+        if file not in _is_user:
+            is_library = file.startswith(_LIBRARIES) or any(part in file for part in _SITE)
+            _is_user[file] = not is_library and os.path.isfile(file)
+        if _is_user[file]:
             return f"{file.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

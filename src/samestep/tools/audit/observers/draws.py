@@ -14,7 +14,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.observers.session import Session, sample_numbers
 
-_FETCHES = 32  # observed batches per process
+_FETCHES = 16  # observed batches per process
 _DROPOUT_STEPS = 10
 _DROPOUT_CALLS = 4  # of a step
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -16,10 +18,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.observers.session import Session
+from samestep.tools.audit.observers.summaries import first_values, summaries
 
 _TENSORS = 8  # of a step
 _FIRST_TENSORS = 64  # of the first and the last step
-_VALUES = 1024  # of a tensor
 _FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
 
 
@@ -37,6 +39,16 @@ class _Schedule:
         self.line = ""
 
 
+@dataclass(frozen=True)
+class _Named:
+    """Parameters of an optimizer with their names, until its parameters or the replicas change."""
+
+    key: tuple[Any, ...]
+    parameters: dict[str, torch.Tensor]
+    is_replicated: bool
+    shapes: int  # hash
+
+
 class StepObserver:
     """Observer of the optimizers, schedulers and `DistributedDataParallel` modules of a process."""
 
@@ -45,6 +57,7 @@ class StepObserver:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
         self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._named: weakref.WeakKeyDictionary[Optimizer, _Named] = weakref.WeakKeyDictionary()
         self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]] = weakref.WeakKeyDictionary()
         self._all_schedules: list[_Schedule] = []
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -65,9 +78,10 @@ class StepObserver:
         """Write the state of an optimizer step; a closure computes the gradients during the step."""
         before = self._before.pop(optimizer, None)
         if before is not None:
-            gradients = self._gradients(optimizer, before["values"])
-            number = self._optimizers[optimizer]
-            self._session.emit("update", optimizer=number, **before, gradients=gradients, line=user_line())
+            named = self._named_parameters(optimizer).parameters
+            gradients = first_values({name: named[name].grad for name in before["values"]})
+            before["values"], before["gradients"] = summaries(before["values"], gradients)
+            self._session.emit("update", optimizer=self._optimizers[optimizer], **before, line=user_line())
         self._session.optimizer = self._optimizers[optimizer]
         self._count_schedules(optimizer)
         self._finalize_process()
@@ -117,7 +131,7 @@ class StepObserver:
             return
         self._evaluations += 1
         buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-        values = {name: _summary(buffer) for name, buffer in buffers[:_FIRST_TENSORS]}
+        [values] = summaries(first_values(dict(buffers[:_FIRST_TENSORS])))
         self._session.emit("evaluation", number=self._evaluations, buffers=values, line=user_line())
 
     def _count_schedules(self, optimizer: Optimizer) -> None:
@@ -129,25 +143,28 @@ class StepObserver:
             schedule.zero_updates += all(group.get("lr") == 0 for group in optimizer.param_groups)
 
     def _parameters(self, optimizer: Optimizer, step: int, count: int) -> dict[str, Any]:
-        """Return summaries of some parameters; each step selects others."""
+        """Return first values of some parameters; each step selects others."""
         named = self._named_parameters(optimizer)
-        names = list(named)
+        names = list(named.parameters)
         indices = sorted({(step * count + i) % len(names) for i in range(min(count, len(names)))})
         return {
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "replicated": all(self._is_replicated(p) for p in named.values() if p.requires_grad),
+            "replicated": named.is_replicated,
             "hooked": any(model._comm_hooks for model in self._replicas),
-            "shapes": [[name, list(parameter.shape)] for name, parameter in named.items()][:_FIRST_TENSORS],
-            "values": {names[i]: _summary(named[names[i]]) for i in indices},
+            "shapes": named.shapes,
+            "values": first_values({names[i]: named.parameters[names[i]] for i in indices}),
         }
 
-    def _gradients(self, optimizer: Optimizer, names: Iterable[str]) -> dict[str, list[float] | None]:
-        named = self._named_parameters(optimizer)
-        return {name: _summary(named[name].grad) for name in names}
-
-    def _named_parameters(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    def _named_parameters(self, optimizer: Optimizer) -> _Named:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {self._name(i, parameter): parameter for i, parameter in enumerate(parameters)}
+        key = (len(self._names), *((id(parameter), parameter.requires_grad) for parameter in parameters))
+        named = self._named.get(optimizer)
+        if named is None or named.key != key:
+            names = {self._name(i, parameter): parameter for i, parameter in enumerate(parameters)}
+            is_replicated = all(self._is_replicated(p) for p in parameters if p.requires_grad)
+            shapes = repr([(name, list(parameter.shape)) for name, parameter in names.items()])
+            named = self._named[optimizer] = _Named(key, names, is_replicated, zlib.crc32(shapes.encode()))
+        return named
 
     def _is_replicated(self, parameter: torch.Tensor) -> bool:
         reference, _ = self._names.get(id(parameter), (None, ""))
@@ -165,7 +182,9 @@ class StepObserver:
     def _write_end(self) -> None:
         session = self._session
         for optimizer, number in self._optimizers.items():
-            session.emit("end", optimizer=number, **self._parameters(optimizer, 0, _FIRST_TENSORS))
+            state = self._parameters(optimizer, 0, _FIRST_TENSORS)
+            [values] = summaries(state.pop("values"))
+            session.emit("end", optimizer=number, **state, values=values)
         for schedule in self._all_schedules:
             session.emit("schedule", optimizers=self._optimizer_count, **_description(schedule))
 
@@ -203,12 +222,3 @@ def _description(schedule: _Schedule) -> dict[str, Any]:
     names = ("name", "period", "steps", "updates", "zero_updates", "line")
     gaps = {str(count): number for count, number in schedule.per_update.items()}
     return {name: getattr(schedule, name) for name in names} | {"per_update": gaps}
-
-
-def _summary(tensor: torch.Tensor | None) -> list[float] | None:
-    """Return norm and sum of the first values of a tensor, or None for tensors that cannot be compared."""
-    is_plain = tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if tensor is None or not is_plain or tensor.layout != torch.strided or not tensor.is_floating_point():
-        return None
-    values = tensor.detach().flatten()[:_VALUES].double()
-    return torch.stack([values.norm(), values.sum()]).tolist()
