@@ -155,11 +155,11 @@ def sums() -> list[dict[str, dict[tuple[str, str, MicrobatchTree, str], bytes]]]
             for method, messages in {"vector": world, "staged": staged(world)}.items():
                 reduction = build_reduction(name, messages, [])
                 for tree in trees:
-                    vectors = {microbatch: vector_of(microbatch) for microbatch in own_microbatches(tree, world)}
+                    vectors = {(m, m + 1): vector_of(m) for m in own_microbatches(tree, world)}
                     total = reduction.reduce_vector(tree, vectors, LENGTH)
                     results["vectors"][name, "float64", tree, method] = as_bytes([total])
                 for tree in trees[:3]:
-                    vectors = {microbatch: vector_of(microbatch, LONG) for microbatch in own_microbatches(tree, world)}
+                    vectors = {(m, m + 1): vector_of(m, LONG) for m in own_microbatches(tree, world)}
                     total = reduction.reduce_vector(tree, vectors, LONG)
                     results["long"][name, "float64", tree, method] = hashlib.sha256(as_bytes([total])).digest()
         return gathered(results)

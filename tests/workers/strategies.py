@@ -88,7 +88,7 @@ def gradients(strategy: Strategy, world: World, size: int, dtype: torch.dtype) -
     tree, inputs = MicrobatchTree(MICROBATCHES, size), inputs_of(size)
     bounds, microbatches = microbatch_bounds(size, MICROBATCHES), own_microbatches(tree, world)
     strategy.module.zero_grad(set_to_none=True)
-    vectors = {microbatch: vector_of(microbatch) for microbatch in microbatches}
+    vectors = {(microbatch, microbatch + 1): vector_of(microbatch) for microbatch in microbatches}
     total = None
     for microbatch in microbatches:
         last = microbatch == microbatches[-1]

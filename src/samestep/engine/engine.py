@@ -244,8 +244,9 @@ class Engine:
 
     def _divide_by_count(self, batch: GlobalBatch, count: torch.Tensor) -> None:
         """Correct the divisor of the gradients from the number of samples to the global count, on the device."""
-        # Not `batch.size / count`, which torch computes as a product with the reciprocal.
-        factor = torch.where(count > 0, count.new_full((), batch.size) / count, 1.0)
+        # Not `batch.size / count`, which torch computes as a product with the reciprocal. Without a count, gradients
+        # are zero, and stay so.
+        factor = (count.new_full((), batch.size) / count).nan_to_num_(nan=math.nan, posinf=1.0)
         self.local_parameters.scale_gradients(factor)
         self.scaler.unscale_(self.optimizer)
         self.local_parameters.agree_on_overflow(self.scaler, self.optimizer, self.world)

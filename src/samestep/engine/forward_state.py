@@ -117,8 +117,8 @@ class ForwardState:
         self._dirty = None
         self._attributes.restore()
 
-    def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor:
-        """Return the contribution of a microbatch after its forward, as a float64 vector of `length` elements.
+    def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor | None:
+        """Return the contribution of a microbatch after its forward: `length` elements in float64; None for zeros.
 
         Small tensors are always kept and compared, without a wait for the device. Writes to large ones are detected by
         a comparison in the first step and by their versions later; a write that changes no version, by a comparison in
@@ -140,14 +140,13 @@ class ForwardState:
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
         is_last = number == self._microbatches - 1
         self._problems.update(self._attributes.read(module, is_last=is_last))
-        if not (self._start or self._problems or self._attributes.has_changed_late):  # a model without buffers
-            return torch.zeros(self.length, dtype=torch.float64, device=self._device)
+        if not (self._start or self._problems or self._attributes.has_changed_late):
+            return None
         kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
         kept = list(dict.fromkeys([*kept, *self._touched]))
         ends = [values[name] for name in kept]
         self._kept[number] = dict(zip(kept, copies(ends) if module is None else ends, strict=True))
-        encoded = self._encode(number, values, self._active)
-        control = encoded.new_zeros(len(self._inexact) + 2)
+        control = torch.zeros(len(self._inexact) + 2, dtype=torch.float64, device=self._device)
         for position, name in enumerate(self._inexact):
             control[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
         if compared := [name for name in self._inactive if name in self._touched]:
@@ -159,7 +158,7 @@ class ForwardState:
         elif last and module is None and (names := self._unobserved()):
             objects = [self._objects[name].detach() for name in names]
             control[-1:].copy_(any_differs(objects, [self._start[name] for name in names]))
-        return torch.cat([control, encoded])
+        return torch.cat([control, self._encode(number, values, self._active)])
 
     def combine(
         self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
@@ -176,16 +175,16 @@ class ForwardState:
         Raises:
             InputError: the forward changed state for which there is no rule, or microbatches differ.
         """
+        if not (self._active or self._is_first or any(control)):
+            return self._attributes.combine(world, (), may_grow=False)
         count = len(self._inexact)
-        flags, (is_changed, has_problem), hashes = control[:count], control[count : count + 2], control[count + 2 :]
+        (is_changed, has_problem), hashes = control[count : count + 2], control[count + 2 :]
         if has_problem != 0:
             self._raise_problems(world)
-        changed = {name for name, flag in zip(self._inexact, flags, strict=True) if flag > 0}
+        changed = {name for name, flag in zip(self._inexact, control[:count], strict=True) if flag > 0}
         if is_changed or self._is_first:
-            own = set(self._changed_attributes)
-            for kept in self._kept.values():
-                own.update(self._differing(kept, [name for name in kept if name in self._inactive]))
-            changed.update(*all_gather(sorted(own), world))
+            kept = [self._differing(ends, [n for n in ends if n in self._inactive]) for ends in self._kept.values()]
+            changed.update(*all_gather(sorted(self._changed_attributes.union(*kept)), world))
         if self._is_first:
             self._is_first = False
             self._keep_attributes(changed)
@@ -193,7 +192,7 @@ class ForwardState:
         results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
         new = [name for name in self._places if name in changed and name not in self._active]
         if new:
-            vectors = {n: self._encode(n, {**self._start, **kept}, new) for n, kept in self._kept.items()}
+            vectors = {(n, n + 1): self._encode(n, {**self._start, **ends}, new) for n, ends in self._kept.items()}
             count = self._hash_count(new)
             length = count + sum(size_of(self._start[name]) for name in new if self._rule(name) in _SUMMED)
             second = strategy.sum_vectors(tree, vectors, length).wait()
@@ -315,9 +314,8 @@ class ForwardState:
     def _groups(self, names: Sequence[str]) -> list[tuple[Rule, list[str]]]:
         """Return the names of state that is summed, by rule and type: one group is one kernel."""
         groups: dict[tuple[Rule, torch.dtype], list[str]] = {}
-        for name in names:
-            if self._rule(name) in _SUMMED:
-                groups.setdefault((self._rule(name), self._start[name].dtype), []).append(name)
+        for name in (name for name in names if self._rule(name) in _SUMMED):
+            groups.setdefault((self._rule(name), self._start[name].dtype), []).append(name)
         return [(rule, members) for (rule, _), members in groups.items()]
 
     def _encode(self, number: int, values: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
@@ -350,12 +348,11 @@ class ForwardState:
 
     def _received(self, tree: MicrobatchTree, world: World) -> dict[str, torch.Tensor]:
         """Return the state that is that of the last microbatch, which the last rank owns."""
-        is_complete = tree.is_shared_by_all(world.size)  # otherwise, some ranks have no microbatch
         own = self._kept[max(self._kept)] if self._kept else {}
         equal = [name for name in self._active if self._rule(name) == "equal"]
         last = [name for name in self._active if self._rule(name) == "last"]
         results = {name: own.get(name, self._start[name]) for name in (*equal, *last)}
-        sent = last if is_complete else [*equal, *last]
+        sent = last if tree.is_shared_by_all(world.size) else [*equal, *last]  # some ranks have no microbatch
         if sent and world.size > 1:
             data = torch.cat([bytes_of(results[name]).to(world.device) for name in sent])
             world.broadcast(data, world.size - 1)
@@ -367,6 +364,8 @@ class ForwardState:
 
     def _put(self, results: Mapping[str, torch.Tensor]) -> None:
         """Set all state that may have changed to `results`, or to that at the beginning of the step."""
+        if not self._start:
+            return
         targets, sources = [], []
         for name in self._start if self._dirty is None else self._dirty.union(self._active):
             place, target, value = self._places.get(name), self._objects[name], results.get(name, self._start[name])

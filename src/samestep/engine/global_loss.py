@@ -22,7 +22,7 @@ from samestep.engine.gather import GlobalOutputs, LocalOutputs, Roots, gather_ou
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import TRAINING, MicrobatchForward, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
-from samestep.engine.step_stats import StepStats
+from samestep.engine.step_stats import LocalStats, StepStats
 from samestep.strategies.reduction import MicrobatchTree
 
 NO_LOSS = Loss(torch.zeros(()), 0.0)  # of a microbatch: the loss is that of the whole batch
@@ -162,21 +162,18 @@ class GlobalLossRunner(StepRunner):
         tree = MicrobatchTree(batch.microbatches, batch.size)
         self.buffers.begin(batch.microbatches)
         with self.generators.preserved(), self.undo_on_failure(), _BufferCopies(self.model) as copies:
-            states: dict[int, torch.Tensor] = {}
+            states: dict[int, torch.Tensor | None] = {}
             # Outputs are gathered after the block, in which no rank communicates.
             is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
             with one_value_errors(batch, self.world, is_shared=is_shared):
                 computed = self._forwards(batch, position, copies, states)
             result = self._loss.gradients(computed, batch, position, self.scaler)
             self.world.context.status.end_compute(len(batch.local_microbatches))
-            vectors = {
-                microbatch.number: self.vector(
-                    batch, microbatch, result.loss_of(microbatch), states[microbatch.number], save
-                )
-                for microbatch in batch.local_microbatches
-            }
+            stats = LocalStats()
+            for microbatch in batch.local_microbatches:
+                stats.add(microbatch.number, result.loss_of(microbatch), states[microbatch.number])
             # Later in the first step: the ranks of a refused model have not sent different messages.
-            total = self.sum_vectors(batch, tree, vectors) if self._is_checked else None
+            total = self.sum_stats(tree, stats, save) if self._is_checked else None
             while computed:
                 entry = computed.pop(0)  # its graph ends with its backward
                 self._begin_microbatch(copies)  # for forwards that activation checkpointing repeats
@@ -187,10 +184,14 @@ class GlobalLossRunner(StepRunner):
                 if not computed and strategy.defers_gradients:
                     self.require_gradients(self.names)
         self._is_checked = True
-        return self.finish(tree, total or self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, total or self.sum_stats(tree, stats, save))
 
     def _forwards(
-        self, batch: GlobalBatch, position: int, copies: _BufferCopies, states: dict[int, torch.Tensor] | None = None
+        self,
+        batch: GlobalBatch,
+        position: int,
+        copies: _BufferCopies,
+        states: dict[int, torch.Tensor | None] | None = None,
     ) -> list[LocalOutputs]:
         """Return the microbatches of this rank with outputs.
 

@@ -231,7 +231,8 @@ def class_loss(
         InputError: the shapes do not match.
     """
     weights, dtype = _weights(weight, outputs), _sum_dtype(outputs)
-    if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+    rows, classes, *inner = outputs.shape
+    if targets.shape != (rows, *inner):
         raise InputError(
             f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
             expected="logits (N, C, ...) and class numbers (N, ...)",
@@ -239,9 +240,12 @@ def class_loss(
             code="E_SHAPE",
         )
     if outputs.dim() > 2:  # as rows, because torch has no deterministic CUDA kernel for more dimensions
-        outputs, targets = outputs.movedim(1, -1).reshape(-1, outputs.shape[1]), targets.reshape(-1)
+        outputs, targets = outputs.movedim(1, -1).reshape(-1, classes), targets.reshape(-1)
     counted = targets != ignore_index
-    count = counted.sum() if weights is None else (weights.double()[targets.where(counted, 0)] * counted).sum()
+    if weights is None:
+        count = torch.count_nonzero(counted)
+    else:
+        count = (weights.double()[targets.where(counted, 0)] * counted).sum()
     total = function(outputs.to(dtype), targets, weight=weights, ignore_index=ignore_index, reduction="sum")
     return Loss(total, count)
 

@@ -25,7 +25,7 @@ from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.outside_state import OutsideState
-from samestep.engine.step_stats import StepStats, stats_vector, vector_length
+from samestep.engine.step_stats import LocalStats, StepStats, vector_length
 from samestep.errors import UnusedParameterError
 from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree
@@ -246,7 +246,7 @@ class StepRunner(ABC):
             save: this rank requests a checkpoint after the step.
 
         Returns:
-            The sum of the statistics vectors of all microbatches.
+            The sum of the statistics vectors.
         """
 
     def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
@@ -267,18 +267,15 @@ class StepRunner(ABC):
             self.strategy.abandon()
             raise
 
-    def vector(
-        self, batch: GlobalBatch, microbatch: Microbatch, loss: Loss, buffers: torch.Tensor, save: bool
-    ) -> torch.Tensor:
-        """Return the statistics vector of a microbatch."""
-        requests, is_last = (self.world.stop_requested, save), microbatch is batch.local_microbatches[-1]
-        step_hash = self.world.context.collective_check.step_hash if is_last else 0  # once per rank
-        vector = stats_vector(batch.microbatches, microbatch.number, loss, buffers, requests, step_hash)
-        return vector.to(self.world.device, non_blocking=True)
-
-    def sum_vectors(self, batch: GlobalBatch, tree: MicrobatchTree, vectors: dict[int, torch.Tensor]) -> TensorFuture:
-        """Start the sum of the statistics vectors of all microbatches."""
-        return self.strategy.sum_vectors(tree, vectors, vector_length(batch.microbatches, self.buffers.length))
+    def sum_stats(self, tree: MicrobatchTree, stats: LocalStats, save: bool) -> TensorFuture:
+        """Start the sum of the statistics of all microbatches; `save` is a request for a checkpoint."""
+        data, length, requests = self.world.data, self.buffers.length, (self.world.stop_requested, save)
+        cover, in_order = tree.cover(data.rank, data.size), length > self.buffers.control_length
+        step_hash = self.world.context.collective_check.step_hash
+        vectors = stats.vectors(
+            tree, cover, self.world.device, length, in_order=in_order, requests=requests, step_hash=step_hash
+        )
+        return self.strategy.sum_vectors(tree, vectors, vector_length(tree.microbatches, length))
 
     def finish(self, tree: MicrobatchTree, total: TensorFuture) -> torch.Tensor:
         """Complete the gradients and return the sum of the statistics vectors."""
@@ -312,10 +309,11 @@ class StepRunner(ABC):
             UnusedParameterError: some of `names` have no gradient.
             InputError: a gradient is sparse.
         """
-        gradients = {name: parameter.grad for parameter, name in names.items()}
-        unused = [name for name, gradient in gradients.items() if gradient is None]
-        for name, gradient in gradients.items():
-            if gradient is not None and gradient.is_sparse:
+        unused = []
+        for parameter, name in names.items():
+            if (gradient := parameter.grad) is None:
+                unused.append(name)
+            elif gradient.is_sparse:
                 raise sparse_error(name)
         if not unused:
             self._used_in = microbatch
@@ -345,8 +343,7 @@ class SequentialRunner(StepRunner):
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total = self.strategy, None
-        tree = MicrobatchTree(batch.microbatches, batch.size)
-        vectors: dict[int, torch.Tensor] = {}
+        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
         microbatches = (*batch.local_microbatches, *batch.fillers)
         self.buffers.begin(batch.microbatches)
         is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
@@ -363,18 +360,18 @@ class SequentialRunner(StepRunner):
                     if not microbatch.is_filler:
                         is_last = microbatch is batch.local_microbatches[-1]
                         buffers = self.buffers.read(microbatch.number, last=is_last)
-                        vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers, save)
+                        stats.add(microbatch.number, loss, buffers)
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
-                        total = self.sum_vectors(batch, tree, vectors) if self._is_checked and not is_shared else None
+                        total = self.sum_stats(tree, stats, save) if self._is_checked and not is_shared else None
                     torch.autograd.backward(*self.roots(loss.sum, batch.size))
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)
                 if last and strategy.defers_gradients:
                     self.require_gradients(self.names)
         self._is_checked = True
-        return self.finish(tree, total or self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, total or self.sum_stats(tree, stats, save))
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
         for callback in (callbacks := () if microbatch.is_filler else self.callbacks):

@@ -18,6 +18,7 @@ from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments, autocast
+from samestep.engine.step_stats import LocalStats
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy
 from samestep.strategies.reduction import MicrobatchTree
@@ -60,11 +61,11 @@ class PipelineRunner(StepRunner):
                     callback.end_microbatch(microbatches[slot], outputs, losses[0])
         # The rank of the last stage adds the loss, and each rank the buffers of its stages.
         no_loss = [Loss(torch.zeros((), device=self.world.device), 0.0)]
-        vectors = {}
+        stats = LocalStats()
         for slot, microbatch in enumerate(microbatches):
             _, losses = work.results.get(slot, (None, no_loss))
-            vectors[microbatch.number] = self.vector(batch, microbatch, losses[0], work.buffers[slot], save)
-        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
+            stats.add(microbatch.number, losses[0], work.buffers[slot])
+        return self.finish(tree, self.sum_stats(tree, stats, save))
 
 
 class PipelineOutputs(EvaluationOutputs):

@@ -27,7 +27,7 @@ from samestep.engine.loss import Loss
 from samestep.engine.microbatch import TRAINING, SequentialRunner, StepRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.pipeline import PipelineRunner
-from samestep.engine.step_stats import StepStats
+from samestep.engine.step_stats import LocalStats, StepStats
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
 
@@ -103,8 +103,8 @@ def require_untouched(parameters: Sequence[nn.Parameter]) -> None:
 
 Weights = dict[nn.Parameter, torch.Tensor]
 Gradients = list[torch.Tensor | None]
-# The statistics vector of a microbatch, and the gradients of the trained parameters.
-Computed = tuple[torch.Tensor, Gradients]
+# Loss and buffers of a microbatch, and the gradients of the trained parameters.
+Computed = tuple[Loss, torch.Tensor | None, Gradients]
 
 
 def _set_gradients(
@@ -144,9 +144,8 @@ class DataParallelRunner(SequentialRunner):
         self._threads = Threads("samestep-device")
         self.is_sequential = bool(self.callbacks)  # callbacks expect one microbatch at a time
 
-    @property
-    def overlaps_check(self) -> bool:
-        return False
+    def joins_check(self, batch: GlobalBatch) -> bool:
+        return False  # a group of microbatches may be computed again
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         devices, microbatches = len(self._devices), batch.microbatches
@@ -166,8 +165,7 @@ class DataParallelRunner(SequentialRunner):
 
     def _concurrent(self, batch: GlobalBatch, position: int, save: bool) -> torch.Tensor | None:
         """Compute the step with one thread per device; return None, with nothing changed, if the model draws."""
-        tree = MicrobatchTree(batch.microbatches, batch.size)
-        vectors: dict[int, torch.Tensor] = {}
+        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
         weights = self._device_weights()
         self.buffers.begin(batch.microbatches)
         errors = one_value_errors(batch, self.world, is_shared=False)
@@ -175,15 +173,15 @@ class DataParallelRunner(SequentialRunner):
             before = generator_state()
             for first in range(0, len(batch.local_microbatches), len(self._devices)):
                 group = batch.local_microbatches[first : first + len(self._devices)]
-                computed = self._group(group, weights, batch, position, save)
+                computed = self._group(group, weights, batch, position)
                 if generator_state() != before:
                     self.strategy.abandon()
                     return None
-                for microbatch, (vector, gradients) in zip(group, computed, strict=True):
-                    vectors[microbatch.number] = vector
+                for microbatch, (loss, buffers, gradients) in zip(group, computed, strict=True):
+                    stats.add(microbatch.number, loss, buffers)
                     _set_gradients(self, batch, tree, microbatch, gradients)
             self.world.context.status.end_compute(len(batch.local_microbatches))
-        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, self.sum_stats(tree, stats, save))
 
     def _device_weights(self) -> list[Weights]:
         """Copy the weights to each device; the model's own device uses the same memory."""
@@ -193,14 +191,14 @@ class DataParallelRunner(SequentialRunner):
         return [{p: p.detach().to(device, non_blocking=True) for p in parameters} for device in self._devices]
 
     def _group(
-        self, group: Sequence[Microbatch], weights: Sequence[Weights], batch: GlobalBatch, position: int, save: bool
+        self, group: Sequence[Microbatch], weights: Sequence[Weights], batch: GlobalBatch, position: int
     ) -> list[Computed]:
         """Compute forward and backward of some microbatches at the same time, each on its own device."""
         futures: list[Future[Computed]] = []
         computed = []
         try:
             for number, microbatch in enumerate(group):
-                task = partial(self._microbatch, number, microbatch, weights[number], batch, position, save)
+                task = partial(self._microbatch, number, microbatch, weights[number], batch, position)
                 futures.append(self._threads.submit(number, partial(ThreadState(self._devices[number]).run, task)))
             wait(futures)
             while futures:
@@ -215,17 +213,18 @@ class DataParallelRunner(SequentialRunner):
 
     @_shared_autocast_cache()
     def _microbatch(
-        self, number: int, microbatch: Microbatch, weights: Weights, batch: GlobalBatch, position: int, save: bool
+        self, number: int, microbatch: Microbatch, weights: Weights, batch: GlobalBatch, position: int
     ) -> Computed:
         replica = replicate(self.model, self._devices[number], weights)
         on_device = microbatch._replace(data=move(microbatch.data, self._devices[number]))
         _, loss = self.forward(replica.module, on_device, position, concurrent=True)
-        vector = self.vector(batch, microbatch, loss, self.buffers.read(microbatch.number, replica.module), save)
+        buffers = self.buffers.read(microbatch.number, replica.module)
         copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
         torch.autograd.backward(*self.roots(loss.sum, batch.size))
         require_untouched(list(self.names))
         self.require_gradients(copies)
-        return vector, [None if copy.grad is None else copy.grad.to(self.world.device) for copy in copies]
+        detached = Loss(loss.sum.detach(), loss.count)
+        return detached, buffers, [None if copy.grad is None else copy.grad.to(self.world.device) for copy in copies]
 
 
 class SyncBatchNormRunner(StepRunner):
@@ -242,13 +241,11 @@ class SyncBatchNormRunner(StepRunner):
         self._global_loss = GlobalLoss(self.forward, self.world.data)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
-        tree = MicrobatchTree(batch.microbatches, batch.size)
-        vectors: dict[int, torch.Tensor] = {}
+        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
         gradients: dict[int, Gradients] = {}
 
         def end_microbatch(microbatch: Microbatch, replica: Replica, loss: Loss, roots: Roots) -> None:
-            buffers = self.buffers.read(microbatch.number, replica.module)
-            vectors[microbatch.number] = self.vector(batch, microbatch, loss, buffers, save)
+            stats.add(microbatch.number, loss, self.buffers.read(microbatch.number, replica.module))
             copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
             torch.autograd.backward(*roots)
             require_untouched(list(self.names))
@@ -268,7 +265,7 @@ class SyncBatchNormRunner(StepRunner):
             self.world.context.status.end_compute(len(batch.local_microbatches))
             for microbatch in batch.local_microbatches:
                 _set_gradients(self, batch, tree, microbatch, gradients.pop(microbatch.number))
-        return self.finish(tree, self.sum_vectors(batch, tree, vectors))
+        return self.finish(tree, self.sum_stats(tree, stats, save))
 
     def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
         """Return the microbatches with the first non-finite statistics: all others share them."""

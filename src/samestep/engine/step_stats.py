@@ -1,7 +1,7 @@
 """Losses, counts, requests and buffers of a step, reduced over microbatches in one small vector.
 
-Each microbatch contributes one float64 vector, summed like the gradients. Losses and counts have one element per
-microbatch, so their sum is the list of all of them.
+Each rank contributes a float64 vector; if buffers are summed, one per microbatch, in the order of the gradients. Losses
+and counts have one element per microbatch, so their sum is the list of all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.metrics.counts import rounded_sum
+from samestep.strategies.reduction import MicrobatchTree, Node
 
 
 @dataclass(frozen=True)
@@ -103,33 +104,71 @@ def vector_length(microbatches: int, buffers: int) -> int:
     return 2 * microbatches + 4 + buffers
 
 
-def stats_vector(
-    microbatches: int,
-    microbatch: int,
-    loss: Loss,
-    buffers: torch.Tensor,
-    requests: tuple[bool, bool] = (False, False),
-    step_hash: int = 0,
-) -> torch.Tensor:
-    """Return the vector that one microbatch contributes to the sum, without a wait for the device.
+class LocalStats:
+    """Losses, counts and buffers of the microbatches of this rank in one step."""
 
-    `requests` are those to stop and to save. `step_hash` is that of the collective check.
-    """
-    length = vector_length(microbatches, 0)
-    vector = torch.zeros(length + len(buffers), dtype=torch.float64, device=loss.sum.device)
-    vector[microbatch : microbatch + 1].copy_(loss.sum.detach().view(1))
-    count = vector[microbatches + microbatch :][:1]
-    # Writing a number to an element of a CUDA tensor would wait for the device; filling a slice does not.
-    if isinstance(loss.count, torch.Tensor):
-        count.copy_(loss.count.detach().view(1), non_blocking=True)
-    else:
-        count.fill_(loss.count)
-    if any(requests) or step_hash:
-        numbers = [*requests, step_hash, step_hash**2]
-        vector[2 * microbatches : length].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
-    if len(buffers):
-        vector[length:].copy_(buffers, non_blocking=True)
-    return vector
+    def __init__(self) -> None:
+        self._losses: dict[int, torch.Tensor | float] = {}
+        self._counts: dict[int, torch.Tensor | float] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def add(self, microbatch: int, loss: Loss, buffers: torch.Tensor | None) -> None:
+        """Add a microbatch; `buffers` is its float64 vector, None for zeros."""
+        self._losses[microbatch] = loss.sum.detach().view(())
+        count = loss.count
+        self._counts[microbatch] = count.detach().view(()) if isinstance(count, torch.Tensor) else count
+        if buffers is not None:
+            self._buffers[microbatch] = buffers
+
+    def vectors(
+        self,
+        tree: MicrobatchTree,
+        cover: Sequence[Node],
+        device: torch.device,
+        buffers: int = 0,
+        *,
+        in_order: bool = False,
+        requests: tuple[bool, bool] = (False, False),
+        step_hash: int = 0,
+    ) -> dict[Node, torch.Tensor]:
+        """Return this rank's vectors by subtree, without a wait for the device.
+
+        Args:
+            tree: the microbatches of the global batch.
+            cover: the subtrees of this rank.
+            device: device of the vectors.
+            buffers: number of buffer elements.
+            in_order: buffers are summed in tree order, so each microbatch has a vector; otherwise, sums have no
+                rounding, and one vector holds those of all microbatches of this rank.
+            requests: requests of this rank to stop, and to save.
+            step_hash: that of the collective check.
+        """
+        nodes = [(number, number + 1) for number in self._losses] if in_order else cover
+        length = vector_length(tree.microbatches, 0)
+        vectors = {node: torch.zeros(length + buffers, dtype=torch.float64, device=device) for node in nodes}
+        for node in nodes[:1]:
+            self._write(vectors[node], tree.microbatches, (*requests, step_hash, step_hash**2))
+        for number, values in self._buffers.items():
+            vectors[(number, number + 1) if in_order else nodes[0]][length:].add_(values.to(device, non_blocking=True))
+        return vectors
+
+    def _write(self, vector: torch.Tensor, microbatches: int, numbers: Sequence[float]) -> None:
+        """Write losses and counts of all microbatches of this rank, and numbers of the rank."""
+        first, end = min(self._losses), max(self._losses) + 1
+        for values, start in ((self._losses, 0), (self._counts, microbatches)):
+            # A microbatch without samples has neither loss nor count.
+            column = _column([values.get(number, 0.0) for number in range(first, end)], vector.device)
+            vector[start + first : start + end].copy_(column, non_blocking=True)
+        if any(numbers):
+            numbers_of_rank = torch.tensor(numbers, dtype=torch.float64)
+            vector[2 * microbatches :][: len(numbers)].copy_(numbers_of_rank, non_blocking=True)
+
+
+def _column(numbers: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Return scalars as a vector. A copy of all numbers of the host at once needs no wait for a device."""
+    if not any(isinstance(number, torch.Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack([torch.as_tensor(number).to(device, non_blocking=True) for number in numbers])
 
 
 def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:

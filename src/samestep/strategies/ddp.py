@@ -21,7 +21,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients, unflatten
-from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
 from samestep.strategies.strategy import Strategy, TensorFuture
 
 
@@ -82,7 +82,7 @@ class DdpStrategy(Strategy):
             self.module = self._ddp
         self._reduction.accumulate(tree, microbatch)
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length))
 
     def close(self) -> None:

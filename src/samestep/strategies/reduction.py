@@ -27,6 +27,7 @@ from samestep.microbatches import owned_microbatches
 from samestep.strategies.buckets import flatten
 
 Node = tuple[int, int]
+Additions = tuple[tuple[Node, tuple[Node, ...]], ...]  # sums with their operands
 T = TypeVar("T")
 Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
@@ -82,22 +83,28 @@ class MicrobatchTree:
 
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
-        first, end = min((lo for lo, _ in values), default=0), max((hi for _, hi in values), default=0)
-        return self._merge(node, values, add, (first, end))
+        results, additions = self._plan(node, tuple(values))
+        sums = dict(values)
+        for total, operands in additions:
+            sums[total] = reduce(add, [sums.pop(operand) for operand in operands])
+        return {result: sums[result] for result in results}
 
-    # A method: a nested function would refer to itself, and so hold the values until the garbage collector runs.
-    def _merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T], available: Node) -> dict[Node, T]:
+    @lru_cache(maxsize=4096)  # noqa: B019  # many times faster than the recursion, in every microbatch
+    def _plan(self, node: Node, available: tuple[Node, ...]) -> tuple[tuple[Node, ...], Additions]:
+        """Return the nodes that `merge` returns from values of the nodes `available`, and its additions in order."""
         lo, hi = node
-        if node in values:
-            return {node: values[node]}
-        if hi - lo == 1 or hi <= available[0] or lo >= available[1]:
-            return {}
+        if node in available:
+            return (node,), ()
+        inner = tuple((first, end) for first, end in available if lo <= first and end <= hi)
+        if not inner:
+            return (), ()
         left, right = children(node)
-        merged = self._merge(left, values, add, available) | self._merge(right, values, add, available)
-        operands = [child for child in (left, right) if self.has_samples(child)]
-        if not operands or any(child not in merged for child in operands):
-            return merged
-        return {node: reduce(add, [merged[child] for child in operands])}
+        (left_nodes, first), (right_nodes, second) = self._plan(left, inner), self._plan(right, inner)
+        nodes, additions = left_nodes + right_nodes, first + second
+        operands = tuple(child for child in (left, right) if self.has_samples(child))
+        if operands and all(child in nodes for child in operands):
+            return (node,), (*additions, (node, operands))
+        return nodes, additions
 
     def sum(self, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
         """Return the sum over all microbatches from the values of subtrees."""
@@ -262,13 +269,13 @@ class Reduction(ABC):
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def reduce_vector(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> torch.Tensor:
-        """Return the sum of one float64 vector of `length` per microbatch over all microbatches and ranks.
+    def reduce_vector(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> torch.Tensor:
+        """Return the sum of float64 vectors of `length`, of microbatches or subtrees, over all ranks.
 
         In tree order under either reduction: for short vectors, faster than the backend's all-reduce.
         """
-        leaves = {(microbatch, microbatch + 1): [vector] for microbatch, vector in vectors.items()}
-        subtree_sums = [vector for (vector,) in self._merge(tree, leaves).values()]
+        values = {node: [vector] for node, vector in vectors.items()}
+        subtree_sums = [vector for (vector,) in self._merge(tree, values).values()]
         total = subtree_sums[0] if subtree_sums else torch.zeros(length, dtype=torch.float64, device=self._world.device)
         return tree_all_reduce(self._world, tree, subtree_sums, total)
 

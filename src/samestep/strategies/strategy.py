@@ -19,7 +19,7 @@ from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
 from samestep.strategies.buckets import reduce_gradients
 from samestep.strategies.local_parameters import LocalParameters
-from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
 
 _WRAPPERS = {
     DistributedDataParallel: "pass the wrapped module, model.module: the engine reduces gradients itself",
@@ -61,8 +61,8 @@ class Strategy(ABC):
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> AbstractContextManager[None]:
         """Surround forward and backward of one microbatch; `last` marks the last one of this rank."""
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
-        """Start the sum of one float64 vector of `length` per microbatch over all microbatches and ranks.
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
+        """Start the sum of float64 vectors of `length`, of microbatches or subtrees, over all ranks.
 
         Every rank calls this once per step: between forward and backward of its last microbatch, or before `finish` if
         it has no microbatch.

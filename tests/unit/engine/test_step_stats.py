@@ -1,6 +1,7 @@
 """Statistics of a step: the vector of each microbatch and the sum over microbatches."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.engine.loss import Loss
-from samestep.engine.step_stats import StepStats, stats_vector, vector_length
+from samestep.engine.step_stats import LocalStats, StepStats, vector_length
+from samestep.strategies.reduction import MicrobatchTree, Node
+
+CPU = torch.device("cpu")
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
@@ -17,46 +21,71 @@ def step_stats(losses: list[float], counts: list[float] | None = None) -> StepSt
     return StepStats(losses, counts or [1.0] * len(losses), False, False, (0.0, 0.0), torch.empty(0))
 
 
-def vector(
-    microbatches: int, microbatch: int, loss: torch.Tensor, count: object, buffers: torch.Tensor
-) -> torch.Tensor:
-    return stats_vector(microbatches, microbatch, Loss(loss, count), buffers)  # type: ignore[arg-type]
+def vectors(
+    tree: MicrobatchTree, cover: tuple[Node, ...], losses: dict[int, Loss], **options: Any
+) -> dict[Node, torch.Tensor]:
+    stats = LocalStats()
+    for number, loss in losses.items():
+        stats.add(number, loss, None)
+    return stats.vectors(tree, cover, CPU, **options)
 
 
-@given(st.lists(st.tuples(numbers, st.integers(0, 2**50), st.booleans(), st.booleans()), min_size=1, max_size=9))
-def test_sum_of_vectors_contains_the_values_of_all_microbatches(
-    microbatches: list[tuple[float, int, bool, bool]],
-) -> None:
-    V, none = len(microbatches), torch.empty(0, dtype=torch.float64)
-    vectors = [
-        stats_vector(V, s, Loss(torch.tensor(loss, dtype=torch.float64), count), none, (stop, save))
-        for s, (loss, count, stop, save) in enumerate(microbatches)
-    ]
-    stats = StepStats.from_vector(V, torch.stack(vectors).sum(0))
+Microbatches = list[tuple[float, int, bool, bool]]
+
+
+@given(
+    st.lists(st.tuples(numbers, st.integers(0, 2**50), st.booleans(), st.booleans()), min_size=1, max_size=9),
+    st.integers(1, 4),
+)
+def test_sum_of_vectors_contains_the_values_of_all_microbatches(microbatches: Microbatches, size: int) -> None:
+    V = len(microbatches)
+    tree, size = MicrobatchTree(V, V), min(size, V)
+    rows: list[torch.Tensor] = []
+    requests = []
+    for rank in range(size):
+        cover = tree.cover(rank, size)
+        own = range(cover[0][0], cover[-1][1])
+        losses = {s: Loss(torch.tensor(microbatches[s][0], dtype=torch.float64), microbatches[s][1]) for s in own}
+        requests.append(microbatches[own[-1]][2:])
+        by_node = vectors(tree, cover, losses, requests=requests[-1], step_hash=rank + 1)
+        assert tuple(by_node) == cover
+        rows += by_node.values()
+    stats = StepStats.from_vector(V, torch.stack(rows).sum(0))
     assert stats.losses == [loss for loss, _, _, _ in microbatches]
     assert stats.counts == [count for _, count, _, _ in microbatches]
-    assert stats.stop == any(stop for _, _, stop, _ in microbatches)
-    assert stats.save == any(save for _, _, _, save in microbatches)
+    assert (stats.stop, stats.save) == tuple(map(any, zip(*requests, strict=True)))
+    assert stats.hashes == (sum(range(1, size + 1)), sum(number**2 for number in range(1, size + 1)))
     assert len(stats.buffers) == 0
 
 
-def test_buffers_are_summed() -> None:
-    buffers = [torch.tensor([1.0, 2.0], dtype=torch.float64) * s for s in range(3)]
-    vectors = [vector(3, s, torch.tensor(0.0), 1, buffers[s]) for s in range(3)]
-    assert StepStats.from_vector(3, torch.stack(vectors).sum(0)).buffers.tolist() == [3.0, 6.0]
-    assert {len(vector) for vector in vectors} == {vector_length(3, 2)}
+@pytest.mark.parametrize("in_order", [True, False])
+def test_buffers_are_summed(in_order: bool) -> None:
+    tree, stats = MicrobatchTree(3, 3), LocalStats()
+    for s in range(3):
+        stats.add(s, Loss(torch.tensor(float(s)), 1), torch.tensor([1.0, 2.0], dtype=torch.float64) * s)
+    by_node = stats.vectors(tree, ((0, 3),), CPU, 2, in_order=in_order)
+    assert list(by_node) == ([(0, 1), (1, 2), (2, 3)] if in_order else [(0, 3)])
+    assert {len(vector) for vector in by_node.values()} == {vector_length(3, 2)}
+    total = StepStats.from_vector(3, torch.stack(list(by_node.values())).sum(0))
+    assert (total.buffers.tolist(), total.losses) == ([3.0, 6.0], [0.0, 1.0, 2.0])
 
 
 def test_counts_may_be_tensors_and_losses_of_any_precision() -> None:
-    only = vector(1, 0, torch.tensor(1 / 3, dtype=torch.float32), torch.tensor(5), torch.empty(0))
-    stats = StepStats.from_vector(1, only)
-    assert stats.losses == [float(torch.tensor(1 / 3, dtype=torch.float32))]
-    assert stats.counts == [5.0]
+    losses = {0: Loss(torch.tensor(1 / 3, dtype=torch.float32), torch.tensor(5)), 1: Loss(torch.tensor([2.0]), 3)}
+    stats = StepStats.from_vector(2, vectors(MicrobatchTree(2, 2), ((0, 2),), losses)[0, 2])
+    assert stats.losses == [float(torch.tensor(1 / 3, dtype=torch.float32)), 2.0]
+    assert stats.counts == [5.0, 3.0]
 
 
-def test_microbatches_without_a_vector_have_loss_and_count_zero() -> None:
-    stats = StepStats.from_vector(4, vector(4, 2, torch.tensor(1.5), 2, torch.empty(0)))
-    assert (stats.losses, stats.counts) == ([0, 0, 1.5, 0], [0, 0, 2, 0])
+def test_microbatches_without_samples_have_loss_and_count_zero() -> None:
+    losses = {number: Loss(torch.tensor(1.5), 2) for number in (2, 5, 7)}
+    stats = StepStats.from_vector(8, vectors(MicrobatchTree(8, 3), ((0, 8),), losses)[0, 8])
+    assert stats.losses == [0, 0, 1.5, 0, 0, 1.5, 0, 1.5]
+    assert stats.counts == [0, 0, 2, 0, 0, 2, 0, 2]
+
+
+def test_a_rank_without_microbatches_has_no_vector() -> None:
+    assert vectors(MicrobatchTree(8, 1), (), {}, requests=(True, False)) == {}
 
 
 def test_loss_is_the_sum_divided_by_the_count() -> None:

@@ -18,7 +18,7 @@ from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.pipeline.partition import partition_model
 from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.stages import PipelineStages
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.strategies.reduction import MicrobatchTree, Node
 from samestep.strategies.strategy import DeferredStrategy, TensorFuture
 
 
@@ -171,7 +171,7 @@ class PipelineStrategy(DeferredStrategy):
         """Move the gradients of all microbatches to the optimizer's parameters."""
         self._local_parameters.take_gradients()
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[int, torch.Tensor], length: int) -> TensorFuture:
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         if vectors:
             # Losses are on the last stage's rank, buffers on that of their stage: one summand is non-zero.
             rows = torch.stack(list(vectors.values()))
