@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def start(
     threads: int = 1,
     timeout: timedelta | None = None,
     strategy: StrategyConfig | None = None,
-    loggers: Sequence[Logger] = (),
+    run: str | Path | None = None,
+    loggers: Sequence[Logger | str] = (),
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> Iterator[World]:
@@ -71,7 +73,12 @@ def start(
         timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
             launcher; collectives then have a slightly longer limit, so that the watchdog reports a hang first.
         strategy: parallel strategy; None for replication.
-        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block.
+        run: name of a run in the folder `runs`, or the path of its directory as a `Path`: steps, evaluations,
+            checkpoints and status of ranks are written there, for `samestep top` and `samestep report`. A run that
+            exists is continued, on any number of ranks. None writes nothing.
+        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they also
+            receive its events, and `tensorboard`, `wandb`, `mlflow` and `trackio` stand for loggers that continue
+            their run with the run.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
         adopt: use the process group that another library has created in this process, if there is one, with its ranks
             and the device that it chose; the group stays after the block. Ranks are not watched for hangs.
@@ -80,7 +87,8 @@ def start(
         The world. Its process group ends with the block, unless it was adopted.
 
     Raises:
-        InputError: `device`, or a mesh of the strategy for these ranks, does not exist, or a process group exists.
+        InputError: `device`, or a mesh of the strategy for these ranks, does not exist, a process group exists, or the
+            run cannot be written, or is in use.
     """
     worker, strategy = process_state.worker, strategy or StrategyConfig()
     status = worker.rank_status if worker else local_rank_status()
@@ -91,19 +99,15 @@ def start(
     _set_determinism(reduction, threads)
     stop = _stop_request(worker)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
-    context = RunContext(status, stop, check, tuple(loggers) if own.rank == 0 else (), process_state.callbacks)
+    context = RunContext(status, stop, check, callbacks=process_state.callbacks)
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
-        with check.until_end(), _handlers_installed(stop) if own.rendezvous else nullcontext(), ExitStack() as stack:
-            for logger in context.loggers:
-                stack.callback(logger.close)
-            yield world
+        with context.resources as resources:
+            world = resources.enter_context(_with_loggers(world, run, loggers))
+            with check.until_end(), _handlers_installed(stop) if own.rendezvous else nullcontext():
+                yield world
     except BaseException:
-        if own.watchdog is not None:
-            own.watchdog.join_if_ending()
-        # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
-        if own.size == 1 and not own.is_adopted:
-            dist.destroy_process_group()
+        _leave_after_failure(own)
         raise
     _leave(world, own, is_launched=worker is not None)
 
@@ -115,7 +119,8 @@ def init(
     threads: int = 1,
     timeout: timedelta | None = None,
     strategy: StrategyConfig | None = None,
-    loggers: Sequence[Logger] = (),
+    run: str | Path | None = None,
+    loggers: Sequence[Logger | str] = (),
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> World:
@@ -130,6 +135,7 @@ def init(
         threads: as in `samestep.start`.
         timeout: as in `samestep.start`.
         strategy: as in `samestep.start`.
+        run: as in `samestep.start`.
         loggers: as in `samestep.start`.
         share_gpu: as in `samestep.start`.
         adopt: as in `samestep.start`.
@@ -143,6 +149,7 @@ def init(
         threads=threads,
         timeout=timeout,
         strategy=strategy,
+        run=run,
         loggers=loggers,
         share_gpu=share_gpu,
         adopt=adopt,
@@ -153,13 +160,36 @@ def init(
 
 
 def _end_session(world: World) -> None:
-    if not dist.is_initialized():  # the library that owns the adopted group has destroyed it
-        for logger in world.context.loggers:
-            logger.close()
-        return
     # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
-    if world.size == 1 or getattr(sys, "last_value", None) is None:
-        process_state.session.close()
+    error: BaseException | None = getattr(sys, "last_value", None)
+    # The library that owns an adopted group may have destroyed it.
+    stack = process_state.session if dist.is_initialized() else world.context.resources
+    stack.__exit__(type(error) if error is not None else None, error, None)
+
+
+@contextmanager
+def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger | str]) -> Iterator[World]:
+    """Yield the world with its loggers, and with the run if there is one."""
+    process_state.run = run
+    if run is not None and not process_state.is_experiment:
+        from samestep.runs.folder import open_run  # worlds without a run do not need these modules
+
+        with open_run(run, loggers, world) as world_of_run:
+            yield world_of_run
+        return
+    names = [logger for logger in loggers if isinstance(logger, str)]
+    if names and run is None:
+        raise InputError(
+            f"the logger {names[0]!r} by its name, without a run",
+            expected="a run, in whose directory the logger writes",
+            fix='samestep.start(run="first", loggers=[...]), or an object such as WandbLogger(path)',
+            code="E_UNKNOWN_LOGGER",
+        )
+    own = tuple(logger for logger in loggers if not isinstance(logger, str)) if world.is_main else ()
+    with ExitStack() as stack:
+        for logger in own:
+            stack.callback(logger.close)
+        yield replace(world, context=replace(world.context, loggers=own))
 
 
 def _require_no_process_group() -> None:
@@ -217,6 +247,14 @@ def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
     if is_launched:
         process_state.finished_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _leave_after_failure(own: Membership) -> None:
+    if own.watchdog is not None:
+        own.watchdog.join_if_ending()
+    # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
+    if own.size == 1 and not own.is_adopted:
+        dist.destroy_process_group()
 
 
 def _stop_request(worker: WorkerSpec | None) -> StopRequest:

@@ -19,7 +19,7 @@ FLOORS = [
     ["launcher"],
     ["strategies", "data", "checkpoint", "metrics", "loggers"],
     ["engine"],
-    ["run_folder"],
+    ["runs"],
     ["session"],
     ["trainer", "checkpoint_manager", "zoo", "integrations"],
     ["recipes"],

@@ -19,7 +19,7 @@ BatchNorm = Literal["microbatch", "sync"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
-LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
+LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow", "trackio")
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
 # Options of optimizers that are numbers, in torch and in libraries.

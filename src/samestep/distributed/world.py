@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -37,6 +38,7 @@ class RunContext:
     collective_check: CollectiveCheck  # check that all ranks issue the same operations
     loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
     callbacks: Sequence[Callback] = ()  # callbacks of every engine
+    resources: ExitStack = field(default_factory=ExitStack)  # loggers and run directory; end before the ranks part
     engine_numbers: EngineNumbers = field(default_factory=EngineNumbers)  # on which random states of engines depend
 
     @classmethod
@@ -106,7 +108,7 @@ class World:
         return World(dist.get_rank(group), dist.get_world_size(group), self.device, self.context, group)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics with the loggers given to `samestep.start`. Only rank 0 logs; other ranks return at once."""
+        """Log metrics with the loggers of `samestep.start`. Only rank 0 logs; other ranks return at once."""
         for logger in self.context.loggers:
             logger.log(step, values)
 

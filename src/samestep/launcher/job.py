@@ -91,6 +91,8 @@ class ProcessState:
     source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
     # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
     callbacks: list[Callback] = field(default_factory=list)
+    is_experiment: bool = False  # `samestep verify` and `samestep profile`: scripts write no run directory
+    run: str | Path | None = None  # run of the last world, in an experiment too
 
 
 # The only instance: a process has one place in one job.

@@ -133,9 +133,8 @@ def _call(worker_spec: WorkerSpec) -> Any:
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
     process_state.worker = worker_spec
-    value = worker_spec.function()
-    process_state.session.close()
-    return value
+    with process_state.session:  # the world of `samestep.init()`
+        return worker_spec.function()
 
 
 def _redirect_output(log: Path) -> None:

@@ -17,7 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from samestep.distributed.disk import disk_operations
-from samestep.errors import InputError, RunError, printable
+from samestep.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    InputError,
+    RunError,
+    SamestepError,
+    class_name,
+    message_of,
+    printable,
+)
 from samestep.units import plural
 
 Event = Mapping[str, Any]
@@ -81,6 +90,12 @@ class RunLogger:
             for logger in self._loggers:
                 logger.log_event({"event": kind, **fields})
 
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics of an optimizer step."""
+        with write_errors(OSError):
+            for logger in self._loggers:
+                logger.log(step, values)
+
     def log_progress(self, label: str, done: int, total: int) -> None:
         """Show progress that is no event, such as the batches of an evaluation, on the terminal."""
         with write_errors(OSError):
@@ -92,7 +107,12 @@ class RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close every logger. A write error is raised, or added as a note to the exception that ends the block."""
+        """Log a failure, and close every logger. A write error is raised, or added as a note to the block's error."""
+        if error is not None and not is_exit(error):
+            try:
+                self.log_event("failure", **failure_fields(error))
+            except RunError as failure:
+                error.add_note(str(failure))
         try:
             with write_errors(OSError), ExitStack() as stack:
                 for logger in self._loggers:
@@ -101,6 +121,21 @@ class RunLogger:
             if error is None:
                 raise
             error.add_note(str(failure))
+
+
+def is_exit(error: BaseException) -> bool:
+    """Return whether an exception ends a script without a failure, as `sys.exit()` does."""
+    return isinstance(error, SystemExit) and not error.code
+
+
+def failure_fields(error: BaseException) -> dict[str, Any]:
+    """Return `code`, `exit_code` and `text` of an exception that ends a run."""
+    if isinstance(error, SamestepError):
+        return {"code": error.code, "exit_code": error.exit_code, "text": error.value}
+    if isinstance(error, KeyboardInterrupt):
+        return {"code": "E_STOPPED", "exit_code": EXIT_STOPPED, "text": "interrupted"}
+    text = f"{class_name(error)}: {message_of(error)}".partition("\n")[0]
+    return {"code": "E_RANK_FAILED", "exit_code": EXIT_FAILED, "text": text}
 
 
 @contextmanager
@@ -117,13 +152,13 @@ def write_errors(*kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def require_package(logger: str, package: str) -> None:
+def require_package(logger: str, package: str, *, fix: str = "pip install 'samestep[loggers]'") -> None:
     """Raise `InputError` if the package of an optional logger is not installed."""
     if find_spec(package) is None:
         raise InputError(
             f"the logger {logger} needs the package {package}, which is not installed",
             expected="packages of the selected loggers are installed",
-            fix="pip install 'samestep[loggers]'",
+            fix=fix,
             code="E_MISSING_LOGGER",
         )
 

@@ -1,19 +1,24 @@
-"""Loggers for TensorBoard, Weights & Biases and MLflow; a package that is not installed raises `InputError`."""
+"""Loggers for TensorBoard, Weights & Biases, MLflow and trackio; a missing package raises `InputError`.
+
+The id of a run is stored in the run directory, so that a resumed run continues the same run of a tracker.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import read_wandb_mode
-from samestep.loggers.logger import MetricLogger, require_package, write_errors
+from samestep.loggers.logger import Event, MetricLogger, require_package, write_errors
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,12 +29,19 @@ class TensorBoardLogger(MetricLogger):
 
     Args:
         path: log directory.
-        first_step: step of the checkpoint that the run is resumed from; TensorBoard hides later steps of earlier files.
+        first_step: step that the run continues after; TensorBoard hides later steps of the earlier files in the
+            directory. An event `resume` sets it too. None hides nothing.
     """
 
-    def __init__(self, path: Path, first_step: int = 0) -> None:
+    def __init__(self, path: Path, first_step: int | None = None) -> None:
         self._path, self._first_step = path, first_step
         self._writer: SummaryWriter | None = None
+
+    def log_event(self, event: Event) -> None:
+        if event["event"] == "resume" and self._first_step is not None:
+            self.close()
+            self._writer, self._first_step = None, event["step"]
+        super().log_event(event)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with disk_operations.run("write", self._path):
@@ -45,9 +57,24 @@ class TensorBoardLogger(MetricLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: most of a second
 
-            purge_step = self._first_step + 1 if self._first_step else None
-            self._writer = SummaryWriter(self._path, purge_step=purge_step)
+            first = self._first_step if self._path.exists() else None
+            self._writer = SummaryWriter(self._path, purge_step=None if first is None else first + 1)
         return self._writer
+
+
+class _IdFile:
+    """File in a run directory with the id of the run of a tracker."""
+
+    def __init__(self, run: Path, tracker: str) -> None:
+        self._path = run / tracker / "run-id.txt"
+
+    def read(self) -> str | None:
+        return self._path.read_text(encoding="utf-8") if self._path.exists() else None
+
+    def write(self, run_id: str) -> None:
+        with write_errors(OSError):
+            self._path.parent.mkdir(exist_ok=True)
+            self._path.write_text(run_id, encoding="utf-8")
 
 
 def tensorboard_command(folder: Path) -> str:
@@ -96,8 +123,8 @@ class WandbLogger(MetricLogger):
         if self._run is None:
             import wandb
 
-            id_file = self._directory / "wandb" / "run-id.txt"
-            run_id = id_file.read_text(encoding="utf-8") if self._resume and id_file.exists() else None
+            id_file = _IdFile(self._directory, "wandb")
+            run_id = id_file.read() if self._resume else None
             with write_errors(wandb.Error):
                 self._run = wandb.init(
                     project=self._project,
@@ -108,15 +135,13 @@ class WandbLogger(MetricLogger):
                     resume=None if run_id is None else "allow",
                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
                 )
-            id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(self._run.id, encoding="utf-8")
+            id_file.write(self._run.id)
         return self._run
 
 
 _FLUSH_SECONDS = 1.0
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # limits of one request to MLflow
 _MAX_PARAM_CHARACTERS = 6000
-_RUN_TAG = "samestep.run"
 
 
 class MLflowLogger(MetricLogger):
@@ -189,11 +214,11 @@ class MLflowLogger(MetricLogger):
                 client = mlflow.MlflowClient(tracking_uri=uri)
                 experiment = client.get_experiment_by_name(self._experiment)
                 experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
-                tag = str(directory)
-                runs = client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{tag}'") if self._resume else []
-                runs = runs or [client.create_run(experiment_id, run_name=directory.name, tags={_RUN_TAG: tag})]
-                self._run_id = runs[0].info.run_id
+                id_file = _IdFile(self._directory, "mlflow")
+                known = id_file.read() if self._resume else None
+                self._run_id = known or client.create_run(experiment_id, run_name=directory.name).info.run_id
                 client.update_run(self._run_id, status="RUNNING")
+            id_file.write(self._run_id)
             self._client = client
         return self._client
 
@@ -203,6 +228,56 @@ def _mlflow_error() -> type[Exception]:
 
     error: type[Exception] = MlflowException
     return error
+
+
+class TrackioLogger(MetricLogger):
+    """Logs metrics and the recipe to trackio.
+
+    trackio stores metrics in its own folder, which TRACKIO_DIR selects; TRACKIO_SPACE_ID selects a server instead.
+
+    Args:
+        run: run directory; the name of the run in trackio is its name with a random suffix.
+        project: project in trackio.
+        resume: continue the run that an earlier logger of this directory created.
+    """
+
+    def __init__(self, run: Path, *, project: str = "samestep", resume: bool = False) -> None:
+        require_package("trackio", "trackio", fix="pip install trackio")
+        self._directory, self._project, self._resume = run, project, resume
+        self._config: dict[str, Any] = {}
+        self._run: Any = None
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the recipe as the configuration of the run, if no metric has been logged."""
+        self._config = dict(config)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._open().log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            with redirect_stdout(sys.stderr):
+                self._run.finish()
+
+    def _open(self) -> Any:
+        if self._run is None:
+            import trackio  # type: ignore[import-not-found]
+
+            id_file = _IdFile(self._directory, "trackio")
+            name = id_file.read() if self._resume else None
+            name = name or f"{self._directory.resolve().name}-{secrets.token_hex(4)}"
+            id_file.write(name)
+            with redirect_stdout(sys.stderr):
+                self._run = trackio.init(
+                    project=self._project,
+                    name=name,
+                    config=self._config,
+                    resume="allow",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        return self._run
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,16 +5,14 @@ Invalid files and options raise `InputError`; a damaged checkpoint, or one of an
 
 from __future__ import annotations
 
-import platform
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.files import HeldFolder
@@ -22,16 +20,14 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import MANY_WORKERS, map_tensors, move
-from samestep.distributed.devices import accelerator_module, is_accelerator, set_tf32
-from samestep.distributed.env import read_environment
+from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
 from samestep.engine.microbatch import autocast, call_model
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
-from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
 from samestep.loggers.rank_monitor import RankMonitor
-from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.loggers.selection import create_loggers
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.metrics import BestRule
@@ -45,8 +41,8 @@ from samestep.recipes.recipe_files import (
     update_recipe,
     write_dataset_info,
 )
-from samestep.recipes.starts import append_start, machine_notes, require_same_code
 from samestep.recipes.weights import load_all
+from samestep.runs.starts import append_start, environment, machine_notes, require_same_code
 from samestep.session import start
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
@@ -175,7 +171,7 @@ def train(
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
             options=options,
-            loggers=_loggers(options, run, held.locate(), first_step),
+            loggers=create_loggers(options.loggers, run, held.locate(), first_step=first_step, quiet=options.quiet),
         )
         if world.is_main:
             notes += machine_notes(run, built.train.num_workers)
@@ -231,18 +227,6 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
         )
 
 
-def _loggers(options: RunOptions, run: Path, place: Path, first_step: int) -> list[Logger]:
-    """Return the loggers of a run; TensorBoard opens its files again and again, at a `place` that leads to the run."""
-    create: dict[str, Callable[[], Logger]] = {
-        "jsonl": lambda: JsonlLogger(run / "events.jsonl"),
-        "tensorboard": lambda: TensorBoardLogger(place / "tensorboard", first_step),
-        "progress": lambda: ProgressLogger(Console(stderr=True, quiet=options.quiet)),
-        "wandb": lambda: WandbLogger(run, resume=first_step > 0),
-        "mlflow": lambda: MLflowLogger(run, resume=first_step > 0),
-    }
-    return [create[name]() for name in options.loggers]
-
-
 def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:
     """Return notes on weights, layout and loader processes for the log."""
     shape, strategy = world.mesh_shape, recipe.strategy
@@ -271,23 +255,16 @@ def _is_shipped(recipe: Recipe) -> bool:
 
 
 def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
-    gpu = accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
-    return {
-        "from_step": first_step,
-        "processes": world.size,
-        "strategy": built.engine.strategy,
-        "remark": recipe.strategy.gradient_note if world.mesh_shape.replicate > 1 else None,
-        "visible_devices": read_environment().visible_devices if gpu else None,
-        "device": gpu or platform.processor() or platform.machine(),
-        "threads": recipe.step.threads,
-        "workers": built.train.num_workers,
-        "prefetch": built.train.prefetch_factor,
-        "tuned": options.tuned,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "system": platform.system(),
-    }
+    return environment(
+        world,
+        from_step=first_step,
+        strategy=built.engine.strategy,
+        remark=recipe.strategy.gradient_note if world.mesh_shape.replicate > 1 else None,
+        threads=recipe.step.threads,
+        workers=built.train.num_workers,
+        prefetch=built.train.prefetch_factor,
+        tuned=options.tuned,
+    )
 
 
 class _ClassCounts(ConfusionMatrix):

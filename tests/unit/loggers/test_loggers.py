@@ -36,7 +36,7 @@ from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogg
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.recipes.starts import append_start
+from samestep.runs.starts import append_start
 from samestep.trainer import Trainer
 
 STEP = {

@@ -106,6 +106,11 @@ class Points:
         """Add one point, which replaces an earlier point of the same step."""
         self._points.extend((step, time, value))
 
+    def drop_after(self, step: int) -> None:
+        """Drop the points of later steps, which a run that continues after `step` computes again."""
+        points = numpy.array(self._points).reshape(-1, 3)
+        self._points = array("d", points[points[:, 0] <= step].reshape(-1).tobytes())
+
     def series(self, clock: Callable[[Floats], Floats]) -> Series:
         """Return the last point of each step; `clock` converts Unix timestamps into seconds of the run."""
         steps, times, values = numpy.array(self._points).reshape(-1, 3)[::-1].T
@@ -195,11 +200,13 @@ class EventLog:
     Attributes:
         curves: values of steps by key, including `DATA_SHARE`.
         metrics: values of evaluations by key, in the order of the events.
+        logged: values of `World.log` by key.
         evaluations: events of evaluations by step.
+        config: settings of a custom loop by the keys of a recipe; empty for a recipe.
         notes: time and text of each note.
         resumed: time of the last event before a resume, time of the resume, and its step.
         step: last completed step.
-        end: event at the end of the run; None if there is none.
+        end: event at the end of the run, which can be a failure; None if there is none.
         skipped_steps: steps without an update, because a value was not finite.
         times: Unix timestamps of all events.
         unreadable: number of lines that cannot be read.
@@ -208,6 +215,8 @@ class EventLog:
     def __init__(self, path: Path, batch_size: float | None) -> None:
         self.curves = {name: Points() for name in (*_STEP_CURVES, DATA_SHARE)}
         self.metrics: dict[str, Points] = {}
+        self.logged: dict[str, Points] = {}
+        self.config: dict[str, Any] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.notes: list[tuple[float, str]] = []
         self.resumed: list[tuple[float, float, int]] = []
@@ -232,21 +241,39 @@ class EventLog:
         elif kind == "evaluation" and step is not None:
             self._add_evaluation(step, time, event)
         elif kind == "resume" and step is not None:
-            self.resumed.append((self.times[-1] if self.times else time, time, step))
-            self.step = step
+            self._add_resume(step, time)
+        elif kind == "metrics" and isinstance(event.get("values"), dict):
+            self._add_values(self.logged, step or 0, time, event["values"])
+        elif kind == "checkpoint" and event.get("is_best") is True and step in self.evaluations:
+            self.evaluations[step]["is_best"] = True
+        elif kind == "config" and isinstance(event.get("config"), dict):
+            self.config = event["config"]
+            self._batch_size = parse_finite(self.config.get("batch_size"))
         elif kind in _NOTES:
             self.notes.append((time, parse_text(event.get("text"))))
-        self.end = event if kind == "end" else None
+        self.end = event if kind in ("end", "failure") else None
         self.times.append(time)
         return True
 
     def _add_evaluation(self, step: int, time: float, event: dict[str, Any]) -> None:
-        self.evaluations[step] = event
-        for name, value in event.items():
+        # A custom loop logs an evaluation for each set of data, with other names.
+        self.evaluations[step] = {**self.evaluations.pop(step, {}), **event}
+        self._add_values(self.metrics, step, time, event)
+
+    def _add_values(self, curves: dict[str, Points], step: int, time: float, values: dict[str, Any]) -> None:
+        for name, value in values.items():
             number = parse_number(value)
-            is_known = name in self.metrics or len(self.metrics) < _MAX_METRICS
+            is_known = name in curves or len(curves) < _MAX_METRICS
             if name not in _NOT_METRICS and number is not None and is_known:
-                self.metrics.setdefault(name, Points()).add(step, time, number)
+                curves.setdefault(name, Points()).add(step, time, number)
+
+    def _add_resume(self, step: int, time: float) -> None:
+        self.resumed.append((self.times[-1] if self.times else time, time, step))
+        self.step = step
+        for points in (*self.curves.values(), *self.metrics.values(), *self.logged.values()):
+            points.drop_after(step)
+        self.evaluations = {at: event for at, event in self.evaluations.items() if at <= step}
+        self.skipped_steps = {at for at in self.skipped_steps if at <= step}
 
     def _add_step(self, step: int, time: float, event: dict[str, Any]) -> None:
         self.step, self.steps_in_epoch = step, parse_count(event.get("steps_in_epoch"))

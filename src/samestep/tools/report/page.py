@@ -44,11 +44,13 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     label, possibly empty, which is added to the name of the run.
     """
     metrics = dict.fromkeys(name for run in runs for name in run.events.metrics if name not in _LOSS_LABELS)
+    logged = dict.fromkeys(name for run in runs for name in run.events.logged)
     loss, *others = (_step_chart(runs, name) for name in _STEP_CHARTS)
     candidates = [
         loss,
         _evaluation_chart(runs, "evaluation-loss", "Loss at evaluations", "number", _LOSS_LABELS),
         *(_metric_chart(runs, name) for name in metrics),
+        *(_logged_chart(runs, number, name) for number, name in enumerate(logged)),
         *others,
         *(_memory_chart(runs, number, name) for name in _MEMORY_CHARTS for number in range(len(runs))),
     ]
@@ -68,6 +70,16 @@ def _step_chart(runs: Sequence[Run], name: str) -> dict[str, Any]:
 def _metric_chart(runs: Sequence[Run], name: str) -> dict[str, Any]:
     kind = "percent" if format_metric(name, 1.0).endswith("%") else "number"
     return _evaluation_chart(runs, f"evaluation-{name}", f"Evaluation: {name.replace('_', ' ')}", kind, {name: ""})
+
+
+def _logged_chart(runs: Sequence[Run], number: int, name: str) -> dict[str, Any]:
+    """Return the chart of a value of `World.log`."""
+    curves = [
+        _curve(index, run.events.logged[name].series(run.clock))
+        for index, run in enumerate(runs)
+        if name in run.events.logged
+    ]
+    return _chart(f"logged-{number}", f"Logged: {name}", "number", curves, is_noisy=True)
 
 
 def _evaluation_chart(

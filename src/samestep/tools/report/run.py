@@ -13,7 +13,9 @@ import numpy
 
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointError, InputError
+from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import read_yaml
+from samestep.runs.starts import LOOP
 from samestep.tools.report.events import EventLog, JsonLines, RunClock
 from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects
 from samestep.units import plural
@@ -197,9 +199,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, `stopped`, or `not ended` if the run still trains or was killed."""
+        """`finished`, `stopped`, `failed`, or `not ended` if the run still trains or was killed."""
         if self.events.end is None:
             return "not ended"
+        if self.events.end.get("event") == "failure":
+            return "failed"
         return "stopped" if self.events.end.get("stopped") is True else "finished"
 
     @property
@@ -258,15 +262,16 @@ def read_run(folder: Path, name: str) -> Run:
         InputError: the directory is not a run, or cannot be read.
     """
     path = folder / "recipe.yaml"
-    if not path.is_file():
+    is_loop = (folder / LOOP).is_file()
+    if not path.is_file() and not is_loop:
         raise InputError(
             f"{folder} is not a run",
-            expected="a run directory, which contains recipe.yaml",
+            expected=f"a run directory, which contains recipe.yaml, or {LOOP}",
             fix="check the path",
             code="E_NOT_A_RUN",
         )
     try:
-        recipe = dict(read_yaml(path))
+        recipe = {} if is_loop else dict(read_yaml(path))
         events = EventLog(folder / "events.jsonl", parse_finite(recipe.get("batch_size")))
         ranks = read_ranks(folder / "ranks")
         starts, remarks = _read_starts(folder / "environment.json")
@@ -274,7 +279,9 @@ def read_run(folder: Path, name: str) -> Run:
         for file, count in logs.items():
             if count:
                 remarks.append(f"{file}: {plural(count, 'unreadable line')} skipped")
-        text, checkpoints = path.read_text(encoding="utf-8"), _read_checkpoints(folder / "checkpoints")
+        recipe = events.config if is_loop else recipe
+        text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
+        checkpoints = _read_checkpoints(folder / "checkpoints")
     except OSError as error:
         raise InputError(
             f"{error.filename or folder} cannot be read: {error.strerror}",

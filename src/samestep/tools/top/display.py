@@ -19,7 +19,14 @@ from samestep.tools.run_lines import parse_finite
 from samestep.tools.top.run_status import RankRow, RunStatus
 from samestep.units import format_bytes
 
-_STATE_STYLES = {"running": "green", "ended": "green", "stopped": "yellow", "starting": "cyan", "dead": "bold red"}
+_STATE_STYLES = {
+    "running": "green",
+    "ended": "green",
+    "stopped": "yellow",
+    "starting": "cyan",
+    "failed": "bold red",
+    "dead": "bold red",
+}
 _SIGN_STYLES = {"silent": "bold yellow", "gone": "bold red", "missing": "yellow"}
 _BAR_WIDTH, _ACTIVITY_WIDTH, _GAP = 24, 18, 2
 _OTHER_LINES = 7  # lines that are not rows of ranks
@@ -80,6 +87,8 @@ def _head(status: RunStatus) -> Text:
     text = Text.assemble((status.run, "bold"), "  ", (status.state, _STATE_STYLES[status.state]))
     if status.state == "dead":
         text.append("  no process holds the lock, and no end is logged")
+    if status.failure is not None:
+        text.append(f"  {status.failure['text']} [{status.failure['code']}]")
     lost = [str(row.rank) for row in status.ranks if row.sign == "gone"]
     if lost and status.state == "running":
         text.append(f"  lost: {', '.join(lost)}", style="bold red")
@@ -90,10 +99,11 @@ def _progress(status: RunStatus) -> Table:
     line = Table.grid(padding=(0, 2))
     for is_bar in (False, True, False, False, False):
         line.add_column(no_wrap=not is_bar)  # only the bar shrinks
+    epoch = f"epoch {status.epoch}" if status.epoch or status.epochs is not None else ""
     line.add_row(
-        f"epoch {status.epoch}/{status.epochs}",
-        ProgressBar(total=1.0, completed=status.progress, width=_BAR_WIDTH),
-        f"{status.progress:.0%}",
+        epoch if status.epochs is None else f"{epoch}/{status.epochs}",
+        ProgressBar(total=1.0, completed=status.progress, width=_BAR_WIDTH) if status.steps or status.epochs else "",
+        f"{status.progress:.0%}" if status.steps or status.epochs else "",
         f"step {status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
         "" if status.seconds_left is None else f"{timedelta(seconds=round(status.seconds_left))} left",
     )
@@ -107,7 +117,8 @@ def _values(status: RunStatus) -> Text:
     parts = [] if status.loss is None else [named("loss", status.loss)]
     if status.evaluation:
         values = [named(name, value) for name, value in status.evaluation.items() if name != "epoch"]
-        parts.append(f"evaluation {status.evaluation.get('epoch')}: {'  '.join(values)}")
+        epoch = status.evaluation.get("epoch")
+        parts.append(f"evaluation{'' if epoch is None else f' {epoch}'}: {'  '.join(values)}")
     return Text("   ".join(parts) or "no step yet", overflow="ellipsis", no_wrap=True)
 
 

@@ -19,6 +19,7 @@ import psutil
 from samestep.checkpoint.lock import is_locked
 from samestep.errors import InputError, RecipeError, printable
 from samestep.recipes.recipe_files import read_yaml
+from samestep.runs.starts import LOOP
 from samestep.tools.run_lines import (
     MAX_LINE_BYTES,
     parse_count,
@@ -47,8 +48,9 @@ _NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "skip
 
 # silent: no line for some seconds. gone: the process was on this machine and has ended. missing: no line at all.
 Sign = Literal["active", "silent", "gone", "missing"]
-# starting: no rank has written. dead: no process holds the lock, and the run has logged no end.
-State = Literal["starting", "running", "stopped", "ended", "dead"]
+# starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the lock, and the run has
+# logged no end.
+State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class RunStatus:
 
     run: str
     state: State
-    epoch: int  # epoch of the last step, from 1; 0 before the first step
-    epochs: int
+    epoch: int  # epoch of the last step, from 1; 0 before the first step, or without epochs
+    epochs: int | None  # None if unknown, as of a custom loop without `samestep.epochs`
     step: int  # completed optimizer steps
     steps: int | None
     progress: float  # share of all steps
@@ -76,6 +78,7 @@ class RunStatus:
     loss: float | str | None  # loss of the last step, as a string such as `nan` if it is not finite
     evaluation: Mapping[str, Any]  # `epoch`, `loss`, `samples` and metrics of the last evaluation
     ranks: Sequence[RankRow]
+    failure: Mapping[str, Any] | None = None  # `code`, `exit_code` and `text` if the state is `failed`
     unreadable_lines: int = 0  # number of lines of ranks and events that cannot be read
 
 
@@ -203,7 +206,8 @@ class LastEvents:
     def __init__(self) -> None:
         self.step: dict[str, Any] = {}  # event of the last step
         self.evaluation: dict[str, Any] = {}  # `epoch`, `loss`, `samples` and metrics; empty without an evaluation
-        self.end: Literal["ended", "stopped"] | None = None  # if the last event is the end of the run
+        self.end: Literal["ended", "stopped", "failed"] | None = None  # if the last event is the end of the run
+        self.failure: dict[str, Any] = {}  # last failure
         self.unreadable = 0  # number of parsed lines that are not events
         self._samples: deque[tuple[float, int]] = deque()  # times and steps
 
@@ -226,10 +230,12 @@ class LastEvents:
             return
         event = parse_line(line) or {}
         kind, counts = event.get("event"), {name: parse_count(event.get(name)) for name in _COUNTS}
-        if not isinstance(kind, str) or (kind == "step" and None in counts.values()):
+        damaged = [name for name, count in counts.items() if count is None and (name in event or name == "step")]
+        if not isinstance(kind, str) or (kind == "step" and damaged):
             self.unreadable += 1
         elif kind == "step":
-            self._add_step({**event, **counts, "loss": _number(event.get("loss"))})
+            known = {name: count for name, count in counts.items() if count is not None}
+            self._add_step({**event, **known, "loss": _number(event.get("loss"))})
         elif kind == "evaluation":
             values = {name: _number(value) for name, value in event.items() if name not in _NOT_VALUES}
             self.evaluation = {name: value for name, value in values.items() if value is not None}
@@ -238,6 +244,9 @@ class LastEvents:
             self._samples.clear()
         elif kind == "end":
             self.end = "stopped" if event.get("stopped") else "ended"
+        elif kind == "failure":
+            self.end = "failed"
+            self.failure = {name: event.get(name) for name in ("code", "exit_code", "text")}
 
     def seconds_per_step(self, until: float = 0.0) -> float | None:
         """Return the mean of the last minutes, with evaluations and pauses; None if unknown.
@@ -264,8 +273,8 @@ class RunReader:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._identity: tuple[int, int, int] | None = None  # of the file of the recipe
-        self._epochs = 0
+        self._identity: tuple[int, int, int] | None = None  # of the file that marks the run
+        self._epochs: int | None = None
 
     def read(self) -> RunStatus | None:
         """Return the current state; None if there is no run yet.
@@ -273,14 +282,14 @@ class RunReader:
         Raises:
             InputError: the directory is not a run.
         """
-        recipe = self._read_recipe()
-        if recipe is None:
+        mark = self._read_mark()
+        if mark is None:
             return None
-        if recipe[0] != self._identity:
+        if mark[0] != self._identity:
             self._follower, self._events = LineFollower(self._run / "events.jsonl"), LastEvents()
             self._ranks: dict[int, RankFile] = {}
             self._start: dict[str, Any] = {}
-        self._identity, self._epochs = recipe
+        self._identity, self._epochs = mark
         lock = is_locked(self._run)  # before the events: a run logs its end while it holds the lock
         self._events.update(self._follower.new_lines())
         update_rank_files(self._run / "ranks", self._ranks)
@@ -288,21 +297,25 @@ class RunReader:
             self._start = read_objects(self._run / "environment.json")[-1]
         return self._status(self._state(lock))
 
-    def _read_recipe(self) -> tuple[tuple[int, int, int], int] | None:
-        """Return the identity of the recipe's file, which changes if the run is created again, and its epochs."""
-        path, deadline = self._run / "recipe.yaml", time.monotonic() + _RECIPE_SECONDS
+    def _read_mark(self) -> tuple[tuple[int, int, int], int | None] | None:
+        """Return the identity of the file that marks the run, and the epochs of a recipe.
+
+        The identity changes if the run is created again.
+        """
+        loop, deadline = self._run / LOOP, time.monotonic() + _RECIPE_SECONDS
         while self._run.exists():
             try:
+                path = loop if loop.exists() else self._run / "recipe.yaml"
                 status = os.stat(path)
-                epochs = parse_count(read_yaml(path).get("epochs"))
-                if epochs is not None:
+                epochs = None if path == loop else parse_count(read_yaml(path).get("epochs"))
+                if epochs is not None or path == loop:
                     return (status.st_dev, status.st_ino, status.st_ctime_ns), epochs
                 raise ValueError("no epochs")
             except (OSError, RecipeError, ValueError) as error:
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"{self._run} is not a run",
-                        expected="a run directory, which contains recipe.yaml with epochs",
+                        expected=f"a run directory, which contains recipe.yaml with epochs, or {LOOP}",
                         fix="check the path",
                         code="E_NOT_A_RUN",
                     ) from error
@@ -322,8 +335,9 @@ class RunReader:
     def _status(self, state: State) -> RunStatus:
         last = self._events.step
         steps_in_epoch = int(last.get("steps_in_epoch", 0))
+        epochs = parse_count(last.get("epochs")) if self._epochs is None else self._epochs
         completed = int(last.get("epoch", 0)) * steps_in_epoch + int(last.get("step_in_epoch", 0))
-        steps = self._epochs * steps_in_epoch
+        steps = (epochs or 0) * steps_in_epoch
         last_time = float(self._ranks[0].line.get("time", 0.0)) if 0 in self._ranks else 0.0
         pace = self._events.seconds_per_step(until=last_time) if state == "running" and steps > completed else None
         since = 0.0
@@ -335,7 +349,7 @@ class RunReader:
             run=printable(str(self._run)),
             state=state,
             epoch=int(last.get("epoch", -1)) + 1,
-            epochs=self._epochs,
+            epochs=epochs,
             step=int(last.get("step", 0)),
             steps=steps or None,
             progress=round(completed / steps, 4) if steps else 0.0,
@@ -348,5 +362,6 @@ class RunReader:
                 since,
                 is_running=state in ("running", "dead"),
             ),
+            failure=self._events.failure if state == "failed" else None,
             unreadable_lines=self._events.unreadable + sum(file.unreadable for file in self._ranks.values()),
         )

@@ -236,6 +236,7 @@ def run(subject: Subject, trial: Trial) -> bool:
     apply_to_process(trial.interventions, trial.folder, rank)
     with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
         probe = Probe(trial, rank, size, file, ends_script=subject.script is not None)
+        process_state.is_experiment = True
         process_state.callbacks.append(probe)
         _watch_progress(probe, trial.patience)
         with contextlib.suppress(EndOfScript):

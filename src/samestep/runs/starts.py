@@ -1,9 +1,10 @@
-"""Start of a run: notes on the machine, check of the user's code, and the entry in `environment.json`."""
+"""Start of a run: its environment, notes on the machine, check of the user's code, entry in `environment.json`."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -11,9 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from samestep.checkpoint.files import unsupported_features, write_atomically
 from samestep.checkpoint.store import read_state
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
+from samestep.distributed.world import World
 from samestep.launcher.job import process_state
 from samestep.launcher.source_files import describe_modules
 from samestep.units import format_bytes
@@ -26,6 +32,7 @@ _EFFECTS = {
     "symbolic links": "checkpoints/last and checkpoints/best are files with the name of a checkpoint",
 }
 _FILE = "environment.json"
+LOOP = "run.json"  # marks the run directory of a custom loop
 
 
 def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: bool) -> list[str]:
@@ -46,6 +53,21 @@ def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: boo
         if isinstance(sources, dict):
             changed += process_state.source_files.require(sources, accept_changes=accept_changes)
     return describe_modules(changed)
+
+
+def environment(world: World, **facts: Any) -> dict[str, Any]:
+    """Return the environment of a start: processes, `facts`, device and versions."""
+    gpu = accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
+    return {
+        "processes": world.size,
+        **facts,
+        "visible_devices": read_environment().visible_devices if gpu else None,
+        "device": gpu or platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "system": platform.system(),
+    }
 
 
 def append_start(run: Path, environment: Mapping[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Run directories: entries of starts, events of a custom loop, and the directory of such a loop."""
