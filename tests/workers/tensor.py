@@ -187,7 +187,8 @@ def heads(world: World) -> dict[str, Any]:
         layer.register_forward_hook(lambda module, inputs, outputs: counts.append(outputs[0].to_local().shape[2] // 4))
     inputs, targets = {"input_ids": torch.ones(3, 4, dtype=torch.int64)}, torch.zeros(3, dtype=torch.int64)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    batch = GlobalBatch(Cursor(), Cursor(0, 3), numpy.arange(3), 1, (Microbatch(0, 3, (inputs, targets)),))
+    own = (Microbatch(world.data.rank, 3, (inputs, targets)),)
+    batch = GlobalBatch(Cursor(), Cursor(0, 6), numpy.arange(6), 2, own)
     with _Messages() as messages:
         engine.step(batch)
     errors = []
