@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
 from samestep.data.epochs import epochs
 from samestep.data.loader import Loader
 from samestep.distributed.logging import logger
-from samestep.distributed.world import all_gather
+from samestep.distributed.world import RunContext, all_gather
 from samestep.engine.consistency import checksum
 from samestep.engine.engine import Engine
 from samestep.errors import InputError, RankMismatchError
@@ -86,7 +87,10 @@ class CheckpointManager:
         if world.is_main:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
-        self._writer = AsyncCheckpointWriter(self._folder, self._report, world.context.status.heartbeat)
+        # No reference to this object, whose lock ends with it.
+        self._writer = AsyncCheckpointWriter(
+            self._folder, partial(_report, world.context), world.context.status.heartbeat
+        )
 
     def epochs(self, number: int) -> Iterator[int]:
         """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
@@ -172,11 +176,6 @@ class CheckpointManager:
             load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
         self._restore(saved)
         return True
-
-    def _report(self, saved: SavedCheckpoint) -> None:
-        self._world.context.status.checkpoint_saved()
-        for callback in self._world.context.callbacks:
-            callback.checkpoint_saved(saved.step, saved.path, saved.is_best)
 
     @property
     def _step(self) -> int:
@@ -272,6 +271,12 @@ class CheckpointManager:
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+
+def _report(context: RunContext, saved: SavedCheckpoint) -> None:
+    context.status.checkpoint_saved()
+    for callback in context.callbacks:
+        callback.checkpoint_saved(saved.step, saved.path, saved.is_best)
 
 
 def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:

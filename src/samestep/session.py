@@ -76,9 +76,8 @@ def start(
         run: name of a run in the folder `runs`, or the path of its directory as a `Path`: steps, evaluations,
             checkpoints and status of ranks are written there, for `samestep top` and `samestep report`. A run that
             exists is continued, on any number of ranks. None writes nothing.
-        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they also
-            receive its events, and `tensorboard`, `wandb`, `mlflow` and `trackio` stand for loggers that continue
-            their run with the run.
+        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
+            events too, and the names `tensorboard`, `wandb`, `mlflow` and `trackio` are possible.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
         adopt: use the process group that another library has created in this process, if there is one, with its ranks
             and the device that it chose; the group stays after the block. Ranks are not watched for hangs.

@@ -19,8 +19,9 @@ from samestep.launcher.job import process_state
 from samestep.loggers.logger import Logger, RunLogger, is_exit
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.selection import create_loggers
+from samestep.runs import LOOP
 from samestep.runs.loop_events import LoopEvents
-from samestep.runs.starts import LOOP, append_start, environment
+from samestep.runs.starts import append_start, environment
 
 RUNS = Path("runs")
 _RECIPE = "recipe.yaml"

@@ -32,7 +32,6 @@ _EFFECTS = {
     "symbolic links": "checkpoints/last and checkpoints/best are files with the name of a checkpoint",
 }
 _FILE = "environment.json"
-LOOP = "run.json"  # marks the run directory of a custom loop
 
 
 def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: bool) -> list[str]:
