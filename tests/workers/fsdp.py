@@ -16,6 +16,7 @@ from workers.layouts import Full
 
 SAMPLES, STEPS = 60, 6
 FSDP = StrategyConfig(name="fsdp")
+CLIP_NORM = 0.2
 
 
 class Exploding(nn.Linear):
@@ -160,7 +161,11 @@ class Blocks(nn.Sequential):
 def digests(
     folder: str, cases: dict[str, tuple[StrategyConfig | None, Precision]], epochs: int = 2, begin: str = ""
 ) -> dict[str, str]:
-    """Train and save in each case, from the last checkpoint of the case `begin`; return the SHA-256 of the weights."""
+    """Train with clipping and save in each case, from the last checkpoint of the case `begin`.
+
+    Returns:
+        The SHA-256 of weights and norms.
+    """
     return {name: digest_of(Path(folder), name, *case, epochs, begin) for name, case in cases.items()}
 
 
@@ -171,19 +176,20 @@ def digest_of(
         torch.manual_seed(0)
         model = Blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = StepConfig(precision=precision)
+        config = StepConfig(precision=precision, clip_norm=CLIP_NORM)
         engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world, config=config)
         # The last batch has two samples, so some ranks have none.
         batches = samestep.loader(data(), batch_size=29, microbatches=6, shuffle=True, world=world)
         if begin:
             with samestep.CheckpointManager(folder / begin, engine, batches) as checkpoints:
                 assert checkpoints.resume()
+        norms = []
         with samestep.CheckpointManager(folder / name, engine, batches) as checkpoints:
             for _ in samestep.epochs(batches, epochs):
-                for batch in batches:
-                    engine.step(batch)
+                norms += [engine.step(batch).grad_norm for batch in batches]
             checkpoints.save()
+        assert max(norms) > CLIP_NORM
         local = engine.local_parameters
         tensors = [local.full_tensor(name, parameter.detach()) for name, parameter in local.local.items()]
         values = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-        return hashlib.sha256(values).hexdigest()
+        return hashlib.sha256(values + repr(norms[-3:]).encode()).hexdigest()

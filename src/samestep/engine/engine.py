@@ -9,7 +9,6 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.state import Training
@@ -253,7 +252,8 @@ class Engine:
 
     def _update(self, batch: GlobalBatch, stats: StepStats, norm: torch.Tensor) -> None:
         if self.config.clip_norm is not None:
-            clip_grads_with_norm_(list(self.local_parameters.names), self.config.clip_norm, norm)
+            # The formula of `torch.nn.utils.clip_grad_norm_`.
+            self.local_parameters.scale_gradients((self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         try:
             self.scaler.step(self.optimizer)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:

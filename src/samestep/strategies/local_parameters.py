@@ -6,8 +6,9 @@ part is a plain tensor that shares memory with the DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.utils import get_total_norm
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
+from samestep.strategies.gradient_norm import partial_squares, sums_on_grids
 
 # Optimizers that update an element from its own gradient and state alone. Optimizers that use the complete tensor
 # (Adafactor, LBFGS, Muon) would use a local part instead.
@@ -85,6 +86,8 @@ class LocalParameters:
         self.names = {self.local[name]: name for name, p in self._in_module.items() if p.requires_grad}
         self.module_names = {p: name for name, p in self._in_module.items() if p.requires_grad}
         self.is_divided = self.divides_tensors = bool(self._divisions)
+        self._counted = list(self.names.values())  # parameters that this rank adds to the norm
+        self._size = sum(parameter.numel() for parameter in self._in_module.values())
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -107,8 +110,8 @@ class LocalParameters:
     def align_gradients(self) -> None:
         """Copy gradients at odd addresses, such as views of a bucket, to memory of their own.
 
-        CUDA's kernels add in another order if an address is no multiple of 16 bytes: the norm of the gradient would
-        depend on the layout of buckets, and so would optimizers that reduce over a gradient.
+        CUDA's kernels add in another order if an address is no multiple of 16 bytes: optimizers that reduce over a
+        gradient would depend on the layout of buckets.
         """
         for parameter in self.names:
             if parameter.grad is not None and parameter.grad.data_ptr() % _ALIGNMENT:
@@ -149,42 +152,34 @@ class LocalParameters:
         return values
 
     def total_norm(self) -> torch.Tensor:
-        """Return the 2-norm of all gradients, equal on every rank."""
-        if not self.is_divided:
-            gradients = [p.grad for p in self.local.values() if p.grad is not None]
-            devices = {gradient.device for gradient in gradients}
-            return get_total_norm(gradients) if len(devices) < 2 else self._norm_of_devices(gradients)
-        return self._total_of_squares().sqrt()
+        """Return the 2-norm of all gradients as a float64 scalar; the bits do not depend on the division of rows.
 
-    def _norm_of_devices(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of gradients on several devices, in the order on one device: torch adds them by device."""
-        norms = list(gradients)
-        for device in {gradient.device for gradient in gradients}:
-            positions = [position for position, gradient in enumerate(gradients) if gradient.device == device]
-            for position, norm in zip(positions, torch._foreach_norm([gradients[p] for p in positions]), strict=True):
-                norms[position] = norm.to(self._device, non_blocking=True)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
-
-    def _total_of_squares(self) -> torch.Tensor:
-        # Names of trained parameters by the process groups that divide them.
+        A collective if parameters are divided. No wait for the device.
+        """
         names_by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
-        for name in self.names.values():
+        for name in self._counted:
             groups = self._divisions[name].groups if name in self._divisions else ()
             names_by_groups.setdefault(groups, []).append(name)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for groups, names in names_by_groups.items():
-            subtotal = self._sum_of_squares(names)
+        squares = {groups: self._partial_squares(names) for groups, names in names_by_groups.items()}
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        largest = torch.cat([total, *squares.values()]).amax()
+        for group in dict.fromkeys(chain.from_iterable(division.groups for division in self._divisions.values())):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        self._reduce_over_stages(largest, dist.ReduceOp.MAX)
+        for groups, values in squares.items():
+            sums = sums_on_grids(values, largest, self._size)
             for group in groups:
-                dist.all_reduce(subtotal, group=group)
-            total += subtotal
-        return total
+                dist.all_reduce(sums, group=group)
+            total += sums
+        self._reduce_over_stages(total, dist.ReduceOp.SUM)
+        return total.sum().sqrt()
 
-    def _sum_of_squares(self, names: Sequence[str]) -> torch.Tensor:
-        gradients = [gradient for name in names if (gradient := self.local[name].grad) is not None]
-        squares = [gradient.double().square().sum().to(self._device) for gradient in gradients]
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(squares).sum() if squares else zero
+    def _partial_squares(self, names: Iterable[str]) -> torch.Tensor:
+        gradients = [self.local[name].grad for name in names]
+        return partial_squares([gradient for gradient in gradients if gradient is not None], self._device)
+
+    def _reduce_over_stages(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        """Reduce values over the stages of a pipeline, in place."""
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Share the scaler's overflow flag among ranks: an overflow in one part skips the step on every rank."""

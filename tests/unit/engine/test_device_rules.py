@@ -1,4 +1,4 @@
-"""Rules of GPU kernels that can be checked on a CPU: alignment, types of lists, and order of summation."""
+"""Rules of GPU kernels that can be checked on a CPU: alignment, types of lists, and sums by the backend."""
 
 from typing import Any
 
@@ -14,7 +14,6 @@ from samestep import launch
 from samestep.engine import microbatch
 from samestep.engine.batch_norm import LayerPosition, Message, sync_batch_norm
 from samestep.engine.engine import Engine
-from samestep.strategies.local_parameters import LocalParameters
 from workers import buckets
 
 
@@ -83,15 +82,6 @@ def test_weights_are_equal_on_any_number_of_ranks(observed: dict[int, list[Any]]
 
 def test_backend_adds_no_gradients_under_exact(observed: dict[int, list[Any]]) -> None:
     assert [large for rows in observed.values() for _, _, large in rows] == [[]] * 6
-
-
-def test_norm_over_several_devices_adds_in_the_order_of_one_device() -> None:
-    """Devices of a CPU are one, so only the order and the kernels are compared here."""
-    model = seeded(0, lambda: nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 29)), dtype=torch.float32)
-    model(torch.randn(5, 30)).square().sum().backward()
-    parameters = LocalParameters(model, torch.device("cpu"))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert torch.equal(parameters._norm_of_devices(gradients), parameters.total_norm())
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ class StageParameters(LocalParameters):
         self._release_other_stages(model)
         self.names = {self.local[name]: name for name in trained if self._is_own(name)}
         self.module_names = {self._in_module[name]: name for name in trained if self._is_own(name)}
+        self._counted = [name for name in self._counted if self._ranks[name][0] == self._pipeline.rank]
         self.is_divided = True
         self.shared: dict[tuple[int, ...], list[str]] = {}
         for name in trained:
@@ -93,18 +94,10 @@ class StageParameters(LocalParameters):
             if name in merged
         }
 
-    def total_norm(self) -> torch.Tensor:
-        total = self._total_of_squares()
-        self._pipeline.all_reduce(total)
-        return total.sqrt()
-
-    def _sum_of_squares(self, names: Sequence[str]) -> torch.Tensor:
-        subtotal = torch.zeros((), dtype=torch.float64, device=self._device)
-        for name in names:
-            gradient = self.local[name].grad
-            if gradient is not None and self._ranks[name][0] == self._pipeline.rank:
-                subtotal += gradient.double().square().sum()
-        return subtotal
+    def _reduce_over_stages(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        self._pipeline.run_collective(
+            partial(dist.all_reduce, values, operation, self._pipeline.group), "an all-reduce of the norm"
+        )
 
     def _is_own(self, name: str) -> bool:
         return self._pipeline.rank in self._ranks[name]

@@ -1,0 +1,104 @@
+"""Sum of the squares of all gradients, with the same bits for every division of the rows of parameters among ranks.
+
+A row is an index of the first dimension, along which FSDP divides. The squares of a row are added in one order, which
+depends on its length alone. The sums of rows are added without rounding, so their order is free: each is rounded to two
+fixed grids on which all sums are exact (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+_LANES = 32  # elements of a row that are not added before the exact sum; a power of two
+_CHUNK = 2**24  # elements that are squared at a time on an accelerator, which bounds the memory
+_MANTISSA, _INFINITE = 52, 2047  # bits of float64, and its biased exponent of infinity
+
+
+def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return non-negative float64 values on `device` whose sum is that of the squares of `gradients`.
+
+    If gradients are divided by rows, all parts together have the values of the full gradients. No wait for a device.
+    """
+    short: list[torch.Tensor] = []
+    long: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel() == 0:
+            continue
+        width = gradient.numel() // (gradient.shape[0] if gradient.dim() else 1)
+        if width <= _LANES:
+            short.append(gradient.reshape(-1).to(device, non_blocking=True))
+        else:
+            matrix = gradient.reshape(-1, width).contiguous()
+            long.setdefault((matrix.device, matrix.dtype, width), []).append(matrix)
+    values = [torch.cat(short).double().square_()] if short else [torch.zeros(1, dtype=torch.float64, device=device)]
+    for (source, _, width), matrices in long.items():
+        if source.type == "cpu":
+            values += [row_squares(matrix).to(device) for matrix in matrices]
+        else:
+            chunks = _chunks(matrices, max(1, _CHUNK // width))
+            values += [folded_squares(chunk).to(device, non_blocking=True) for chunk in chunks]
+    return torch.cat(values)
+
+
+def row_squares(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row of a contiguous matrix on a CPU, in the order of its kernel.
+
+    This kernel computes each row alone, with unaligned loads, in at least the accuracy of float32.
+    """
+    rows = matrix if matrix.dtype.itemsize >= torch.float32.itemsize else matrix.float()
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.double().square_()
+
+
+def folded_squares(blocks: list[torch.Tensor]) -> torch.Tensor:
+    """Return up to `_LANES` partial sums of squares per row of matrices of equal width, flat, halves added to halves.
+
+    Only elementwise additions: the order of an accelerator's reduction depends on the shape and the address.
+    """
+    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    squares = rows.to(torch.float64, copy=True).square_()
+    width = squares.shape[1]
+    while width > _LANES:
+        half = 1 << (width - 1).bit_length() - 1
+        squares[:, : width - half].add_(squares[:, half:width])
+        width = half
+    return squares[:, :width].flatten()
+
+
+def sums_on_grids(values: torch.Tensor, largest: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the exact sums of non-negative float64 values rounded to a coarse grid, and of the remainders.
+
+    Results for disjoint sets of values add up without rounding, in any order. Not finite if a value is not.
+
+    Args:
+        values: of shape `(N,)`.
+        largest: scalar, the largest value of all sets.
+        count: not below the number of values of all sets.
+
+    Returns:
+        Two float64 sums. Their total is that of the values, each rounded to `2**-104 * count**2` of the largest.
+    """
+    bits = count.bit_length()
+    # The addition of a power of two above `largest * count` rounds to a grid of 2**-52 of this power.
+    exponent = ((largest.view(torch.int64) >> _MANTISSA) + (bits + 1)).clamp_(max=_INFINITE)
+    power = 1.5 * (exponent << _MANTISSA).view(torch.float64)
+    coarse = (values + power).sub_(power)
+    rest = values - coarse
+    power = power * 2.0 ** (bits - _MANTISSA - 1)
+    return torch.stack([coarse.sum(), rest.add_(power).sub_(power).sum()])
+
+
+def _chunks(matrices: Sequence[torch.Tensor], rows: int) -> Iterator[list[torch.Tensor]]:
+    """Iterate over lists of blocks of `matrices` with at most `rows` rows in total."""
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for matrix in matrices:
+        for block in matrix.split(rows):
+            if size + len(block) > rows:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(block)
+            size += len(block)
+    yield chunk
