@@ -73,9 +73,8 @@ def start(
         timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
             launcher; collectives then have a slightly longer limit, so that the watchdog reports a hang first.
         strategy: parallel strategy; None for replication.
-        run: name of a run in the folder `runs`, or the path of its directory as a `Path`: steps, evaluations,
-            checkpoints and status of ranks are written there, for `samestep top` and `samestep report`. A run that
-            exists is continued, on any number of ranks. None writes nothing.
+        run: name of a run in the folder `runs`, or a `Path` of its directory, for the files that `samestep top` and
+            `samestep report` read. An existing run is continued, on any number of ranks. None writes nothing.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
             events too, and the names `tensorboard`, `wandb`, `mlflow` and `trackio` are possible.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
