@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
 from samestep.loggers.trackers import tensorboard_command
 from samestep.recipes.recipe_files import recipe_data
+from samestep.runs import LOOP
 from samestep.tools.profile.causes import Advice, advise
 from samestep.tools.profile.measurements import PHASES, Measurements, Phase, Step
 from samestep.tools.timing import run_trial
@@ -33,6 +35,7 @@ _MICRO = 1e6
 
 Event = dict[str, Any]
 CHECKPOINTS, TENSORBOARD, TRACE = "checkpoints", "tensorboard", "trace.json.gz"
+RUN = "run.txt"  # path of the run directory of a script
 _TRIAL, _SCRIPT_TRIAL = "samestep.tools.profile.trial", "samestep.tools.profile.script"
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}  # silences torch's profiler
 _MAX_WIDTH = 200
@@ -195,6 +198,25 @@ def profile(
     else:
         data = recipe_data(subject)
     return Profile(name, data, machine, plan, measured, trace)
+
+
+def move_to_run(result: Profile, *, is_chosen: bool) -> Profile:
+    """Move the folder of a profile into the run directory of the profiled script, if there is one.
+
+    Args:
+        result: a profile whose files are written.
+        is_chosen: the user has chosen the folder, which then stays.
+    """
+    folder = result.plan.folder
+    mark = folder / RUN
+    run = Path(mark.read_text(encoding="utf-8")) if mark.exists() else None
+    mark.unlink(missing_ok=True)
+    if run is None or is_chosen or not (run / LOOP).exists():
+        return result
+    place = run / folder.name
+    shutil.move(folder, place)
+    trace = None if result.trace is None else place / result.trace.name
+    return replace(result, plan=replace(result.plan, folder=place), trace=trace)
 
 
 def find_traces(folder: Path) -> dict[int, Path]:

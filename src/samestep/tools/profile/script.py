@@ -17,8 +17,9 @@ from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
+from samestep.runs.folder import run_directory
 from samestep.tools.profile.measurements import Measurements, Step
-from samestep.tools.profile.profile import CLOCK_MARK, TENSORBOARD, Plan, Script
+from samestep.tools.profile.profile import CLOCK_MARK, RUN, TENSORBOARD, Plan, Script
 from samestep.tools.profile.recorder import RankProfiler, SpanRecorder
 from samestep.tools.profile.trial import gather
 
@@ -162,6 +163,8 @@ def profile_script(script: Script, plan: Plan) -> Measurements | None:
     process_state.callbacks.append(steps)  # never removed: the process ends with the trial
     with (plan.folder / f"output-{rank}.log").open("w", encoding="utf-8") as output, redirect_stdout(output):
         run_script(script.path, script.arguments)
+    if rank == 0 and process_state.run is not None:
+        (plan.folder / RUN).write_text(str(run_directory(process_state.run)), encoding="utf-8")
     if steps.measurements is None and not steps.is_stopped:
         raise InputError(
             f"{script.path.name} made {steps.steps} of {plan.steps} steps with samestep.Engine",
