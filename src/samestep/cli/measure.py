@@ -227,7 +227,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     """Train, measure and print."""
     # Imported here: the other commands do not need these modules.
     from samestep.metrics.class_report import require_matplotlib
-    from samestep.tools.profile.profile import Plan, Script, draw, parse_ranks, profile, show
+    from samestep.tools.profile.profile import Plan, Script, draw, move_to_run, parse_ranks, profile, show
     from samestep.tools.timing import describe_machine
 
     require_single_process("profile")
@@ -254,8 +254,9 @@ def _profile(arguments: argparse.Namespace) -> int:
         (folder / "profile.json").write_text(to_json(result.to_dict()), encoding="utf-8")
         if not arguments.no_picture:
             draw(result, folder / "profile.png")
+        result = move_to_run(result, is_chosen=arguments.out is not None)
     if arguments.json:
-        print_json({**result.to_dict(), "folder": str(folder)})
+        print_json({**result.to_dict(), "folder": str(result.plan.folder)})
     else:
         show(result, is_drawn=not arguments.no_picture)
     return EXIT_DONE

@@ -245,7 +245,7 @@ def output_folder(out: Path | None, stem: str) -> Iterator[Path]:
         yield folder
     finally:
         for path in created:
-            if not any(path.iterdir()):
+            if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 
 
