@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, folder: Path, batch: int, *, is_observed: bool) -> None:
         audit = folder / "events"
         audit.mkdir(exist_ok=True)
-        (audit / "settings.json").write_text(json.dumps({"steps": OBSERVED}))
+        (audit / "settings.json").write_text(json.dumps({"steps": OBSERVED, "without": []}))
         variables = {**os.environ, **({"SAMESTEP_AUDIT": str(audit)} if is_observed else {})}
         command = [sys.executable, HERE / "audit_worker.py", folder / f"rendezvous-{is_observed}", str(batch)]
         pipe = subprocess.PIPE

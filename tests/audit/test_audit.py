@@ -1,15 +1,20 @@
 """`samestep audit` names every planted mistake, and reports nothing about correct scripts."""
 
 import json
+import shlex
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.system import Done, samestep
+from helpers.system import Done, Running, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
+from samestep.tools.audit.comparison import GLOBAL_BATCH
 from samestep.tools.audit.findings import NAMES
+from samestep.tools.verify.causes import Cause
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = SCRIPTS / "fork_ranks.py"
@@ -137,6 +142,69 @@ def test_code_of_a_failed_command_and_its_findings(tmp_path: Path) -> None:
     done = audit(tmp_path, script)
     assert done.code == 7
     assert json.loads(done.out)["exit_code"] == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_all_processes_of_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import os, time\nimport torch\nfrom torch.optim import SGD\nSGD([torch.zeros(1)]).step()\n"
+        "open(os.environ['RANK'], 'w').close()\nwhile True:\n    time.sleep(0.1)\n"
+    )
+    with Running("audit", "--", sys.executable, LAUNCHER, 2, script, cwd=tmp_path) as running:
+        running.until(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, "two ranks")
+        running.kill(number)
+        done = running.wait(30)
+        assert done.code == 128 + number
+        assert "2 ranks" not in done.out  # no process group
+        assert "0 findings" in done.out
+        assert running.processes() == []
+
+
+# The cause of each script relative to one process.
+CAUSES = {
+    "augmentation": ("inputs", Cause.AUGMENTATION),
+    "batch": ("samples", GLOBAL_BATCH),
+    "dropout": ("loss", Cause.MODEL_RANDOM),
+    "mean": ("gradients", Cause.LOSS),
+    "norm": ("loss", Cause.BATCH_NORM),
+    "order": ("samples", Cause.DATA_ORDER),
+    "padding": ("samples", Cause.LAST_BATCH),
+    "rate": ("learning rates", Cause.LEARNING_RATE),
+    "scale": ("gradients", Cause.LOSS),
+    "weights": ("parameters", Cause.INITIAL_WEIGHTS),
+}
+
+
+def differences(folder: Path, parts: Sequence[str]) -> dict[str, tuple[str, str] | None]:
+    """Return quantity and cause of the first difference of each part between one and two processes."""
+    scripts = [SCRIPTS / f"against_{part}.py" for part in parts]
+    reference = shlex.join(map(str, (sys.executable, LAUNCHER, 1, *scripts)))
+    command = ("audit", "--json", "--against-command", reference, "--", sys.executable, LAUNCHER, 2, *scripts)
+    done = samestep(*command, cwd=folder, timeout=230)
+    comparisons = json.loads(done.out)["against"]
+    assert all(
+        one["processes"] == [1, 2] and one["steps"] == 12 + 2 * ("padding" in one["program"]) for one in comparisons
+    )
+    assert done.code == EXIT_DIFFERS, done.err
+    found = {Path(one["program"]).stem.removeprefix("against_"): one["difference"] for one in comparisons}
+    return {part: one and (one["quantity"], one["cause"]) for part, one in found.items()}
+
+
+@pytest.mark.slow
+def test_first_difference_from_one_process(tmp_path: Path) -> None:
+    parts = ("batch", "dropout", "scale")
+    expected = {part: CAUSES[part] for part in parts}
+    assert differences(tmp_path, ("nothing", *parts)) == {"nothing": None, **expected}
+
+
+@pytest.mark.long
+def test_all_first_differences_from_one_process(tmp_path: Path) -> None:
+    assert {*CAUSES, "nothing"} == {path.stem.removeprefix("against_") for path in SCRIPTS.glob("against_*.py")} - {
+        "parts"
+    }
+    assert differences(tmp_path, [*CAUSES]) == CAUSES
 
 
 def test_command_without_torch(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,17 @@ def add_audit(commands: Any) -> None:
         description="Run a training command, such as torchrun, accelerate launch or python, observe its processes, and "
         "report mistakes of distributed training with evidence and the line of the script. The script does not use "
         "Samestep and is not changed.",
-        usage="samestep audit [-h] [--steps N] [--json] -- COMMAND ...",
+        usage="samestep audit [-h] [--steps N] [--against N | --against-command COMMAND] [--json] -- COMMAND ...",
         epilog="example: samestep audit -- torchrun --nproc-per-node 2 train.py. "
         "Exit codes: 0 no finding, 1 nothing was observed, 2 invalid input, 3 findings; if the command fails, its own.",
     )
     text = f"observe the tensors of the first N optimizer steps, then of every 50th step (default {_STEPS})"
     add_number(parser, "--steps", metavar="N", default=_STEPS, help=text)
+    group = parser.add_mutually_exclusive_group()
+    text = "run the command again on N processes, and report the first difference with its cause"
+    add_number(group, "--against", metavar="N", help=f"{text}; torchrun and accelerate launch")
+    text = "the same with another command, such as 'python train.py --devices 1'"
+    group.add_argument("--against-command", metavar="COMMAND", help=text)
     add_options(parser, "--json")
     parser.set_defaults(run=_audit, script_arguments=[])
 
@@ -36,29 +43,56 @@ def add_audit(commands: Any) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
+    from samestep.tools.audit.against import ProgramComparison, compare_commands, comparisons_as_json, print_comparisons
     from samestep.tools.audit.analysis import analyse, as_json, print_report
     from samestep.tools.audit.injection import run_observed
 
     require_single_process("audit")
-    if not arguments.script_arguments:
+    command = arguments.script_arguments
+    if not command:
         fix = "samestep audit -- torchrun --nproc-per-node 2 train.py"
         raise InputError("samestep audit without a command", "a command after --", fix, code="E_MISSING_KEY")
+    reference = _reference(arguments)
+
+    def run(command: Sequence[str], folder: Path, without: Sequence[str] = ()) -> int:
+        return run_observed(command, folder, arguments.steps, quiet=arguments.json, without=without)
+
     with tempfile.TemporaryDirectory(prefix="samestep-audit-") as name:
-        folder = Path(name)
-        code = run_observed(arguments.script_arguments, folder, arguments.steps, quiet=arguments.json)
+        folder = Path(name, "command")
+        folder.mkdir()
+        code = run(command, folder)
         analysis = analyse(folder)
-    if not analysis.worlds and code == EXIT_DONE:
-        raise RunError(
-            "nothing was observed",
-            expected="a Python command that trains with PyTorch: a DataLoader or an optimizer of torch",
-            fix=f"start the command with the Python of Samestep, {sys.executable}",
-            code="E_NOTHING_OBSERVED",
-        )
+        if not analysis.worlds and code == EXIT_DONE:
+            raise _nothing_observed()
+        comparisons: list[ProgramComparison] = []
+        if reference and code == EXIT_DONE:
+            code, comparisons = compare_commands(reference, command, folder, Path(name), run)
     if arguments.json:
-        print_json(as_json(analysis, code))
+        against = {"against": comparisons_as_json(comparisons)} if reference else {}
+        print_json({**as_json(analysis, code), **against})
     else:
         print_report(analysis)
+        print_comparisons(comparisons)
     if code != EXIT_DONE:
         print(f"the command failed with exit code {code}", file=sys.stderr)
         return code
-    return EXIT_DIFFERS if analysis.findings else EXIT_DONE
+    differs = any(comparison.difference is not None for comparison in comparisons)
+    return EXIT_DIFFERS if analysis.findings or differs else EXIT_DONE
+
+
+def _reference(arguments: argparse.Namespace) -> list[str]:
+    """Return the command on the other number of processes, or an empty list."""
+    from samestep.tools.audit.against import reference_command
+
+    if arguments.against is not None:
+        return reference_command(arguments.script_arguments, int(arguments.against))
+    return shlex.split(arguments.against_command or "")
+
+
+def _nothing_observed() -> RunError:
+    return RunError(
+        "nothing was observed",
+        expected="a Python command that trains with PyTorch: a DataLoader or an optimizer of torch",
+        fix=f"start the command with the Python of Samestep, {sys.executable}",
+        code="E_NOTHING_OBSERVED",
+    )

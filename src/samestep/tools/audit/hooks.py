@@ -29,15 +29,16 @@ def install(folder: str) -> None:
             settings = json.load(file)
     except FileNotFoundError:
         return
-    sys.meta_path.insert(0, _TorchFinder(EventWriter(folder), settings["steps"]))
+    sys.meta_path.insert(0, _TorchFinder(EventWriter(folder), settings["steps"], settings["without"]))
 
 
 class _TorchFinder:
     """Finder that adds the observers to the import of torch, and then removes itself."""
 
-    def __init__(self, writer: EventWriter, steps: int) -> None:
+    def __init__(self, writer: EventWriter, steps: int, without: Sequence[str]) -> None:
         self._writer = writer
         self._steps = steps
+        self._without = without
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -53,7 +54,7 @@ class _TorchFinder:
                 load(module)
                 from samestep.tools.audit.observers.install import install_observers
 
-                install_observers(self._writer, self._steps)
+                install_observers(self._writer, self._steps, self._without)
 
             spec.loader.exec_module = load_and_observe  # type: ignore[method-assign]
         return spec

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import FrameType
+from typing import TextIO
 
 from samestep.distributed.env import environment_copy
+from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import InputError
 
 _VARIABLE = "SAMESTEP_AUDIT"
@@ -27,7 +32,7 @@ _LINE = (
 )
 
 
-def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool) -> int:
+def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool, without: Sequence[str] = ()) -> int:
     """Run a command to its end, and write the events of its Python processes to a folder.
 
     Args:
@@ -35,6 +40,7 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
         folder: an empty folder.
         steps: number of optimizer steps that are observed one by one.
         quiet: redirect the command's standard output to standard error.
+        without: parts of the model to turn off; see `Session`.
 
     Returns:
         The exit code; 128 + N after signal N.
@@ -43,14 +49,13 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
         InputError: the command cannot be started, or the folder of installed packages is not writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
-    (folder / "settings.json").write_text(json.dumps({"steps": steps}), encoding="utf-8")
+    (folder / "settings.json").write_text(json.dumps({"steps": steps, "without": list(without)}), encoding="utf-8")
     variables = environment_copy()
     # As in an activated environment: `python` and `torchrun` are those whose packages have the hooks.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
     variables[_VARIABLE] = str(folder)
     try:
-        with subprocess.Popen(command, env=variables, stdout=sys.stderr if quiet else None) as process:
-            code = process.wait()
+        code = _run(command, variables, stdout=sys.stderr if quiet else None)
     except OSError as error:
         raise InputError(
             f"{command[0]} cannot be started: {error.strerror}",
@@ -59,6 +64,34 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
             code="E_FILE_MISSING",
         ) from error
     return code if code >= 0 else 128 - code
+
+
+def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | None) -> int:
+    """Run a command in its own process group, to which signals are forwarded, and return its code.
+
+    The report follows the end of the command. The terminal belongs to the group of this process, so the command
+    receives no input from a terminal.
+    """
+    stdin = subprocess.DEVNULL if sys.stdin is not None and sys.stdin.isatty() else None
+    received: list[int] = []
+    groups: list[int] = []
+
+    def forward(number: int, _: FrameType | None = None) -> None:
+        received.append(number)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, number)
+
+    before = {number: signal.signal(number, forward) for number in GROUP_SIGNALS}
+    try:
+        with subprocess.Popen(command, env=variables, stdin=stdin, stdout=stdout, process_group=0) as process:
+            groups.append(process.pid)
+            for number in tuple(received):  # before the start
+                forward(number)
+            return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def install_hooks(packages: Path) -> None:

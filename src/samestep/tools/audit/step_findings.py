@@ -45,11 +45,11 @@ def _updates(world: World, kind: str = "update") -> list[Update]:
     return [update for update in complete if all(e["shapes"] == update[0]["shapes"] for e in update.values())]
 
 
-def differs(first: Summary, second: Summary) -> bool:
+def differs(first: Summary, second: Summary, tolerance: float = _TOLERANCE) -> bool:
     """Whether two finite summaries of tensors differ by more than rounding."""
     if first is None or second is None or not all(map(math.isfinite, (*first, *second))):
         return False
-    scale = _TOLERANCE * max(first[0], second[0])
+    scale = tolerance * max(first[0], second[0])
     return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
 
 
@@ -199,7 +199,7 @@ def _losses(world: World) -> Iterator[Finding]:
     for rank, events in world.events("loss").items():
         for event in events:
             calls[event["step"]][rank].append(event)
-    expected = _batches_per_update(world)
+    expected = batches_per_update(world)
     steps = [
         [event for events in ranks.values() for event in events]
         for ranks in calls.values()
@@ -223,7 +223,7 @@ def _are_means_of_means(events: list[Event]) -> bool:
     return bool(is_equal and min(counts) > 0 and max(counts) >= _COUNT_RATIO * min(counts))
 
 
-def _batches_per_update(world: World) -> float:
+def batches_per_update(world: World) -> float:
     """Return the usual number of batches of training between two optimizer steps."""
     trained = [one for one in passes(world.ranks[0]) if one.trains]
     steps = Counter(batch["step"] for one in trained for batch in one.batches)

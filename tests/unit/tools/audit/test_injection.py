@@ -41,7 +41,7 @@ def test_file_has_no_effect_after_the_audit(packages: Path, tmp_path: Path) -> N
 
 
 def test_hooks_are_installed_once_and_import_nothing_large(packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1}))
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1, "without": []}))
     code = (
         "assert [type(f).__name__ for f in sys.meta_path].count('_TorchFinder') == 1; "
         "assert not {'torch', 'typing', 'pathlib', 'numpy'} & (set(sys.modules) - before)"

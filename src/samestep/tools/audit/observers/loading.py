@@ -214,7 +214,9 @@ def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
         return False
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == samples
-    return isinstance(sampler, SequentialSampler | DistributedSampler)
+    # A distributed sampler around another sampler, as of Lightning, has the length of that sampler.
+    is_distributed = isinstance(sampler, DistributedSampler) and len(sampler.dataset) == samples  # type: ignore[arg-type]
+    return is_distributed or isinstance(sampler, SequentialSampler)
 
 
 def _root(dataset: Any, positions: list[int]) -> tuple[Any, list[int]]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from samestep.tools.audit.events import user_line
-from samestep.tools.audit.observers.draws import replace_function
+from samestep.tools.audit.observers.modules import replace_function
 from samestep.tools.audit.observers.session import Session
 
 
@@ -16,16 +16,16 @@ def observe_losses(session: Session) -> None:
     """Observe calls of `cross_entropy` with class indices and a mean over targets that are not ignored."""
     cross_entropy = F.cross_entropy
 
-    def backward(gradient: torch.Tensor, count: int, line: str) -> None:
-        session.emit("loss", count=count, scale=float(gradient), line=line)
+    def backward(gradient: torch.Tensor, value: torch.Tensor, count: int, line: str) -> None:
+        session.emit("loss", count=count, value=float(value), scale=float(gradient), line=line)
 
     observed_backward = session.guarded(backward)
 
     def observe(loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:
         if not session.is_observed or not loss.requires_grad or target.is_floating_point():
             return
-        count, line = int((target != ignore_index).sum()), user_line()
-        loss.register_hook(lambda gradient: observed_backward(gradient, count, line))
+        count, line, value = int((target != ignore_index).sum()), user_line(), loss.detach()
+        loss.register_hook(lambda gradient: observed_backward(gradient, value, count, line))
 
     observed = session.guarded(observe)
 

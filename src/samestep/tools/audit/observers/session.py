@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +22,12 @@ class Session:
     Args:
         writer: the writer of this process.
         limit: number of optimizer steps that are observed one by one.
+        without: parts of the model that an experiment turns off: `dropout`, `batch norm`.
     """
 
-    def __init__(self, writer: EventWriter, limit: int) -> None:
+    def __init__(self, writer: EventWriter, limit: int, without: Sequence[str] = ()) -> None:
         self.writer = writer
+        self.without = without
         self._limit = limit
         self._group: Any = None
         self._failures = 0

@@ -1,0 +1,5 @@
+"""Compared with one process: augmentation."""
+
+from against_parts import train
+
+train("augmentation")

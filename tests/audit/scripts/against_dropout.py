@@ -1,0 +1,5 @@
+"""Compared with one process: dropout."""
+
+from against_parts import train
+
+train("dropout")

@@ -1,0 +1,5 @@
+"""Compared with one process: mean."""
+
+from against_parts import train
+
+train("mean")

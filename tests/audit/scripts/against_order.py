@@ -1,0 +1,5 @@
+"""Compared with one process: order."""
+
+from against_parts import train
+
+train("order")

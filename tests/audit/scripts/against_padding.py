@@ -1,0 +1,5 @@
+"""Compared with one process: padding."""
+
+from against_parts import train
+
+train("padding")

@@ -1,0 +1,5 @@
+"""Compared with one process: rate."""
+
+from against_parts import train
+
+train("rate")
