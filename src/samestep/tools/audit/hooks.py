@@ -33,24 +33,32 @@ def install(folder: str) -> None:
 
 
 class _TorchFinder:
-    """Finder that adds the observers to the import of torch, and then removes itself."""
+    """Finder that adds the observers to the import of torch, and then removes itself.
+
+    Libraries look for the module without an import, too: `importlib.util.find_spec("torch")`.
+    """
 
     def __init__(self, writer: EventWriter, steps: int, without: Sequence[str]) -> None:
         self._writer = writer
         self._steps = steps
         self._without = without
+        self._is_searching = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._is_searching = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_observe(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
                 load(module)
                 from samestep.tools.audit.observers.install import install_observers
 

@@ -49,6 +49,17 @@ def test_hooks_are_installed_once_and_import_nothing_large(packages: Path, tmp_p
     run(code, packages, tmp_path)
 
 
+@pytest.mark.slow
+def test_search_for_torch_before_its_import(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1, "without": []}))
+    code = (
+        "from importlib.util import find_spec; assert find_spec('torch') and find_spec('torch'); import torch; "
+        "assert torch.nn.functional.dropout.__module__.startswith('samestep'); "
+        "assert not any('_Torch' in repr(f) for f in sys.meta_path)"
+    )
+    run(code, packages, tmp_path)
+
+
 def test_second_audit_leaves_the_file(packages: Path) -> None:
     [path] = packages.iterdir()
     before = path.stat()
