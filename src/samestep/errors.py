@@ -73,6 +73,7 @@ CODES = {
     "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
     "E_LEARNING_RATE_RULE": "`learning_rate.rule` and `learning_rate.base_batch_size` do not fit together.",
     "E_PATTERN": "A shell pattern of the recipe matches no name.",
+    "E_SHARES": "The shares of the microbatches do not fit the ranks or the number of microbatches.",
     "E_MESH": "The axes of a mesh do not fit the strategy or the number of processes.",
     "E_MICROBATCH_LOOP": "The body of a loop over microbatches does not call `backward` once per microbatch.",
     "E_STRATEGY_OPTION": "A strategy option has no effect with this strategy or mesh.",

@@ -11,6 +11,7 @@ from samestep.errors import CheckpointError, InputError
 from samestep.units import plural
 
 Microbatches = int | Literal["auto"]
+Shares = int | tuple[int, ...]  # number of ranks with equal shares of the microbatches, or the share of each rank
 
 _MAX_AUTO = 8  # ranks that share the data, at most, without a number in the recipe
 # Samples per microbatch for the statistics of batch norm, best first (`docs/concepts/batch-norm.md`).
@@ -52,9 +53,41 @@ def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     return [(size * v // microbatches, size * (v + 1) // microbatches) for v in range(microbatches)]
 
 
-def owned_microbatches(microbatches: int, size: int, rank: int) -> range:
-    """Return the microbatches of rank `rank` of `size`: `[V*r//R, V*(r+1)//R)`."""
-    return range(microbatches * rank // size, microbatches * (rank + 1) // size)
+def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
+    """Return the microbatches of a rank: `[V*r//R, V*(r+1)//R)` of R equal shares, or in proportion to the shares."""
+    if isinstance(shares, int):
+        return range(microbatches * rank // shares, microbatches * (rank + 1) // shares)
+    total, before = sum(shares), sum(shares[:rank])
+    return range(microbatches * before // total, microbatches * (before + shares[rank]) // total)
+
+
+def rank_count(shares: Shares) -> int:
+    """Return the number of ranks that have the shares."""
+    return shares if isinstance(shares, int) else len(shares)
+
+
+def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int | None = None) -> None:
+    """Require a share for each of `data_ranks` ranks that is at least one microbatch.
+
+    Raises:
+        InputError: there are other numbers of shares than ranks, or a rank would have no microbatch.
+    """
+    text = ",".join(map(str, shares))
+    if len(shares) != data_ranks or min(shares) < 1:
+        raise InputError(
+            f"shares {text} for {plural(data_ranks, 'rank')} that share the data",
+            expected="one positive share of the microbatches for each of these ranks",
+            fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares",
+            code="E_SHARES",
+        )
+    if microbatches is None or all(owned_microbatches(microbatches, shares, rank) for rank in range(data_ranks)):
+        return
+    raise InputError(
+        f"shares {text} of {plural(microbatches, 'microbatch')}: a rank would have no microbatch",
+        expected=f"at least one microbatch for each rank; shares that add up to {microbatches} are numbers of them",
+        fix="a larger smallest share, or more microbatches, with other results",
+        code="E_SHARES",
+    )
 
 
 def require_enough_microbatches(

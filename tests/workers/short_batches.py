@@ -18,9 +18,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
 
 
-def train_on_each(sizes: tuple[int, ...]) -> dict[int, tuple[str, list[int]]]:
+def train_on_each(sizes: tuple[int, ...], *shares: int) -> dict[int, tuple[str, list[int]]]:
     """Return the digest of model and losses, and the microbatches of each step, for numbers of samples."""
-    with samestep.start() as world:
+    with samestep.start(strategy=samestep.StrategyConfig(shares=shares)) as world:
         return {size: _train(world, size) for size in sizes}
 
 

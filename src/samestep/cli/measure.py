@@ -311,7 +311,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 def _same_options(arguments: argparse.Namespace) -> str:
     """Return the options with which a training command finds these settings."""
     words = ["--set", *arguments.overrides] if arguments.overrides else []
-    defaults = {"strategy": None, "mesh": None, "device": "auto", "devices": None, "runs": Path("runs")}
+    defaults = {"strategy": None, "mesh": None, "shares": None, "device": "auto", "devices": None, "runs": Path("runs")}
     for name, default in defaults.items():
         if getattr(arguments, name) != default:
             words += [f"--{name}", str(getattr(arguments, name))]

@@ -118,7 +118,15 @@ def add_subject_argument(parser: argparse.ArgumentParser) -> None:
 
 
 # Options without a meaning for a script.
-_RECIPE_OPTIONS = ("--strategy", "--mesh", "--per-device-batch-size", "--accumulate", "--workers", "--prefetch")
+_RECIPE_OPTIONS = (
+    "--strategy",
+    "--mesh",
+    "--shares",
+    "--per-device-batch-size",
+    "--accumulate",
+    "--workers",
+    "--prefetch",
+)
 
 
 def script_of(arguments: argparse.Namespace) -> Path | None:

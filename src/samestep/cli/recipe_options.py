@@ -27,26 +27,30 @@ _DATA_OF_TORCHVISION = ("images", "image_list", "hub_images")
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--strategy` and `--mesh`."""
+    """Add `--strategy`, `--mesh` and `--shares`."""
     group = parser.add_argument_group("strategy (results are equal: to the bit under ddp, otherwise to rounding)")
     text = "parallel strategy instead of the recipe's (docs/guides/strategies/index.md)"
     group.add_argument("--strategy", choices=get_args(StrategyName), help=text)
     text = f"sizes of the axes {', '.join(AXES)}; the product is the number of processes"
     group.add_argument("--mesh", metavar="AXIS=N,...", help=text)
+    text = "share of the microbatches of each rank, for devices of different speeds, such as 5,3 for 8 microbatches"
+    group.add_argument("--shares", metavar="N,...", help=text)
 
 
 def all_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the overrides of `--strategy` and `--mesh`, followed by those of `--set`.
+    """Return the overrides of `--strategy`, `--mesh` and `--shares`, followed by those of `--set`.
 
     Raises:
-        InputError: the mesh is invalid.
+        InputError: the mesh or the shares are invalid.
     """
     strategy, mesh = arguments.strategy, arguments.mesh
-    sizes = _parse_mesh(mesh, f"--mesh {mesh}") if mesh is not None else {}
+    section = {"mesh": _parse_mesh(mesh, f"--mesh {mesh}")} if mesh is not None else {}
+    if arguments.shares is not None:
+        section["shares"] = _parse_shares(arguments.shares)
     if strategy is not None:
         # Replaces the complete section: options of another strategy have no meaning for this one.
-        return [f"strategy={json.dumps({'name': strategy, 'mesh': sizes})}", *arguments.overrides]
-    return [*([f"strategy.mesh={json.dumps(sizes)}"] if sizes else []), *arguments.overrides]
+        return [f"strategy={json.dumps({'name': strategy, **section})}", *arguments.overrides]
+    return [*(f"strategy.{key}={json.dumps(value)}" for key, value in section.items()), *arguments.overrides]
 
 
 def parse_strategy(text: str) -> StrategyConfig:
@@ -58,6 +62,14 @@ def parse_strategy(text: str) -> StrategyConfig:
     name, colon, sizes = text.partition(":")
     mesh = MeshConfig(**_parse_mesh(sizes, f"--layout {text}")) if colon else MeshConfig()
     return StrategyConfig(name=name, mesh=mesh)  # type: ignore[arg-type]
+
+
+def _parse_shares(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        expected = "a positive number for each rank that shares the data, separated by commas"
+        raise InputError(f"--shares {text}", expected, "--shares 5,3", code="E_SHARES")
+    return [int(part) for part in parts]
 
 
 def _parse_mesh(text: str, option: str) -> dict[str, int]:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from samestep.config.validation import Constrained
 from samestep.errors import InputError
-from samestep.microbatches import require_enough_microbatches
+from samestep.microbatches import require_enough_microbatches, require_shares
 from samestep.units import plural
 
 StrategyName = Literal["auto", "ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp"]
@@ -97,6 +97,8 @@ class StrategyConfig(Constrained):
         schedule: for a pipeline axis: order of forwards and backwards.
         devices: for `dp` and `device_map`: devices of each rank; None for all devices.
         place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
+        shares: shares of the microbatches for the ranks that share the data, for devices of different speeds; empty for
+            equal shares. Shares that add up to the number of microbatches are numbers of microbatches.
     """
 
     key_prefix: ClassVar[str] = "strategy."
@@ -113,12 +115,14 @@ class StrategyConfig(Constrained):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
+    shares: tuple[int, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         """Whether this strategy can give the bits of one process."""
-        divides = any(size > 1 for axis, size in self.mesh.sizes.items() if axis != "replicate")
-        return self.name in ("auto", "ddp", "dp", "device_map") and self.hook == "none" and not divides
+        divides = any(self.mesh.sizes.get(axis, 1) > 1 for axis in ("tensor", "pipeline"))
+        rounds = self.hook != "none" or self.gather != "fp32"
+        return self.name not in ("tp", "pp") and not divides and not rounds
 
     @property
     def ranks_per_model(self) -> int:
@@ -235,6 +239,8 @@ def resolve_mesh(
                 fix=f"set strategy.devices: {microbatches}",
                 code="E_TOO_MANY_RANKS",
             )
+    if strategy.shares and processes > 1:
+        require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)
     return shape
 

@@ -50,7 +50,9 @@ from samestep.microbatches import (
     microbatch_bounds,
     microbatches_of_short_batch,
     owned_microbatches,
+    rank_count,
     require_position,
+    require_shares,
     resolve_sizes,
 )
 
@@ -140,6 +142,8 @@ class Loader:
             self._sampler = batch_sampler
             batch_size = len(next(iter(draw(batch_sampler, dataset, seed=self._seed, epoch=0)), ()))
         self.batch_size, self._microbatches = resolve_sizes(batch_size, microbatches, world.data.size)
+        if world.data.uneven_shares is not None:
+            require_shares(world.data.uneven_shares, world.data.size, self._microbatches)
         self._keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
         self._dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
@@ -337,11 +341,11 @@ class Loader:
 
     def _requests(self, epoch: int, batch: Indices, repeats: Indices) -> list[MicrobatchRequest]:
         """Return the requests of this rank: for its non-empty microbatches, and for fillers."""
-        number, ranks = self._number_of(batch), self._world.data.size
+        number, shares = self._number_of(batch), self._world.data.shares
         bounds = [slice(*bound) for bound in microbatch_bounds(len(batch), number)]
 
         def filled(rank: int) -> list[int]:
-            owned = owned_microbatches(number, ranks, rank)
+            owned = owned_microbatches(number, shares, rank)
             return [number for number in owned if bounds[number].start < bounds[number].stop]
 
         own = filled(self._world.data.rank)
@@ -350,7 +354,7 @@ class Loader:
             return local
         # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.
         filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)
-        return local + [filler] * (max(len(filled(rank)) for rank in range(ranks)) - len(own))
+        return local + [filler] * (max(len(filled(rank)) for rank in range(rank_count(shares))) - len(own))
 
     def _loaded(self, requests: Sequence[MicrobatchRequest]) -> Iterator[Microbatch]:
         for item in self._items(requests):

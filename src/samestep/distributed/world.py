@@ -23,6 +23,7 @@ from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.errors import InputError, PeerLostError
+from samestep.microbatches import Shares
 
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
@@ -65,6 +66,7 @@ class World:
         mesh: device mesh of the strategy; None for plain replication.
         timeout: time limit of a collective.
         data_world: ranks that share the data, this rank among them, if these are not all ranks.
+        uneven_shares: share of the microbatches of each rank; None for equal shares.
     """
 
     rank: int
@@ -76,6 +78,12 @@ class World:
     mesh: DeviceMesh | None = None
     timeout: timedelta = dist.default_pg_timeout
     data_world: World | None = None
+    uneven_shares: tuple[int, ...] | None = None
+
+    @property
+    def shares(self) -> Shares:
+        """Shares of the ranks that share the data, in the microbatches."""
+        return self.uneven_shares or self.size
 
     @cached_property
     def mesh_shape(self) -> MeshShape:
@@ -103,9 +111,10 @@ class World:
         """Whether this rank has received a request to end. Ranks agree on requests at the end of a step."""
         return self.context.stop()
 
-    def subworld(self, group: dist.ProcessGroup) -> World:
+    def subworld(self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
-        return World(dist.get_rank(group), dist.get_world_size(group), self.device, self.context, group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return World(rank, size, self.device, self.context, group, uneven_shares=uneven_shares)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics with the loggers of `samestep.start`. Only rank 0 logs; other ranks return at once."""
@@ -160,8 +169,9 @@ def build_world(
         InputError: the strategy has no mesh for this number of ranks.
     """
     shape = resolve_mesh(strategy, size)
+    shares = strategy.shares if strategy.shares and size > 1 else None
     if not shape.splits_model:
-        return World(rank, size, device, context, strategy=strategy, timeout=timeout)
+        return World(rank, size, device, context, strategy=strategy, timeout=timeout, uneven_shares=shares)
     # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in this process would call
     # groups that no longer exist, or other groups of the same names.
     debug._clear_python_sharding_prop_cache()
@@ -178,8 +188,10 @@ def build_world(
     if shape.data_size < size:
         dims = [AXES.index("replicate"), AXES.index("shard")]
         group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
-        data_world = World(dist.get_rank(group), dist.get_world_size(group), device, context, group)
-    return World(rank, size, device, context, strategy=strategy, mesh=mesh, timeout=timeout, data_world=data_world)
+        rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
+        data_world = World(rank_of_data, data_size, device, context, group, uneven_shares=shares)
+    own_shares = shares if data_world is None else None
+    return World(rank, size, device, context, None, strategy, mesh, timeout, data_world, own_shares)
 
 
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:

@@ -352,7 +352,7 @@ class ForwardState:
         equal = [name for name in self._active if self._rule(name) == "equal"]
         last = [name for name in self._active if self._rule(name) == "last"]
         results = {name: own.get(name, self._start[name]) for name in (*equal, *last)}
-        sent = last if tree.is_shared_by_all(world.size) else [*equal, *last]  # some ranks have no microbatch
+        sent = last if tree.is_shared_by_all(world.shares) else [*equal, *last]  # some ranks have no microbatch
         if sent and world.size > 1:
             data = torch.cat([bytes_of(results[name]).to(world.device) for name in sent])
             world.broadcast(data, world.size - 1)

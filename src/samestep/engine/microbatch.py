@@ -270,7 +270,7 @@ class StepRunner(ABC):
     def sum_stats(self, tree: MicrobatchTree, stats: LocalStats, save: bool) -> TensorFuture:
         """Start the sum of the statistics of all microbatches; `save` is a request for a checkpoint."""
         data, length, requests = self.world.data, self.buffers.length, (self.world.stop_requested, save)
-        cover, in_order = tree.cover(data.rank, data.size), length > self.buffers.control_length
+        cover, in_order = tree.cover(data.rank, data.shares), length > self.buffers.control_length
         step_hash = self.world.context.collective_check.step_hash
         vectors = stats.vectors(
             tree, cover, self.world.device, length, in_order=in_order, requests=requests, step_hash=step_hash
@@ -338,7 +338,7 @@ class SequentialRunner(StepRunner):
     def joins_check(self, batch: GlobalBatch) -> bool:
         # An early message of a step could meet one of another operation.
         communicates = self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates
-        is_shared_by_all = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.size)
+        is_shared_by_all = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.data.shares)
         return is_shared_by_all and not communicates and not may_have_one_value(batch, self.model)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:

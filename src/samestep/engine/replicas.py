@@ -339,10 +339,10 @@ class SyncBatchNormRunner(StepRunner):
 
     def _active_group(self, tree: MicrobatchTree) -> dist.ProcessGroup | None:
         """Return the group of the ranks with samples in `tree`, None for all ranks; a collective of all ranks."""
-        size = self.world.size
-        if tree.is_shared_by_all(size):
+        covers = tree.covers(self.world.shares)
+        if all(covers):
             return None
-        ranks = tuple(rank for rank in range(size) if tree.cover(rank, size))
+        ranks = tuple(rank for rank, cover in enumerate(covers) if cover)
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), timeout=self.world.timeout)
         return self._groups[ranks]

@@ -65,7 +65,7 @@ class DdpStrategy(Strategy):
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
         is_deferred = self._is_deferred or self.calls_plain_model
-        is_shared_by_all = tree.is_shared_by_all(self._world.size) and not is_deferred
+        is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not is_deferred
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
             with self._first_failure():
@@ -89,7 +89,7 @@ class DdpStrategy(Strategy):
         del self._ddp, self.module  # the reducer keeps shapes and types of parameters in the autograd graph
 
     def finish(self, tree: MicrobatchTree) -> None:
-        if self._is_deferred or self.calls_plain_model or not tree.is_shared_by_all(self._world.size):
+        if self._is_deferred or self.calls_plain_model or not tree.is_shared_by_all(self._world.shares):
             with self._first_failure():
                 reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
         if self._is_first:  # all ranks must reduce in the same way

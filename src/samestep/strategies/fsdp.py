@@ -165,7 +165,10 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self, world: World) -> None:
         assert world.mesh is not None
         self._data, self._shards = world.data, world.subworld(world.mesh.get_group("shard"))
-        self._copies = world.subworld(world.mesh.get_group("replicate")) if world.mesh_shape.replicate > 1 else None
+        shares, shards, self._copies = self._data.uneven_shares, world.mesh_shape.shard, None
+        if world.mesh_shape.replicate > 1:
+            of_copies = shares and tuple(sum(shares[first : first + shards]) for first in range(0, len(shares), shards))
+            self._copies = world.subworld(world.mesh.get_group("replicate"), of_copies)
         self._sums: dict[Node, torch.Tensor] = {}
         self.backward: _Backward | None = None
 
@@ -201,7 +204,7 @@ class TreeReduceScatter(ReduceScatter):
                     "of 0",
                 )
             values, self._sums = {**self._sums, self.backward.node: input_tensor}, {}
-            for node in tree.cover(self._data.rank, self._data.size):
+            for node in tree.cover(self._data.rank, self._data.shares):
                 self._sums |= tree.merge(node, values, _add)
         if not self.backward.last:
             output_tensor.zero_()
@@ -220,7 +223,7 @@ class TreeReduceScatter(ReduceScatter):
         """Return this rank's part of the sums of its copy of the model, one per subtree that the copy owns."""
         rank, size = self._shards.rank, self._shards.size
         first = self._data.rank - rank  # data ranks of a copy are consecutive
-        covers = [tree.cover(first + shard, self._data.size) for shard in range(size)]
+        covers = [tree.cover(first + shard, self._data.shares) for shard in range(size)]
         parts = [self._sums[node].view(size, -1) for node in covers[rank]]
         rows = {shard: list(part.new_empty(len(covers[shard]), part.numel())) for shard in range(size)}
         peers = [(rank + offset) % size for offset in range(1, size)]
@@ -229,8 +232,8 @@ class TreeReduceScatter(ReduceScatter):
         self._shards.run_collective(lambda: communicate(self._shards, sent, received), "a reduce-scatter")
         rows[rank] = [rows_of_sum[rank] for rows_of_sum in parts]
         values = {node: row for shard in range(size) for node, row in zip(covers[shard], rows[shard], strict=True)}
-        copies, number = self._data.size // size, self._data.rank // size
-        return [tree.merge(node, values, _add)[node] for node in tree.cover(number, copies)]
+        copies = self._copies.shares if self._copies is not None else 1
+        return [tree.merge(node, values, _add)[node] for node in tree.cover(self._data.rank // size, copies)]
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -256,7 +259,7 @@ class FsdpStrategy(Strategy):
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        owned = owned_microbatches(tree.microbatches, self._data.size, self._data.rank)
+        owned = owned_microbatches(tree.microbatches, self._data.shares, self._data.rank)
         own = [number for number in owned if tree.has_samples((number, number + 1))]
         is_filler = self._computed >= len(own)
         for unit in self._units:

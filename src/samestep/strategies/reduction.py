@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
-from samestep.microbatches import owned_microbatches
+from samestep.microbatches import Shares, owned_microbatches, rank_count
 from samestep.strategies.buckets import flatten
 
 Node = tuple[int, int]
@@ -54,9 +54,9 @@ class MicrobatchTree:
         return self.samples * hi // self.microbatches > self.samples * lo // self.microbatches
 
     @lru_cache(maxsize=4096)  # noqa: B019  # a run has few trees, and each is two numbers
-    def cover(self, rank: int, size: int) -> tuple[Node, ...]:
-        """Return the largest subtrees with samples that rank `rank` of `size` owns completely, in order."""
-        owned = owned_microbatches(self.microbatches, size, rank)
+    def cover(self, rank: int, shares: Shares) -> tuple[Node, ...]:
+        """Return the largest subtrees with samples that a rank owns completely, in order."""
+        owned = owned_microbatches(self.microbatches, shares, rank)
 
         def descend(node: Node) -> tuple[Node, ...]:
             lo, hi = node
@@ -70,16 +70,20 @@ class MicrobatchTree:
         return descend((0, self.microbatches))
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def pairs_up(self, size: int) -> bool:
-        """Return whether each of `size` ranks owns one subtree, and these merge in pairs, level by level."""
+    def pairs_up(self, shares: Shares) -> bool:
+        """Return whether each rank owns one subtree, and these merge in pairs, level by level."""
         level: list[Node] = [(0, self.microbatches)]
-        while len(level) < size:
+        while len(level) < rank_count(shares):
             level = [child for node in level for child in children(node)]
-        return [self.cover(rank, size) for rank in range(size)] == [(node,) for node in level]
+        return self.covers(shares) == [(node,) for node in level]
 
-    def is_shared_by_all(self, size: int) -> bool:
-        """Return whether each of `size` ranks has samples; a last batch may be too small."""
-        return all(self.cover(rank, size) for rank in range(size))
+    def covers(self, shares: Shares) -> list[tuple[Node, ...]]:
+        """Return the largest subtrees with samples of each rank."""
+        return [self.cover(rank, shares) for rank in range(rank_count(shares))]
+
+    def is_shared_by_all(self, shares: Shares) -> bool:
+        """Return whether each rank has samples; a last batch may be too small."""
+        return all(self.covers(shares))
 
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
@@ -134,7 +138,7 @@ def tree_all_reduce(
     """
     if world.size == 1:
         return total
-    if not tree.pairs_up(world.size):
+    if not tree.pairs_up(world.shares):
         world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
     elif total.nbytes <= _SMALL_BYTES:
         world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
@@ -175,7 +179,7 @@ def _reduce_by_slices(
 ) -> None:
     length, size = total.numel(), world.size
     slices = [slice(length * rank // size, length * (rank + 1) // size) for rank in range(size)]
-    covers = [tree.cover(rank, size) for rank in range(size)]
+    covers = tree.covers(world.shares)
     own = total[slices[world.rank]]
     peers = [(world.rank + offset) % size for offset in range(1, size)]
     rows = {peer: list(total.new_empty(len(covers[peer]), own.numel())) for peer in peers}
@@ -286,7 +290,7 @@ class Reduction(ABC):
     def _merge(self, tree: MicrobatchTree, values: Mapping[Node, Tensors]) -> dict[Node, Tensors]:
         """Add all pairs of subtrees of this rank of which both operands are available."""
         merged: dict[Node, Tensors] = {}
-        for node in tree.cover(self._world.rank, self._world.size):
+        for node in tree.cover(self._world.rank, self._world.shares):
             merged |= tree.merge(node, values, _add)
         return merged
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
 from samestep.strategies.reduction import MicrobatchTree, Node, children
 
 Sum = Any  # a microbatch's number, or a pair of sums
@@ -27,9 +27,12 @@ def trees(draw: st.DrawFn) -> MicrobatchTree:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, int]:
+def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, Shares]:
+    """Return a tree, and equal or unequal shares of at most as many ranks as microbatches."""
     tree = draw(trees())
-    return tree, draw(st.integers(1, tree.microbatches))
+    size = draw(st.integers(1, tree.microbatches))
+    unequal = st.lists(st.integers(1, 5), min_size=size, max_size=size).map(tuple)
+    return tree, draw(st.one_of(st.just(size), unequal))
 
 
 def present(tree: MicrobatchTree) -> list[int]:
@@ -68,26 +71,26 @@ def test_a_node_has_samples_if_a_microbatch_below_has(tree: MicrobatchTree) -> N
 
 
 @given(worlds())
-def test_covers_partition_the_microbatches_with_samples(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
+def test_covers_partition_the_microbatches_with_samples(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
     covered = []
-    for rank in range(size):
-        owned = owned_microbatches(tree.microbatches, size, rank)
-        for lo, hi in tree.cover(rank, size):
+    for rank in range(rank_count(shares)):
+        owned = owned_microbatches(tree.microbatches, shares, rank)
+        for lo, hi in tree.cover(rank, shares):
             assert owned.start <= lo < hi <= owned.stop
             covered += [microbatch for microbatch in range(lo, hi) if microbatch in present(tree)]
     assert covered == present(tree)
 
 
 @given(worlds())
-def test_covers_are_the_largest_subtrees(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
+def test_covers_are_the_largest_subtrees(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
     parents = {
         half: node for node in nodes_below((0, tree.microbatches)) if node[1] - node[0] > 1 for half in children(node)
     }
-    for rank in range(size):
-        owned = owned_microbatches(tree.microbatches, size, rank)
-        for node in tree.cover(rank, size):
+    for rank in range(rank_count(shares)):
+        owned = owned_microbatches(tree.microbatches, shares, rank)
+        for node in tree.cover(rank, shares):
             lo, hi = parents.get(node, (-1, tree.microbatches + 1))
             assert not owned.start <= lo < hi <= owned.stop
             assert tree.has_samples(node)
@@ -100,12 +103,12 @@ def nodes_below(node: Node) -> list[Node]:
 
 
 @given(worlds())
-def test_the_sum_does_not_depend_on_the_number_of_ranks(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
+def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
     sums: dict[Node, Sum] = {}
-    for rank in range(size):
-        owned = leaves(tree, owned_microbatches(tree.microbatches, size, rank))
-        for node in tree.cover(rank, size):
+    for rank in range(rank_count(shares)):
+        owned = leaves(tree, owned_microbatches(tree.microbatches, shares, rank))
+        for node in tree.cover(rank, shares):
             merged = tree.merge(node, owned, add)
             assert list(merged) == [node]
             sums |= merged
@@ -113,55 +116,55 @@ def test_the_sum_does_not_depend_on_the_number_of_ranks(world: tuple[MicrobatchT
 
 
 @given(worlds())
-def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
+def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
     sums: dict[Node, Sum] = {}
-    for rank in range(size):
-        sums |= add_early(tree, rank, size, lambda sums: None)
+    for rank in range(rank_count(shares)):
+        sums |= add_early(tree, rank, shares, lambda sums: None)
     assert tree.sum(sums, add) == reference(tree)
 
 
 @given(worlds())
-def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
+def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
     levels = tree.microbatches.bit_length() + 1
-    for rank in range(size):
-        cover = len(tree.cover(rank, size))
+    for rank in range(rank_count(shares)):
+        cover = len(tree.cover(rank, shares))
         counts: list[int] = []
-        add_early(tree, rank, size, lambda sums, counts=counts: counts.append(len(sums)))
+        add_early(tree, rank, shares, lambda sums, counts=counts: counts.append(len(sums)))
         assert max(counts, default=0) <= cover + levels
 
 
 def add_early(
-    tree: MicrobatchTree, rank: int, size: int, inspect: Callable[[dict[Node, Sum]], None]
+    tree: MicrobatchTree, rank: int, shares: Shares, inspect: Callable[[dict[Node, Sum]], None]
 ) -> dict[Node, Sum]:
     """Return the sums of a rank that adds each microbatch to available sums at once."""
     sums: dict[Node, Sum] = {}
-    for leaf, value in leaves(tree, owned_microbatches(tree.microbatches, size, rank)).items():
+    for leaf, value in leaves(tree, owned_microbatches(tree.microbatches, shares, rank)).items():
         sums[leaf] = value
-        sums = {node: total for top in tree.cover(rank, size) for node, total in tree.merge(top, sums, add).items()}
+        sums = {node: total for top in tree.cover(rank, shares) for node, total in tree.merge(top, sums, add).items()}
         inspect(sums)
     return sums
 
 
 @given(worlds())
-def test_pairs_of_ranks_compute_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
-    if not tree.pairs_up(size):
+def test_pairs_of_ranks_compute_the_same_sum(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
+    if not tree.pairs_up(shares):
         return
     sums = []
-    for rank in range(size):
-        (node,) = tree.cover(rank, size)
-        sums.append(tree.merge(node, leaves(tree, owned_microbatches(tree.microbatches, size, rank)), add)[node])
+    for rank in range(rank_count(shares)):
+        (node,) = tree.cover(rank, shares)
+        sums.append(tree.merge(node, leaves(tree, owned_microbatches(tree.microbatches, shares, rank)), add)[node])
     distance = 1
-    while distance < size:
-        sums = [add(sums[rank], sums[rank ^ distance]) for rank in range(size)]
+    while distance < len(sums):
+        sums = [add(sums[rank], sums[rank ^ distance]) for rank in range(len(sums))]
         distance *= 2
     assert set(map(repr, sums)) == {repr(reference(tree))}
 
 
 @pytest.mark.parametrize(
-    ("tree", "size", "pairs"),
+    ("tree", "shares", "pairs"),
     [
         (MicrobatchTree(8, 64), 1, True),
         (MicrobatchTree(8, 64), 2, True),
@@ -174,17 +177,19 @@ def test_pairs_of_ranks_compute_the_same_sum(world: tuple[MicrobatchTree, int]) 
         (MicrobatchTree(6, 64), 4, True),
         (MicrobatchTree(8, 3), 2, True),
         (MicrobatchTree(8, 3), 4, False),
+        (MicrobatchTree(8, 64), (3, 3), True),
+        (MicrobatchTree(8, 64), (5, 3), False),
     ],
 )
-def test_ranks_pair_up_if_each_owns_one_subtree(tree: MicrobatchTree, size: int, pairs: bool) -> None:
-    assert tree.pairs_up(size) == pairs
+def test_ranks_pair_up_if_each_owns_one_subtree(tree: MicrobatchTree, shares: Shares, pairs: bool) -> None:
+    assert tree.pairs_up(shares) == pairs
 
 
 @given(worlds())
-def test_a_batch_is_shared_by_all_if_each_rank_has_samples(world: tuple[MicrobatchTree, int]) -> None:
-    tree, size = world
-    loads = [leaves(tree, owned_microbatches(tree.microbatches, size, rank)) for rank in range(size)]
-    assert tree.is_shared_by_all(size) == all(loads)
+def test_a_batch_is_shared_by_all_if_each_rank_has_samples(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
+    owned = [owned_microbatches(tree.microbatches, shares, rank) for rank in range(rank_count(shares))]
+    assert tree.is_shared_by_all(shares) == all(leaves(tree, microbatches) for microbatches in owned)
 
 
 def test_a_node_without_values_has_no_sum() -> None:

@@ -235,7 +235,7 @@ def bucket_count(size: int) -> int:
 def _all_reduce_seconds(world: World, microbatches: int, reduction: Reduction, size: int, buckets: int) -> float:
     tree = MicrobatchTree(microbatches, microbatches)
     elements = max(1, size // 4 // buckets)
-    gradients = [torch.zeros(elements, device=world.device) for _ in tree.cover(world.rank, world.size)]
+    gradients = [torch.zeros(elements, device=world.device) for _ in tree.cover(world.rank, world.shares)]
 
     def run() -> None:
         for _ in range(buckets):
