@@ -49,6 +49,7 @@ MISTAKES = {
     "order_repeated": {"repeated-order"},
     "parameters_initial": {"different-parameters"},
     "parameters_loaded": {"different-parameters"},
+    "position": {"lost-position"},
     "repeated_samples": {"repeated-samples"},
     "repeated_samples_of_rank": {"repeated-samples", "missing-samples"},
     "schedule": {"schedule-stepped-too-often"},

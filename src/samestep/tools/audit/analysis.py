@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.padding import Padding
 
+from samestep.tools.audit.checkpoint_findings import checkpoint_findings
 from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import read_events
 from samestep.tools.audit.findings import Finding, plural
@@ -44,12 +45,13 @@ def analyse(folder: Path) -> Analysis:
     processes = list(read_events(folder))
     worlds = [world for world in group_worlds(processes) if world.events("update")[0] or world.events("pass")[0]]
     failures = [f"{e['observer']}: {e['error']}" for events in processes for e in events if e["kind"] == "failure"]
-    return Analysis([_analysis(world) for world in worlds], list(dict.fromkeys(failures)))
+    return Analysis([_analysis(world, worlds) for world in worlds], list(dict.fromkeys(failures)))
 
 
-def _analysis(world: World) -> WorldAnalysis:
+def _analysis(world: World, worlds: list[World]) -> WorldAnalysis:
     steps = max((event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0]), default=0)
-    findings = _merged((*step_findings(world), *data_findings(world)))
+    others = [other for other in worlds if other is not world]
+    findings = _merged((*step_findings(world), *data_findings(world), *checkpoint_findings(world, others)))
     return WorldAnalysis(world.program, world.size, steps, findings)
 
 

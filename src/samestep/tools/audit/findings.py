@@ -18,6 +18,7 @@ NAMES = {
     "schedule-stepped-too-often": "A scheduler makes several steps per optimizer step and ends too early.",
     "loss-normalisation": "Means over different numbers of targets are averaged with equal weights.",
     "non-finite-values": "Training continues with parameters that are not finite.",
+    "lost-position": "A run that resumes within an epoch begins with the first batch of an epoch.",
     "files-written-by-several-ranks": "Several ranks write the same file.",
 }
 

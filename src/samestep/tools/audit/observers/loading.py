@@ -53,6 +53,7 @@ class LoadingObserver:
         self._session = session
         self._before_pass = before_pass
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._latest: dict[int, _Pass] = {}  # by loader; a loop that breaks deletes its iterator
         self._count = 0
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loader_count = 0
@@ -69,7 +70,8 @@ class LoadingObserver:
             self._loader_count += 1
         self._count += 1
         length = len(iterator._index_sampler) if hasattr(iterator._index_sampler, "__len__") else None
-        self._passes[iterator] = _Pass(self._count, self._session.steps, length)
+        current = _Pass(self._count, self._session.steps, length)
+        self._passes[iterator] = self._latest[self._loaders[loader]] = current
         sampler = _sampler(loader)
         root, _ = _root(iterator._dataset, [])
         self._session.emit(
@@ -78,6 +80,7 @@ class LoadingObserver:
             loader=self._loaders[loader],
             dataset=type(root).__name__,
             samples=len(iterator._dataset),
+            length=length,
             subset=_subset_hash(iterator._dataset),
             fingerprint=_fingerprint(root),
             sampler=type(sampler).__name__,
@@ -122,6 +125,10 @@ class LoadingObserver:
         self._last_ended = current
         self._session.emit("pass_end", number=current.number, optimizer=self._session.optimizer)
 
+    def positions(self) -> list[list[int]]:
+        """Return the numbers of the passes of known length that have begun and not ended, with their batches."""
+        return [[one.number, one.batches] for one in self._latest.values() if 0 < one.batches < (one.length or 0)]
+
     def counted(self, tensor: Any, operation: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
         current = self._last_ended
@@ -139,6 +146,7 @@ class LoadingObserver:
 def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
     """Observe the iterators of all loaders, and the reductions of counts."""
     observer = LoadingObserver(session, before_pass)
+    session.positions = observer.positions
     begin, drawn = session.guarded(observer.begin), session.guarded(observer.drawn)
     yielded, ended = session.guarded(observer.yielded), session.guarded(observer.ended)
     base: Any = torch_dataloader._BaseDataLoaderIter
