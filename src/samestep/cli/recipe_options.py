@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.launch_options import PRELOAD, parse_process_count
@@ -44,7 +44,7 @@ def all_overrides(arguments: argparse.Namespace) -> list[str]:
         InputError: the mesh or the shares are invalid.
     """
     strategy, mesh = arguments.strategy, arguments.mesh
-    section = {"mesh": _parse_mesh(mesh, f"--mesh {mesh}")} if mesh is not None else {}
+    section: dict[str, Any] = {"mesh": _parse_mesh(mesh, f"--mesh {mesh}")} if mesh is not None else {}
     if arguments.shares is not None:
         section["shares"] = _parse_shares(arguments.shares)
     if strategy is not None:
