@@ -186,6 +186,11 @@ class MLflowLogger(MetricLogger):
         if time.monotonic() - self._last_flush > _FLUSH_SECONDS or len(self._pending) >= _MAX_METRICS:
             self._flush()
 
+    def log_event(self, event: Event) -> None:
+        super().log_event(event)
+        if event["event"] == "checkpoint":  # a run that is killed continues after this step
+            self._flush()
+
     def close(self) -> None:
         if self._client is not None or self._pending:
             self._flush()

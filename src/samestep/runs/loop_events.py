@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ _OTHER = "loaded"  # prefix of the evaluation of another state than that of the 
 class LoopEvents(Callback):
     """Logs steps, evaluations and checkpoints of the engines of a world, and knows the progress of this rank.
 
-    A step is logged if `interval` seconds have passed since the last logged one, if it was skipped, and before any
+    A step is logged if `STEP_SECONDS` have passed since the last logged one, if it was skipped, and before any
     other event. Its speed and its wait for data are means over the steps since then. All values are on the host
     already. The first engine defines the steps of the run; values of other engines are metrics with their names.
 
@@ -32,8 +33,8 @@ class LoopEvents(Callback):
         is_new: the run has no earlier part.
     """
 
-    def __init__(self, logger: RunLogger, *, is_new: bool, interval: float = STEP_SECONDS) -> None:
-        self._logger, self._interval = logger, interval
+    def __init__(self, logger: RunLogger, *, is_new: bool) -> None:
+        self._logger = logger
         self._engines, self._names = 0, WeakKeyDictionary[Engine, str]()
         self._began = self._mark = time.perf_counter()
         self._last: int | None = 0 if is_new else None  # last step of this process; None before
@@ -85,7 +86,7 @@ class LoopEvents(Callback):
     def end_step(self, engine: Engine, result: StepResult) -> None:
         now = time.perf_counter()
         if name := self._names[engine]:
-            if now - self._logged.get(name, 0.0) >= self._interval:
+            if now - self._logged.get(name, -math.inf) >= STEP_SECONDS:
                 self._logged[name] = now
                 self._logger.log_metrics(result.step, {f"{name}loss": result.loss, f"{name}lr": result.lr})
             return
@@ -96,7 +97,7 @@ class LoopEvents(Callback):
         self._local_samples += self._local_size
         self._seconds += now - self._mark
         self._mark = now
-        is_due = now - self._logged.get(name, 0.0) >= self._interval
+        is_due = now - self._logged.get(name, -math.inf) >= STEP_SECONDS
         self._pending = result
         if is_due or result.skipped:
             self._logged[name] = now

@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,14 @@ def test_write_error_ends_the_run_after_all_loggers_are_closed() -> None:
         RunLogger([FullDisk()]).log_event("note", text="a")
 
 
+def test_failure_is_the_last_event() -> None:
+    logger = MemoryLogger()
+    with pytest.raises(InputError), RunLogger([logger]):
+        raise InputError("a value", code="E_VALUE")
+    assert logger.events == [{"event": "failure", "code": "E_VALUE", "exit_code": EXIT_INPUT, "text": "a value"}]
+    assert logger.is_closed
+
+
 def test_write_error_does_not_hide_the_first_error() -> None:
     with pytest.raises(ZeroDivisionError) as failure, RunLogger([FullDisk()]):
         1 / 0  # noqa: B018
@@ -240,6 +250,18 @@ def test_tensorboard_drops_lost_steps_of_a_resumed_run(tmp_path: Path) -> None:
     assert scalars(tmp_path, "my/metric") == [(6, 4.0)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside TensorBoard
+def test_tensorboard_hides_steps_that_an_event_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "tensorboard"
+    for start in (1, 3):
+        logger = TensorBoardLogger(path, 0)
+        logger.log_event({"event": "resume", "step": start - 1})
+        for step in range(start, start + 4):
+            logger.log_event({**STEP, "step": step, "loss": float(start)})
+        logger.close()
+    assert scalars(path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0), (6, 3.0)]
+
+
 def test_tensorboard_writes_no_file_without_metrics(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path / "tensorboard")
     logger.log_event({"event": "note", "text": "a"})
@@ -254,7 +276,7 @@ WITHOUT_TELEMETRY = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true",
 
 
 def run_python(folder: Path, code: str, *arguments: str) -> None:
-    environment = {**os.environ, **WITHOUT_TELEMETRY}
+    environment = {**os.environ, **WITHOUT_TELEMETRY, "TRACKIO_DIR": str(folder / "store")}
     subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=environment, check=True, timeout=120)
 
 
@@ -309,6 +331,22 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, history])
     assert history["train/loss"] == [[3, 0.5], [4, 0.5]]
     assert history["evaluation/accuracy"] == [[3, 0.9125], [4, 0.9125]]
     assert len(history["my/metric"]) == 2
+
+
+def test_trackio_stores_metrics_and_resumes_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", minversion="0.10")
+    (tmp_path / "first").mkdir()
+    run_python(tmp_path, TWO_PARTS, "TrackioLogger", json.dumps(STEP), json.dumps(EVALUATION))
+    name = (tmp_path / "first" / "trackio" / "run-id.txt").read_text(encoding="utf-8")
+    assert name.startswith("first-")
+    with closing(sqlite3.connect(tmp_path / "store" / "samestep.db")) as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        ((config,),) = store.execute("select config from configs").fetchall()
+    values = [(run, step, json.loads(metrics)) for run, step, metrics in rows]
+    assert {run for run, _, _ in values} == {name}
+    losses = [(step, row["train/loss"]) for _, step, row in values if "train/loss" in row]
+    assert losses == [(3, 0.5), (4, 0.5)]
+    assert json.loads(config)["optimizer"] == {"name": "sgd", "options": {"lr": 0.1}}
 
 
 # --- terminal ---------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from samestep.checkpoint.lock import FolderLock
 from samestep.errors import InputError
+from samestep.tools.top.display import render
 from samestep.tools.top.run_status import LastEvents, RunReader, RunStatus
 
 
@@ -89,6 +91,28 @@ def test_run_from_before_its_start_to_its_end(tmp_path: Path) -> None:
     assert read(reader).state == "ended"
     with FolderLock(run):
         assert read(reader).state == "running"
+
+
+def test_run_of_a_custom_loop_has_optional_epochs_and_can_fail(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "run.json").write_text("{}", encoding="utf-8")
+    reader = RunReader(run)
+    with FolderLock(run):
+        log(run, event="step", step=7, loss=0.5)
+        status = read(reader)
+        assert (status.state, status.epoch, status.epochs, status.steps, status.step) == ("running", 0, None, None, 7)
+        log(run, event="step", step=8, epoch=0, step_in_epoch=8, steps_in_epoch=10, epochs=2, loss=0.5)
+        status = read(reader)
+        assert (status.epoch, status.epochs, status.steps, status.progress) == (1, 2, 20, 0.4)
+        log(run, event="failure", code="E_NONFINITE", exit_code=1, text="the loss is nan")
+        assert read(reader).state == "running"
+    status = read(reader)
+    assert (status.state, (status.failure or {})["code"], status.unreadable_lines) == ("failed", "E_NONFINITE", 0)
+    text = "".join(segment.text for segment in Console(width=100).render(render(status, 100)))
+    assert "failed  the loss is nan [E_NONFINITE]" in text
+    log(run, event="step", step=9, epoch="?", loss=0.5)
+    assert read(reader).unreadable_lines == 1
 
 
 def test_ranks_decide_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

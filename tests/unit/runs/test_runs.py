@@ -1,0 +1,222 @@
+"""Run directories of custom loops: events, ends and invalid input."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.data.loader import Loader
+from samestep.distributed.world import World
+from samestep.engine.engine import Engine
+from samestep.errors import EXIT_FAILED, InputError
+from samestep.launcher.failure import RankError
+from samestep.loggers.logger import JsonlLogger
+from samestep.runs import loop_events
+from samestep.runs.folder import run_directory
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def parts(world: World, lr: float = 0.1) -> tuple[Engine, Loader]:
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 4)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+    batches = samestep.loader(data, batch_size=10, microbatches=4, world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world), batches
+
+
+def fast_epoch(run: Path) -> None:
+    """Steps within one interval, two evaluations, and one of another state."""
+    loop_events.STEP_SECONDS = 1e9
+    with samestep.start(device="cpu", run=run) as world:
+        engine, batches = parts(world)
+        for batch in batches:
+            engine.step(batch)
+        for _ in range(2):
+            engine.evaluate(batches, ["accuracy"])
+        engine.steps = 2
+        engine.evaluate(batches)
+
+
+def test_steps_have_a_bounded_rate_and_evaluations_are_distinct(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "b"
+    samestep.launch(in_folder, tmp_path, fast_epoch, run, processes=2)
+    events = read_events(run)
+    assert [event["event"] for event in events] == [
+        *("config", "step", "step", "evaluation", "evaluation", "metrics", "end")
+    ]
+    config, first, last, one, two, loaded, end = events
+    assert (config["config"]["batch_size"], config["config"]["optimizer"]["name"]) == (10, "SGD")
+    assert [(step["step"], step["step_in_epoch"], step["steps_in_epoch"]) for step in (first, last)] == [
+        (1, 1, 4),
+        (4, 4, 4),
+    ]
+    assert all(step["samples_per_second"] > 0 and step["data_seconds"] > 0 for step in (first, last))
+    assert (one["step"], one["epoch"], one["samples"]) == (4, 1, 40)
+    assert (two["loss_2"], two["accuracy_2"]) == (one["loss"], one["accuracy"])
+    assert (loaded["step"], loaded["values"]) == (2, {"loaded/loss": one["loss"]})
+    assert (end["stopped"], end["step"]) == (False, 4)
+
+
+def in_folder(folder: Path, function: Callable[[Path], Any], run: Path) -> Any:
+    with chdir(folder):
+        return function(run)
+
+
+def two_engines(run: Path) -> None:
+    with samestep.start(device="cpu", run=run) as world:
+        engine, batches = parts(world)
+        other, _ = parts(world, lr=0.25)
+        for batch in batches:
+            engine.step(batch)
+            other.step(batch)
+            break
+        other.evaluate(batches)
+
+
+def test_values_of_a_second_engine_are_metrics(tmp_path: Path) -> None:
+    samestep.launch(two_engines, tmp_path / "run", processes=1)
+    metrics = [event for event in read_events(tmp_path / "run") if event["event"] == "metrics"]
+    assert [sorted(event["values"]) for event in metrics] == [
+        ["engine 2/loss", "engine 2/lr"],
+        ["engine 2/evaluation/loss"],
+    ]
+    assert metrics[0]["values"]["engine 2/lr"] == 0.25
+
+
+def exits(run: Path, how: str) -> None:
+    with samestep.start(device="cpu", run=run) as world:
+        engine, batches = parts(world)
+        engine.step(next(iter(batches)))
+        if how == "exit":
+            sys.exit(0)
+        if how == "error":
+            raise InputError("a value", code="E_VALUE")
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+            engine.step(next(iter(batches)))
+
+
+def initializes(run: Path, how: str) -> None:
+    world = samestep.init(device="cpu", run=run)
+    engine, batches = parts(world)
+    engine.step(next(iter(batches)))
+    if how == "error":
+        raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("function", "how", "last"),
+    [
+        (exits, "error", {"event": "failure", "code": "E_VALUE", "exit_code": 2, "text": "a value"}),
+        (
+            initializes,
+            "error",
+            {
+                "event": "failure",
+                "code": "E_RANK_FAILED",
+                "exit_code": EXIT_FAILED,
+                "text": "ValueError: no such thing",
+            },
+        ),
+        (initializes, "end", {"event": "end", "stopped": False, "step": 1}),
+        (exits, "stop", {"event": "end", "stopped": True, "step": 2}),
+    ],
+)
+def test_last_event_is_the_end_of_the_loop(
+    tmp_path: Path, function: Callable[..., None], how: str, last: dict[str, Any]
+) -> None:
+    if how == "error":
+        with pytest.raises(RankError):
+            samestep.launch(function, tmp_path / "run", how, processes=1)
+    else:
+        samestep.launch(function, tmp_path / "run", how, processes=1)
+    event = read_events(tmp_path / "run")[-1]
+    assert {name: event[name] for name in last} == last
+
+
+def test_exit_of_the_script_is_an_end(tmp_path: Path) -> None:
+    with pytest.raises(RankError):  # a rank that exits by itself ends the launch
+        samestep.launch(exits, tmp_path / "run", "exit", processes=1)
+    assert read_events(tmp_path / "run")[-1]["event"] == "end"
+
+
+# --- invalid input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/tmp", "a\nb"])
+def test_name_of_a_run_is_that_of_a_folder(name: str) -> None:
+    with pytest.raises(InputError) as failure:
+        run_directory(name)
+    assert failure.value.code == "E_RUN_NAME"
+
+
+def refused(cases: list[tuple[Any, list[Any]]]) -> list[str]:
+    codes = []
+    for run, loggers in cases:
+        try:
+            with samestep.start(device="cpu", run=run, loggers=loggers):
+                codes.append("accepted")
+        except InputError as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_directories_and_loggers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    recipe, files, mine = tmp_path / "recipe", tmp_path / "files", tmp_path / "mine"
+    recipe.mkdir()
+    (recipe / "recipe.yaml").write_text("epochs: 1\n", encoding="utf-8")
+    files.mkdir()
+    (files / "notes.txt").touch()
+    (mine / "checkpoints").mkdir(parents=True)
+    cases: list[tuple[Any, list[Any]]] = [
+        (recipe, []),
+        (files, []),
+        (files / "notes.txt" / "run", []),
+        (tmp_path / "new", ["paper"]),
+        (tmp_path / "new", ["progress"]),
+        (None, ["tensorboard"]),
+        (mine, [JsonlLogger(tmp_path / "own.jsonl")]),
+        (mine, []),
+    ]
+    assert samestep.launch(refused, cases, processes=1) == [
+        *("E_OUTPUT", "E_OUTPUT", "E_LOCK_FAILED", "E_UNKNOWN_LOGGER", "E_UNKNOWN_LOGGER", "E_UNKNOWN_LOGGER"),
+        *("accepted", "accepted"),
+    ]
+    assert sorted(path.name for path in recipe.iterdir()) == ["recipe.yaml"]
+    assert not (tmp_path / "new").exists()
+
+
+def start_by_rank(folder: Path) -> str:
+    from samestep.launcher.job import rank_and_size
+
+    with samestep.start(device="cpu", run=folder / str(rank_and_size()[0])):
+        return ""
+
+
+def test_ranks_have_the_same_run(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as failure:
+        samestep.launch(start_by_rank, tmp_path, processes=2)
+    assert failure.value.code == "E_RUN_NAME"
+
+
+def test_second_script_in_one_run_is_refused(tmp_path: Path) -> None:
+    from samestep.checkpoint.lock import FolderLock
+
+    with FolderLock(tmp_path / "run"):  # of this process; the rank is another one
+        assert samestep.launch(refused, [(tmp_path / "run", [])], processes=1) == ["E_LOCKED"]
