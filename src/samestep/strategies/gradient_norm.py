@@ -13,7 +13,8 @@ import torch
 
 _LANES = 32  # elements of a row that are not added before the exact sum; a power of two
 _CHUNK = 2**24  # elements that are squared at a time on an accelerator, which bounds the memory
-_MANTISSA, _INFINITE = 52, 2047  # bits of float64, and its biased exponent of infinity
+_EXPONENT = 0x7FF << 52  # bits of the exponent of float64
+_MANTISSA = 53  # bits of its mantissa
 
 
 def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -21,35 +22,36 @@ def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> 
 
     If gradients are divided by rows, all parts together have the values of the full gradients. No wait for a device.
     """
-    short: list[torch.Tensor] = []
-    long: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
+    roots: list[torch.Tensor] = []  # elements of short rows, and norms of rows
+    matrices: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel() == 0:
             continue
         width = gradient.numel() // (gradient.shape[0] if gradient.dim() else 1)
         if width <= _LANES:
-            short.append(gradient.reshape(-1).to(device, non_blocking=True))
+            roots.append(gradient.reshape(-1))
+        elif gradient.device.type == "cpu":
+            roots.append(row_norms(gradient.reshape(-1, width).contiguous()))
         else:
-            matrix = gradient.reshape(-1, width).contiguous()
-            long.setdefault((matrix.device, matrix.dtype, width), []).append(matrix)
-    values = [torch.cat(short).double().square_()] if short else [torch.zeros(1, dtype=torch.float64, device=device)]
-    for (source, _, width), matrices in long.items():
-        if source.type == "cpu":
-            values += [row_squares(matrix).to(device) for matrix in matrices]
-        else:
-            chunks = _chunks(matrices, max(1, _CHUNK // width))
-            values += [folded_squares(chunk).to(device, non_blocking=True) for chunk in chunks]
-    return torch.cat(values)
+            key = (gradient.device, gradient.dtype, width)
+            matrices.setdefault(key, []).append(gradient.reshape(-1, width))
+    if any(root.device != device for root in roots):
+        roots = [root.to(device, non_blocking=True) for root in roots]
+    values = [torch.cat(roots).double().square_()] if roots else [torch.zeros(1, dtype=torch.float64, device=device)]
+    for (*_, width), of_width in matrices.items():
+        for chunk in _chunks(of_width, max(1, _CHUNK // width)):
+            values.append(folded_squares(chunk).to(device, non_blocking=True))
+    return torch.cat(values) if len(values) > 1 else values[0]
 
 
-def row_squares(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each row of a contiguous matrix on a CPU, in the order of its kernel.
+def row_norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row of a contiguous matrix on a CPU, in the order of torch's kernel.
 
-    This kernel computes each row alone, with unaligned loads, in at least the accuracy of float32.
+    The kernel computes each row alone, with unaligned loads, here in float32 or float64.
     """
     rows = matrix if matrix.dtype.itemsize >= torch.float32.itemsize else matrix.float()
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.double().square_()
+    return norms
 
 
 def folded_squares(blocks: list[torch.Tensor]) -> torch.Tensor:
@@ -81,12 +83,11 @@ def sums_on_grids(values: torch.Tensor, largest: torch.Tensor, count: int) -> to
         Two float64 sums. Their total is that of the values, each rounded to `2**-104 * count**2` of the largest.
     """
     bits = count.bit_length()
-    # The addition of a power of two above `largest * count` rounds to a grid of 2**-52 of this power.
-    exponent = ((largest.view(torch.int64) >> _MANTISSA) + (bits + 1)).clamp_(max=_INFINITE)
-    power = 1.5 * (exponent << _MANTISSA).view(torch.float64)
+    # The power of two above `largest * count`; adding 1.5 times this power rounds to a grid on which sums are exact.
+    power = (largest.view(torch.int64) & _EXPONENT).view(torch.float64) * (1.5 * 2.0 ** (bits + 1))
     coarse = (values + power).sub_(power)
     rest = values - coarse
-    power = power * 2.0 ** (bits - _MANTISSA - 1)
+    power = power * 2.0 ** (bits - _MANTISSA)
     return torch.stack([coarse.sum(), rest.add_(power).sub_(power).sum()])
 
 

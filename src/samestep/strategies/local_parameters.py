@@ -162,7 +162,7 @@ class LocalParameters:
             names_by_groups.setdefault(groups, []).append(name)
         squares = {groups: self._partial_squares(names) for groups, names in names_by_groups.items()}
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        largest = torch.cat([total, *squares.values()]).amax()
+        largest = torch.stack([total[0], *(values.amax() for values in squares.values())]).amax()
         for group in dict.fromkeys(chain.from_iterable(division.groups for division in self._divisions.values())):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         self._reduce_over_stages(largest, dist.ReduceOp.MAX)

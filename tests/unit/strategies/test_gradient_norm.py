@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from samestep.strategies import gradient_norm
-from samestep.strategies.gradient_norm import folded_squares, partial_squares, row_squares, sums_on_grids
+from samestep.strategies.gradient_norm import folded_squares, partial_squares, row_norms, sums_on_grids
 from samestep.strategies.local_parameters import LocalParameters
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_norm_does_not_depend_on_strides() -> None:
 
 
 @pytest.mark.parametrize("width", [33, 64, 100, 4099])
-@pytest.mark.parametrize("squares", [row_squares, lambda matrix: folded_squares([matrix])], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("squares", [row_norms, lambda matrix: folded_squares([matrix])], ids=["cpu", "accelerator"])
 def test_sums_of_a_row_depend_on_the_row_alone(squares: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
     matrix = torch.randn(60, width, generator=torch.Generator().manual_seed(width))
     expected = squares(matrix).view(60, -1)
