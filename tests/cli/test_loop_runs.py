@@ -88,6 +88,7 @@ def test_killed_loop_continues_its_run_on_more_processes(tmp_path: Path, capfd: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_trackers_keep_their_run(tmp_path: Path) -> None:
     """The packages are imported in ranks only; both need seconds."""
     for package in ("wandb", "mlflow", "sqlalchemy"):

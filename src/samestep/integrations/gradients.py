@@ -17,6 +17,8 @@ class GradientsOnly(torch.optim.Optimizer):
         model: the model, whose trained parameters the optimizer holds.
     """
 
+    has_rate = False  # `lr` has no meaning
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         super().__init__(self._trained(), {"lr": 0.0})

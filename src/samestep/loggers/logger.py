@@ -63,7 +63,7 @@ class MetricLogger(Logger):
 
     def log_event(self, event: Event) -> None:
         if event["event"] == "step":
-            self.log(event["step"], {f"train/{name}": event[name] for name in _STEP_METRICS})
+            self.log(event["step"], {f"train/{name}": event[name] for name in _STEP_METRICS if name in event})
         elif event["event"] == "evaluation":
             values = {f"evaluation/{name}": float(v) for name, v in event.items() if name not in _NOT_METRICS}
             self.log(event["step"], values)

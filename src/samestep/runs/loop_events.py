@@ -26,7 +26,7 @@ class LoopEvents(Callback):
 
     A step is logged if `STEP_SECONDS` have passed since the last logged one, if it was skipped, and before any
     other event. Its speed and its wait for data are means over the steps since then. All values are on the host
-    already. The first engine defines the steps of the run; values of other engines are metrics with their names.
+    already. The first engine that steps defines the steps of the run; values of others are metrics with their names.
 
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.
@@ -35,11 +35,13 @@ class LoopEvents(Callback):
 
     def __init__(self, logger: RunLogger, *, is_new: bool) -> None:
         self._logger = logger
-        self._engines, self._names = 0, WeakKeyDictionary[Engine, str]()
+        self._engines, self._numbers = 0, WeakKeyDictionary[Engine, int]()
+        self._main: int | None = None  # number of the engine that made the first step
         self._began = self._mark = time.perf_counter()
         self._last: int | None = 0 if is_new else None  # last step of this process; None before
         self._logged: dict[str, float] = {}  # by engine: time of the last logged step
         self._pending: StepResult | None = None  # the last step, unless logged
+        self._rate: dict[str, float] = {}
         self._evaluations = 0  # of the state after the last step
         self._steps = self._samples = 0  # since the last logged step
         self._seconds = self._data_seconds = 0.0
@@ -56,10 +58,16 @@ class LoopEvents(Callback):
 
     def engine_created(self, engine: Engine) -> None:
         self._engines += 1
-        self._names[engine] = "" if self._engines == 1 else f"engine {self._engines}/"
+        self._numbers[engine] = self._engines
+
+    def _prefix(self, engine: Engine) -> str:
+        """Return the prefix of metrics of an engine; empty for the engine that defines the steps of the run."""
+        number = self._numbers[engine]
+        return "" if self._main in (None, number) else f"engine {number}/"
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
-        if not self._names[engine]:
+        if not self._prefix(engine):
+            self._main = self._numbers[engine]
             self._begin(engine, batch)
 
     def _begin(self, engine: Engine, batch: GlobalBatch) -> None:
@@ -85,10 +93,11 @@ class LoopEvents(Callback):
 
     def end_step(self, engine: Engine, result: StepResult) -> None:
         now = time.perf_counter()
-        if name := self._names[engine]:
+        if name := self._prefix(engine):
             if now - self._logged.get(name, -math.inf) >= STEP_SECONDS:
                 self._logged[name] = now
-                self._logger.log_metrics(result.step, {f"{name}loss": result.loss, f"{name}lr": result.lr})
+                values = {"loss": result.loss, **_rate(engine, result)}
+                self._logger.log_metrics(result.step, {f"{name}{key}": value for key, value in values.items()})
             return
         self._last, self._evaluations = result.step, 0
         self._is_stopped = result.stop
@@ -98,13 +107,13 @@ class LoopEvents(Callback):
         self._seconds += now - self._mark
         self._mark = now
         is_due = now - self._logged.get(name, -math.inf) >= STEP_SECONDS
-        self._pending = result
+        self._pending, self._rate = result, _rate(engine, result)
         if is_due or result.skipped:
             self._logged[name] = now
             self._flush()
 
     def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
-        name = self._names[engine]
+        name = self._prefix(engine)
         self._flush()
         if self._last is None:
             self._resume(engine.steps, None)
@@ -156,7 +165,7 @@ class LoopEvents(Callback):
             step=result.step,
             **position,
             loss=result.loss,
-            lr=result.lr,
+            **self._rate,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             samples_per_second=round(self._samples / max(self._seconds, 1e-9), 1),
@@ -166,13 +175,20 @@ class LoopEvents(Callback):
         self._seconds = 0.0
 
 
+def _rate(engine: Engine, result: StepResult) -> dict[str, float]:
+    """Return the learning rate as `lr`; nothing if another library updates the parameters."""
+    return {"lr": result.lr} if getattr(engine.optimizer, "has_rate", True) else {}
+
+
 def _config(engine: Engine, batch: GlobalBatch) -> dict[str, Any]:
     """Return the settings of a loop by the keys of recipes."""
-    defaults = {key: v for key, v in engine.optimizer.defaults.items() if isinstance(v, bool | int | float | str)}
-    source = batch.source
-    return {
+    optimizer, source = engine.optimizer, batch.source
+    config: dict[str, Any] = {
         "batch_size": source.batch_size if isinstance(source, Loader) else batch.size,
         "microbatches": batch.microbatches,
-        "optimizer": {"name": type(engine.optimizer).__name__, "options": defaults},
         "step": asdict(engine.config),
     }
+    if getattr(optimizer, "has_rate", True):
+        options = {key: v for key, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)}
+        config["optimizer"] = {"name": type(optimizer).__name__, "options": options}
+    return config
