@@ -83,6 +83,25 @@ def test_commands_that_change_a_recipe_refuse_a_script(refused: Refused, command
     assert "[E_SCRIPT]" in refused(command, "train.py")
 
 
+@pytest.mark.slow
+def test_profile_moves_into_the_run_of_the_script(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("samestep.start()", 'samestep.start(run="first")'), encoding="utf-8")
+    options = ("--active", 4, "--traced", 0, "--no-picture", "--json", "--", "--epochs", 100)
+    assert here("profile", "train.py", *options, cwd=folder) == EXIT_DONE
+    before = Path(answer(capfd)["folder"])
+    assert before.parent == Path("runs")
+    assert not (folder / "runs" / "first").exists()  # an experiment writes no run
+    run = folder / "runs" / "first"
+    run.mkdir()
+    (run / "run.json").write_text("{}", encoding="utf-8")
+    assert here("profile", "train.py", *options, cwd=folder) == EXIT_DONE
+    after = Path(answer(capfd)["folder"])
+    assert after.parent == Path("runs/first")
+    assert sorted(path.name for path in (folder / after).iterdir()) == ["output-0.log", "profile.json"]
+    assert sorted(path.name for path in run.iterdir()) == [after.name, "run.json"]
+
+
 @pytest.mark.parametrize("command", ["verify", "profile"])
 def test_invalid_scripts_and_options_are_errors(refused: Refused, folder: Path, command: str) -> None:
     assert "gone.py is not a file" in refused(command, "gone.py")

@@ -84,6 +84,41 @@ def test_resumed_run_has_not_ended(tmp_path: Path) -> None:
     assert log_of(tmp_path / "e", events).end is None
 
 
+def test_resume_drops_the_values_of_later_steps(tmp_path: Path) -> None:
+    """Steps of a loop are logged at a bounded rate, so repeated ones have other numbers."""
+    evaluation = {"event": "evaluation", "loss": 0.5}
+    events = [
+        *(step(1), {**evaluation, "step": 2}, step(4, skipped=True), {**evaluation, "step": 4}),
+        {"event": "metrics", "step": 3, "values": {"norm": 1.0}},
+        {"event": "resume", "step": 2},
+        *(step(3), step(5)),
+        {"event": "metrics", "step": 5, "values": {"norm": 2.0, "text": "x"}},
+    ]
+    log = log_of(tmp_path / "e", events)
+    assert log.curves["loss"].series(identity).steps.tolist() == [1, 3, 5]
+    assert log.metrics["loss"].series(identity).steps.tolist() == list(log.evaluations) == [2]
+    assert list(log.logged) == ["norm"]
+    assert log.logged["norm"].series(identity).values.tolist() == [2.0]
+    assert log.skipped_steps == set()
+
+
+def test_events_of_a_custom_loop(tmp_path: Path) -> None:
+    events = [
+        {"event": "config", "config": {"batch_size": 64}},
+        step(1),
+        {"event": "evaluation", "step": 1, "accuracy": 0.5},
+        {"event": "evaluation", "step": 1, "accuracy_2": 0.25},
+        {"event": "checkpoint", "step": 1, "is_best": True},
+        {"event": "failure", "code": "E_NONFINITE"},
+    ]
+    log = log_of(tmp_path / "e", events, None)
+    assert log.config == {"batch_size": 64}
+    assert values(log, DATA_SHARE) == pytest.approx([0.1])
+    evaluation = log.evaluations[1]
+    assert (evaluation["accuracy"], evaluation["accuracy_2"], evaluation["is_best"]) == (0.5, 0.25, True)
+    assert (log.end or {})["code"] == "E_NONFINITE"
+
+
 def test_evaluations_by_step_and_metric(tmp_path: Path) -> None:
     first = {"event": "evaluation", "step": 5, "epoch": 1, "epochs": 2, "is_best": True, "loss": 0.5, "accuracy": 0.9}
     log = log_of(tmp_path / "e", [first, {**first, "loss": 0.4}, {**first, "step": 10, "loss": "nan"}])
