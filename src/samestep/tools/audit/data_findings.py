@@ -106,8 +106,9 @@ def _repeated_order(world: World) -> Iterator[Finding]:
         info, samples = one.info, tuple(one.samples)
         if not info["shuffled"] or not one.trains or not one.has_ended or len(samples) < _MIN_ORDER:
             continue
-        first = orders[info["dataset"], info["subset"], one.optimizer].setdefault(samples, one)
-        if first is not one:
+        data = (info["line"], info["dataset"], info["subset"], info["fingerprint"])
+        first = orders[*data, one.optimizer].setdefault(samples, one)
+        if first.info["step"] < info["step"]:  # loaders of one epoch can have equal orders
             steps = f"the epochs that begin at steps {first.info['step']} and {info['step']} have the same order"
             text = f"{steps} of {plural(len(samples), 'sample')}; the sampler's epoch is {info['epoch']} in both"
             if first.info["epoch"] == info["epoch"]:
