@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper, _sync_module_states
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -332,6 +333,13 @@ class SamestepStrategy(DDPStrategy):
                 "sync_batchnorm=True",
                 "batch norm with the statistics of a microbatch, which do not depend on the number of processes",
                 "leave out sync_batchnorm, and choose microbatches of 16 samples or more",
+            )
+        averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if averages and uses_batch_statistics(module):
+            raise integration_error(
+                "StochasticWeightAveraging of a module with batch norm",
+                "steps of global batches; the callback computes statistics in a further epoch without steps",
+                "a module without batch norm, or the callback WeightAveraging of Lightning 2.6",
             )
         if not module.automatic_optimization:
             raise integration_error(

@@ -40,6 +40,7 @@ def global_loader(
     Raises:
         InputError: the loader has no batches, no length, or a sampler that divides the data among ranks.
     """
+    _require_default_workers(loader)
     options: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
@@ -72,6 +73,18 @@ def global_loader(
         options |= order_options(batch_sampler.sampler)
     dataset: Any = loader.dataset
     return Loader(dataset, world=world, seed=seed, microbatches=microbatches, **options)
+
+
+def _require_default_workers(loader: DataLoader[Any]) -> None:
+    ignored = {
+        "timeout": loader.timeout != 0,
+        "multiprocessing_context": loader.multiprocessing_context is not None,
+        "in_order": not loader.in_order,
+    }
+    for name in (name for name, is_set in ignored.items() if is_set):
+        raise integration_error(
+            f"DataLoader({name}={getattr(loader, name)!r})", "workers of Samestep's loader", f"leave out {name}"
+        )
 
 
 def order_options(sampler: Any) -> dict[str, Any]:

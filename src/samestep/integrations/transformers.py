@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
@@ -30,6 +31,8 @@ from samestep.engine.loss import Loss
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.integrations.transformers_data import EvaluationDataLoader, SamestepCallback, StepDataLoader
+from samestep.integrations.transformers_metrics import MicrobatchMetrics
+from samestep.integrations.transformers_options import require_supported_arguments
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import init
 
@@ -78,7 +81,7 @@ class SamestepTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, which leaves data and model as they are, and the world of its ranks."""
-        _require_supported(self.args)
+        require_supported_arguments(self.args)
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         accelerator.prepare_data_loader = lambda loader, *_, **__: loader
@@ -87,6 +90,7 @@ class SamestepTrainerMixin(_Trainer):
         self.args.average_tokens_across_devices = False
         device = cast("DeviceKind", self.args.device.type)
         self._world: World = init(adopt=True, device=device, threads=self._threads)
+        self._values = MicrobatchMetrics(self, self._world)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader with one global batch per step."""
@@ -133,7 +137,10 @@ class SamestepTrainerMixin(_Trainer):
             optimizer.train()
         engine = self._engine_of(model)
         engine.steps = self.state.global_step
-        result = engine.step(inputs, forward=self._forward)
+        # The forward function receives the number of the microbatch with its data.
+        own = tuple(microbatch._replace(data=microbatch) for microbatch in inputs.local_microbatches)
+        result = engine.step(replace(inputs, local_microbatches=own), forward=self._forward)
+        self._values.share()
         # The trainer logs the mean over ranks, whose sum in float32 would be rounded.
         self._tr_loss = self._tr_loss.double()
         return torch.tensor(result.loss, device=self.args.device).double()
@@ -163,11 +170,13 @@ class SamestepTrainerMixin(_Trainer):
                 seed_generators(derive_seed("evaluation", self.args.seed, *facts), device)
                 count = self.count_items(microbatch.data)
                 step = super().prediction_step
-                loss, logits, labels = step(model, microbatch.data, prediction_loss_only, ignore_keys, **options)
+                with self._values.microbatch(microbatch.number):
+                    loss, logits, labels = step(model, microbatch.data, prediction_loss_only, ignore_keys, **options)
                 if loss is not None:
                     number = microbatch.size if count is None else int(count)
                     losses.append([microbatch.number, float(loss) * number if number else 0.0, number])
                 computed.append(LocalOutputs(microbatch, logits, labels))
+        self._values.share()
         rows = [row for rank in all_gather(losses, self._world) for row in rank]
         total, number = math.fsum(row[1] for row in rows), sum(row[2] for row in rows)
         self._losses.append((total, number))
@@ -201,14 +210,25 @@ class SamestepTrainerMixin(_Trainer):
         operations = super().floating_point_ops
         return sum(operations(microbatch.data) for microbatch in inputs.local_microbatches)
 
-    def _loader(self, loader: DataLoader[Any], batch_size: int, microbatches: Microbatches) -> Loader:
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return global_loader(loader, world=self._world, seed=seed, batch_size=batch_size, microbatches=microbatches)
+    def _loader(
+        self, loader: DataLoader[Any], batch_size: int, microbatches: Microbatches, batches: BatchSampler | None = None
+    ) -> Loader:
+        return global_loader(
+            loader,
+            world=self._world,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            batch_size=batch_size,
+            microbatches=microbatches,
+            batch_sampler=batches,
+        )
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationDataLoader:
         size = self._global_batch_size
         number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
-        return EvaluationDataLoader(self._loader(loader, self.args.eval_batch_size * number, number), loader.dataset)
+        # Complete, also with dataloader_drop_last, whose batches of one process are smaller.
+        batches = BatchSampler(loader.sampler, 1, drop_last=False) if loader.sampler is not None else None
+        batched = self._loader(loader, self.args.eval_batch_size * number, number, batches)
+        return EvaluationDataLoader(batched, loader.dataset)
 
     def _engine_of(self, model: torch.nn.Module) -> Engine:
         if self._engine is None or self._engine.model is not model:
@@ -220,13 +240,13 @@ class SamestepTrainerMixin(_Trainer):
         self._engine.optimizer.follow()
         return self._engine
 
-    def _forward(self, model: Any, data: Any) -> Any:
+    def _forward(self, model: Any, microbatch: Any) -> Any:
         """Return the loss of a microbatch, as the forward function of the engine."""
-        inputs = self._prepare_inputs(data)
+        inputs = self._prepare_inputs(microbatch.data)
         count = self.count_items(inputs)
         items = None if count is None else count.clamp(min=1)
         takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        with self.compute_loss_context_manager():
+        with self._values.microbatch(microbatch.number), self.compute_loss_context_manager():
             loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items if takes_items else None)
         return loss if count is None else Loss(loss * items, count)
 
@@ -275,33 +295,3 @@ def _pad(data: Any, width: int) -> Any:
         return torch.cat([tensor, rest], dim=1)
 
     return map_tensors(data, padded)
-
-
-def _require_supported(args: transformers.TrainingArguments) -> None:
-    """Refuse arguments that do not fit the steps of a global batch."""
-    reasons = {
-        "gradient_accumulation_steps": (args.gradient_accumulation_steps != 1, "global_batch_size=..., microbatches"),
-        "fp16": (args.fp16, "bf16=True"),
-        "fsdp": (bool(args.fsdp), "no sharding of the model"),
-        "deepspeed": (args.deepspeed is not None, "no sharding of the model"),
-        "torch_compile": (bool(args.torch_compile), "a model that is not compiled"),
-        "auto_find_batch_size": (args.auto_find_batch_size, "global_batch_size=..., with more microbatches"),
-        "batch_eval_metrics": (args.batch_eval_metrics, "compute_metrics of all predictions"),
-        "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", 'the default "no"'),
-        "include_for_metrics": ("inputs" in args.include_for_metrics, "predictions and labels"),
-        "train_sampling_strategy": (args.train_sampling_strategy == "batch_rebalance", '"group_by_length"'),
-        "ignore_data_skip": (args.ignore_data_skip, "a resumption at the position of the checkpoint"),
-    }
-    for name, (is_set, alternative) in reasons.items():
-        if is_set:
-            raise integration_error(
-                f"TrainingArguments({name}={getattr(args, name)!r})",
-                "steps and evaluations of global batches, which do not depend on the number of processes",
-                f"leave out {name}: use {alternative}",
-            )
-    if args.n_gpu > 1:
-        raise integration_error(
-            f"one process with {args.n_gpu} GPUs, for which Transformers uses DataParallel",
-            "one process per GPU",
-            f"torchrun --nproc-per-node {args.n_gpu} script.py",
-        )

@@ -1,0 +1,69 @@
+"""Training arguments of Transformers that do not fit the steps of a global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from samestep.integrations.torch_loader import integration_error
+
+_NO_DDP = "leave it out: there is no DDP, gradients are reduced in a fixed order"
+_NO_SHARDING = "leave it out: samestep.Engine shards models"
+_LOADING = "leave it out: each process loads its own microbatches"
+# Their updates are hooks of the backward, and so one per microbatch.
+_UPDATES_IN_BACKWARD = (
+    *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
+    *("galore_adafactor_layerwise", "apollo_adamw_layerwise"),
+)
+
+
+def require_supported_arguments(args: transformers.TrainingArguments) -> None:
+    """Refuse arguments that do not fit the steps of a global batch.
+
+    Raises:
+        InputError: there is one.
+    """
+    accelerator: Any = args.accelerator_config
+    accumulation = accelerator.gradient_accumulation_kwargs or {}
+    reasons = {
+        "gradient_accumulation_steps": (
+            args.gradient_accumulation_steps != 1,
+            "use global_batch_size=...",
+        ),
+        "fp16": (args.fp16, "use bf16=True"),
+        "fsdp": (bool(args.fsdp), _NO_SHARDING),
+        "deepspeed": (args.deepspeed is not None, _NO_SHARDING),
+        "parallelism_config": (args.parallelism_config is not None, _NO_SHARDING),
+        "torch_compile": (bool(args.torch_compile), "use a model that is not compiled"),
+        "optim": (args.optim in _UPDATES_IN_BACKWARD, 'use optim="adamw_torch", or another optimizer with step()'),
+        "auto_find_batch_size": (args.auto_find_batch_size, "use more microbatches"),
+        "torch_empty_cache_steps": (args.torch_empty_cache_steps is not None, "use more microbatches"),
+        "batch_eval_metrics": (args.batch_eval_metrics, "use compute_metrics of all predictions"),
+        "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", 'use the default "no"'),
+        "include_for_metrics": ("inputs" in args.include_for_metrics, "use predictions and labels"),
+        "train_sampling_strategy": (args.train_sampling_strategy == "batch_rebalance", 'use "group_by_length"'),
+        "ignore_data_skip": (args.ignore_data_skip, "leave it out: a resumption begins at the saved position"),
+        "ddp_find_unused_parameters": (bool(args.ddp_find_unused_parameters), "freeze parameters without a gradient"),
+        "ddp_bucket_cap_mb": (args.ddp_bucket_cap_mb is not None, _NO_DDP),
+        "ddp_broadcast_buffers": (args.ddp_broadcast_buffers is not None, "use buffers= of the trainer"),
+        "ddp_static_graph": (bool(args.ddp_static_graph), _NO_DDP),
+        "dataloader_in_order": (not args.dataloader_in_order, _LOADING),
+        "accelerator_config": (
+            accumulation.get("num_steps", 1) != 1 or accelerator.split_batches or bool(accelerator.dispatch_batches),
+            "leave out num_steps, split_batches and dispatch_batches: use global_batch_size=... and microbatches",
+        ),
+    }
+    for name, (is_set, fix) in reasons.items():
+        if is_set:
+            raise integration_error(
+                f"TrainingArguments({name}={getattr(args, name)!r})",
+                "steps and evaluations of global batches, which do not depend on the number of processes",
+                fix,
+            )
+    if args.n_gpu > 1:
+        raise integration_error(
+            f"one process with {args.n_gpu} GPUs, for which Transformers uses DataParallel",
+            "one process per GPU",
+            f"torchrun --nproc-per-node {args.n_gpu} script.py",
+        )

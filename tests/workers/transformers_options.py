@@ -1,0 +1,178 @@
+"""Arguments of the trainer of Transformers, each in a short training, on the ranks of `helpers.forked_ranks`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from samestep.errors import SamestepError
+from samestep.integrations.transformers import Trainer
+from workers.transformers_training import MICROBATCHES, digest, model, padded, rows, trainer
+
+Options = dict[str, Any]
+
+# Same bits on any number of processes.
+WORKS: dict[str, Options] = {
+    "bf16": {"bf16": True},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "dataloader_drop_last": {"dataloader_drop_last": True, "max_steps": 7},  # with six batches in an epoch
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "best_model": {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    | {"load_best_model_at_end": True},
+    "average_tokens": {"average_tokens_across_devices": False},
+    "eval_lists": {"eval_do_concat_batches": False, "eval_accumulation_steps": 1, "prediction_loss_only": True},
+    "optimizer": {"optim": "adafactor", "lr_scheduler_type": "linear"},
+    "no_clipping": {"max_grad_norm": 0},
+    "workers": {"dataloader_num_workers": 1},
+    "schedule": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
+}
+# Refused by name.
+REFUSED: dict[str, Options] = {
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
+    "fp16": {"fp16": True},
+    "torch_compile": {"torch_compile": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "torch_empty_cache_steps": {"torch_empty_cache_steps": 1},
+    "batch_eval_metrics": {"batch_eval_metrics": True},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
+    "include_for_metrics": {"include_for_metrics": ["inputs"]},
+    "train_sampling_strategy": {"train_sampling_strategy": "batch_rebalance"},
+    "ignore_data_skip": {"ignore_data_skip": True},
+    "ddp_find_unused_parameters": {"ddp_find_unused_parameters": True},
+    "ddp_bucket_cap_mb": {"ddp_bucket_cap_mb": 10},
+    "ddp_broadcast_buffers": {"ddp_broadcast_buffers": True},
+    "ddp_static_graph": {"ddp_static_graph": True},
+    "dataloader_in_order": {"dataloader_in_order": False},
+    "accelerator_config": {"accelerator_config": {"split_batches": True}},
+    "num_steps": {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+    "optim": {"optim": "lomo"},
+    "multiprocessing_context": {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"},
+}
+
+
+def _train(folder: str, options: Options) -> list[Any]:
+    instance = trainer(folder, **{"max_steps": 4, **options})
+    if instance.args.prediction_loss_only:
+        instance.compute_metrics = None
+    instance.train()
+    evaluated = instance.evaluate()
+    names = [name for name in ("eval_loss", "eval_accuracy", "eval_tokens") if name in evaluated]
+    return [digest(instance.model), [evaluated[name] for name in names]]
+
+
+def works(folder: str) -> dict[str, list[Any]]:
+    """Return weights and evaluation of each supported option."""
+    return {name: _train(str(Path(folder, name)), options) for name, options in WORKS.items()}
+
+
+def _refusal(function: Any, *arguments: Any, **options: Any) -> list[str]:
+    try:
+        function(*arguments, **options)
+    except SamestepError as error:
+        return [error.code, str(error)]
+    return ["none", ""]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+def _stream(folder: str) -> None:
+    arguments = transformers.TrainingArguments(folder, max_steps=1, report_to=[], use_cpu=True)
+    sizes = {"global_batch_size": 32, "microbatches": MICROBATCHES}
+    Trainer(model=model(), args=arguments, data_collator=padded, train_dataset=Stream(), **sizes).train()
+
+
+def refusals(folder: str) -> dict[str, list[str]]:
+    """Return code and text of the error of each refused option."""
+    refused = {
+        name: _refusal(lambda options=options: trainer(folder, max_steps=1, **options).train())
+        for name, options in REFUSED.items()
+    }
+    return refused | {"IterableDataset": _refusal(_stream, folder)}
+
+
+def lora(folder: str) -> dict[str, Any]:
+    """Train adapters of PEFT, and resume from a checkpoint of them; return what must be equal."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+
+    def net() -> Any:
+        base = model()
+        torch.manual_seed(2)
+        return peft.get_peft_model(base, config)
+
+    whole = trainer(folder, net=net(), max_steps=6, save_strategy="steps", save_steps=4)
+    whole.train()
+    resumed = trainer(folder, net=net(), max_steps=6)
+    resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
+    saved = sorted(path.name for path in (Path(folder) / "checkpoint-4").iterdir() if "adapter" in path.name)
+    evaluated = whole.evaluate()
+    return {
+        "weights": digest(whole.model),
+        "resumed": digest(resumed.model),
+        "saved": saved,
+        "trained": sum(parameter.numel() for parameter in whole.model.parameters() if parameter.requires_grad),
+        "evaluated": [evaluated["eval_loss"], evaluated["eval_tokens"]],
+    }
+
+
+def sft(folder: str) -> dict[str, Any]:
+    """Fine-tune with the trainer of TRL on texts and completions; return what must be equal."""
+    import trl
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    from samestep.integrations.transformers import SamestepTrainerMixin
+
+    class SFTTrainer(SamestepTrainerMixin, trl.SFTTrainer):
+        """The trainer of TRL with steps of global batches."""
+
+    def tokenizer() -> PreTrainedTokenizerFast:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(30))])}
+        base = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        base.pre_tokenizer = pre_tokenizers.Whitespace()
+        return PreTrainedTokenizerFast(tokenizer_object=base, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+    texts = [" ".join(str(token % 30) for token in row["input_ids"]) for row in rows(61)]
+    data = Dataset.from_list([{"prompt": text[:6], "completion": text[6:]} for text in texts])
+    arguments = trl.SFTConfig(
+        folder,
+        max_steps=5,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        max_length=32,
+        per_device_eval_batch_size=5,
+        learning_rate=0.01,
+    )
+    instance = SFTTrainer(
+        model=model(),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer(),
+        global_batch_size=16,
+        microbatches=4,
+    )
+    instance.train()
+    evaluated = instance.evaluate()
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    history = [
+        {name: entry[name] for name in names if name in entry}
+        for entry in instance.state.log_history
+        if "grad_norm" in entry
+    ]
+    kept = {name: value for name, value in evaluated.items() if "second" not in name and "time" not in name}
+    return {"weights": digest(instance.model), "history": history, "evaluated": kept}
