@@ -131,7 +131,7 @@ def is_exit(error: BaseException) -> bool:
 def failure_fields(error: BaseException) -> dict[str, Any]:
     """Return `code`, `exit_code` and `text` of an exception that ends a run."""
     if isinstance(error, SamestepError):
-        return {"code": error.code, "exit_code": error.exit_code, "text": error.value}
+        return {"code": error.code, "exit_code": error.exit_code, "text": error.value.partition("\n")[0]}
     if isinstance(error, KeyboardInterrupt):
         return {"code": "E_STOPPED", "exit_code": EXIT_STOPPED, "text": "interrupted"}
     text = f"{class_name(error)}: {message_of(error)}".partition("\n")[0]
