@@ -137,7 +137,7 @@ CODES = {
     "E_LOG_LEVEL": "The environment variable SAMESTEP_LOG_LEVEL is not a level of Python's `logging` module.",
     "E_LOG_WRITE": "A logger cannot write metrics or events.",
     "E_MISSING_LOGGER": "The Python package of a selected logger is not installed.",
-    "E_UNKNOWN_LOGGER": "A name in `--loggers` is not the name of a logger.",
+    "E_UNKNOWN_LOGGER": "A name in `--loggers` or `loggers=` is not the name of a logger.",
     "E_VERIFY_KILL": "A run of `samestep verify --kill-at` ended before the step of the kill.",
     "E_VERIFY_NO_STEP": "A script given to `samestep verify` made no training step with `samestep.Engine`.",
     "E_NOTHING_OBSERVED": "The command of `samestep audit` used no loader and no optimizer of PyTorch.",
