@@ -76,6 +76,7 @@ class Rate(Callback):
 # Same bits on any number of processes.
 WORKS: dict[str, Options] = {
     "gradient_clip_algorithm": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
+    "gradient_clip_val": {"gradient_clip_val": 0.1},
     "configure_gradient_clipping": {"module": ValueClipping, "gradient_clip_val": None},
     "precision bf16-true": {"precision": "bf16-true"},
     "precision 64-true": {"precision": "64-true"},
