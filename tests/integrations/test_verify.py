@@ -19,7 +19,7 @@ def test_verify_compares_the_script_of_an_adapter(name: str, tmp_path: Path) -> 
     text = (EXAMPLES / f"{name}_after.py").read_text(encoding="utf-8")
     script = tmp_path / "script.py"
     script.write_text("import os\n" + text.replace(*DEVICES), encoding="utf-8")
-    done = samestep("verify", script, "--processes", "2,3", "--out", tmp_path / "out", cwd=tmp_path)
+    done = samestep("verify", script, "--processes", "2,3", "--out", tmp_path / "out", cwd=tmp_path, timeout=220)
     assert done.code == 0, done.out + done.err
     compared = [line.split() for line in done.out.splitlines() if line.startswith(("weights", "gradients", "order"))]
     assert len(compared) == 3
