@@ -1,5 +1,6 @@
 """Lightning's trainer with Samestep's strategy: the same bits on any number of processes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "missing names": Job("missing_names", 1, {}),
         "refusals": Job("refusals", 1, {}),
     }
-    return dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
+    return {"run": Path(folder) / "run", **dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))}
 
 
 @pytest.mark.slow
@@ -46,6 +47,16 @@ def test_checkpoint_of_lightning_resumes_in_the_epoch_on_other_processes(results
     assert saved["epochs"][0] == one["epochs"][0]
     # Lightning does not save the sums of an epoch; values of validation are those of the weights.
     assert resumed["epochs"][-1][2:] == one["epochs"][-1][2:]
+
+
+@pytest.mark.slow
+def test_both_parts_of_the_training_are_in_one_run_directory(results: dict[str, Any]) -> None:
+    run = results["run"]
+    assert [event["processes"] for event in json.loads((run / "environment.json").read_text())] == [2, 3]
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "resume"] == [SAVED_AT]
+    assert max(line["step"] for line in lines if line["event"] == "step") == len(results["one"]["steps"])
+    assert {path.name for path in (run / "ranks").iterdir()} == {f"rank-{rank}.jsonl" for rank in range(3)}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Trainer of Transformers with Samestep's steps: the same bits on any number of processes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "missing names": Job("missing_names", 1, {"folder": str(folder / "names")}),
         "refusals": Job("refusals", 1, {"folder": str(folder / "refusals")}),
     }
-    return dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
+    results = dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
+    return {"run": folder / "saved" / "run", **results}
 
 
 @pytest.mark.slow
@@ -35,6 +37,14 @@ def test_checkpoint_of_the_trainer_resumes_in_the_epoch_on_other_processes(resul
     assert saved["history"] == one["history"][:SAVED_AT]
     assert resumed["history"] == one["history"]  # with the steps of the checkpoint
     assert resumed["weights"] == one["weights"]
+
+
+@pytest.mark.slow
+def test_both_parts_of_the_training_are_in_one_run_directory(results: dict[str, Any]) -> None:
+    lines = [json.loads(line) for line in (results["run"] / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "resume"] == [SAVED_AT]
+    # Without the steps after the last logged one: the processes of this test end without the end of the run.
+    assert max(line["step"] for line in lines if line["event"] == "step") > SAVED_AT
 
 
 @pytest.mark.slow

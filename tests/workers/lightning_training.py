@@ -124,9 +124,11 @@ def _loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 def train(folder: str | None = None, save_at: int | None = None, resume: bool = False) -> dict[str, Any]:
     """Train, or train from a checkpoint of Lightning in the middle of an epoch; return what must be equal."""
     module, options = Module(), dict[str, Any]()
+    if folder is not None:
+        options["strategy"] = SamestepStrategy(microbatches=MICROBATCHES, seed=SEED, run=Path(folder) / "run")
     if save_at is not None:
         checkpoint = ModelCheckpoint(folder, filename="saved", every_n_train_steps=save_at, save_top_k=1)
-        options = {"callbacks": [checkpoint], "enable_checkpointing": True, "max_steps": save_at}
+        options |= {"callbacks": [checkpoint], "enable_checkpointing": True, "max_steps": save_at}
     trainer = _trainer(**options)
     trainer.fit(module, *_loaders(), ckpt_path=str(Path(str(folder)) / "saved.ckpt") if resume else None)
     return {"weights": digest(module.net), "steps": module.steps, "epochs": module.epochs}

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def token_accuracy(prediction: Any) -> dict[str, float]:
 
 
 def trainer(folder: str, kind: Any = Trainer, batch: int = BATCH, net: Any = None, **options: Any) -> Any:
-    sizes = {} if kind is transformers.Trainer else {"global_batch_size": batch, "microbatches": MICROBATCHES}
+    own: dict[str, Any] = {"global_batch_size": batch, "microbatches": MICROBATCHES, "run": Path(folder) / "run"}
+    sizes = {} if kind is transformers.Trainer else own
     return kind(
         model=net or model(),
         args=arguments(folder, **options),

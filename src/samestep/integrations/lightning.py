@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -84,6 +85,7 @@ class SamestepStrategy(DDPStrategy):
         seed: seed of order, augmentation, dropout and other random states.
         buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
         threads: intra-op threads of a rank; another number changes bits.
+        run: name or path of a run directory, as in `samestep.start`; None for none.
         cluster_environment: as in `DDPStrategy`.
         checkpoint_io: as in `DDPStrategy`.
         precision_plugin: as in `DDPStrategy`.
@@ -105,6 +107,7 @@ class SamestepStrategy(DDPStrategy):
         seed: int = 0,
         buffers: Mapping[str, Rule] | None = None,
         threads: int = 1,
+        run: str | Path | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -121,7 +124,7 @@ class SamestepStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._global_batch_size, self._microbatches, self._seed = global_batch_size, microbatches, seed
-        self._buffers, self._threads = buffers, threads
+        self._buffers, self._threads, self._run = buffers, threads, run
         self._session = ExitStack()
         self._world: World | None = None
         self._engine: Engine | None = None
@@ -132,7 +135,8 @@ class SamestepStrategy(DDPStrategy):
         super().setup_environment()
         self._error = None
         device = cast("DeviceKind", self.root_device.type)
-        self._world = self._session.enter_context(start(adopt=True, device=device, threads=self._threads))
+        world = start(adopt=True, device=device, threads=self._threads, run=self._run)
+        self._world = self._session.enter_context(world)
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare module and optimizers, and the engine for training; a collective."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,6 +57,7 @@ class SamestepTrainerMixin(_Trainer):
             `docs/concepts/microbatches.md`.
         buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
         threads: intra-op threads of a rank; another number changes bits.
+        run: name or path of a run directory, as in `samestep.start`; None for none.
         options: further arguments of the trainer.
 
     Raises:
@@ -69,10 +71,11 @@ class SamestepTrainerMixin(_Trainer):
         microbatches: Microbatches = "auto",
         buffers: Mapping[str, Rule] | None = None,
         threads: int = 1,
+        run: str | Path | None = None,
         **options: Any,
     ) -> None:
         self._global_batch_size, self._microbatches = global_batch_size, microbatches
-        self._buffers, self._threads = buffers, threads
+        self._buffers, self._threads, self._run = buffers, threads, run
         self._engine: Engine | None = None
         self._losses: list[tuple[float, float]] = []
         super().__init__(*arguments, **options)
@@ -89,7 +92,7 @@ class SamestepTrainerMixin(_Trainer):
         # Each microbatch counts its own tokens, and the engine divides by the number of all.
         self.args.average_tokens_across_devices = False
         device = cast("DeviceKind", self.args.device.type)
-        self._world: World = init(adopt=True, device=device, threads=self._threads)
+        self._world: World = init(adopt=True, device=device, threads=self._threads, run=self._run)
         self._values = MicrobatchMetrics(self, self._world)
 
     def get_train_dataloader(self) -> Any:

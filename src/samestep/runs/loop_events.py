@@ -22,7 +22,7 @@ _OTHER = "loaded"  # prefix of the evaluation of another state than that of the 
 
 
 class LoopEvents(Callback):
-    """Logs steps, evaluations and checkpoints of the engines of a world, and knows the progress of this rank.
+    """Logs steps, evaluations and checkpoints of the engines of a world, and holds the progress of this rank.
 
     A step is logged if `STEP_SECONDS` have passed since the last logged one, if it was skipped, and before any
     other event. Its speed and its wait for data are means over the steps since then. All values are on the host
