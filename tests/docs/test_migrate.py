@@ -62,9 +62,8 @@ def test_flags_of_the_tables_have_the_equivalents_of_the_error(name: str) -> Non
         assert (re.findall(r"`([^`]+)`", cell) or [""])[0] == meant.argument, flag
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "plain" else pytest.mark.long) for name in NAMES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_migrated_script_gives_the_same_loss(name: str, tmp_path: Path) -> None:
     before, after = EXAMPLES / f"{name}_before.py", EXAMPLES / f"{name}_after.py"
     expected = printed_loss(*(TORCHRUN if name == "ddp" else ()), before, cwd=tmp_path)

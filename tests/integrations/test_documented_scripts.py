@@ -125,8 +125,13 @@ def run(case: Case, processes: int, folder: Path) -> tuple[str, Sequence[Any], s
     return digest(folder / case.weights), sorted(logged(folder).items()), results[0].out + results[0].err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.long if "transformers" in case.name else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_few_lines_make_a_documented_script_independent_of_processes(case: Case, tmp_path: Path) -> None:
     assert 1 <= len(case.lines) <= 3
     runs = [run(case, processes, tmp_path / str(processes)) for processes in (1, 3)]

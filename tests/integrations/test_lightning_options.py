@@ -22,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], A
     return dict(zip(jobs, run_jobs(MODULE, *jobs.values(), timeout=230), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_options_have_the_same_bits_on_any_processes(results: dict[tuple[str, int], Any]) -> None:
     one, three = results["works", 1], results["works", 3]
     assert [name for name in one if one[name] != three[name]] == []
@@ -36,13 +36,13 @@ def test_options_have_the_same_bits_on_any_processes(results: dict[tuple[str, in
     assert [counted[f"val_samples/dataloader_idx_{number}"] for number in (0, 1)] == [41, 23]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tuned", "best"])
 def test_tuner_and_best_checkpoint_have_the_same_bits(name: str, results: dict[tuple[str, int], Any]) -> None:
     assert results[name, 1] == results[name, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_options_that_do_not_fit_are_refused_by_name(results: dict[tuple[str, int], Any]) -> None:
     refused = dict(results["refusals", 1])
     assert refused.pop("no loss")[0] == "E_LOSS"

@@ -20,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], A
     return dict(zip(jobs, run_jobs(MODULE, *jobs.values(), timeout=230), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_arguments_have_the_same_bits_on_any_processes(results: dict[tuple[str, int], Any]) -> None:
     one, three = results["works", 1], results["works", 3]
     assert [name for name in one if one[name] != three[name]] == []
@@ -32,7 +32,7 @@ def test_arguments_have_the_same_bits_on_any_processes(results: dict[tuple[str, 
     assert len({weights[name] for name in different}) == len(different)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_arguments_that_do_not_fit_are_refused_by_name(results: dict[tuple[str, int], Any]) -> None:
     refused = dict(results["refusals", 1])
     assert refused.pop("IterableDataset")[0] == "E_ITERABLE_DATASET"

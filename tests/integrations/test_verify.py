@@ -10,11 +10,8 @@ from helpers.system import samestep
 DEVICES = ("devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1", "devices = int(os.environ['LOCAL_WORLD_SIZE'])")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["accelerate", *(pytest.param(name, marks=pytest.mark.long) for name in ("lightning", "transformers"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
 def test_verify_compares_the_script_of_an_adapter(name: str, tmp_path: Path) -> None:
     text = (EXAMPLES / f"{name}_after.py").read_text(encoding="utf-8")
     script = tmp_path / "script.py"

@@ -15,7 +15,7 @@ MODULES = sorted(
 SLOW_PROCESSES = (1, 3)
 # Cases with a launch of their own take a second or two each.
 _ALONE_PER_SLOW = 8
-_OTHERS_PER_SLOW = 2
+_OTHERS_PER_SLOW = 4
 Outcomes = dict[tuple[str, int], dict[str, list[str]]]
 
 

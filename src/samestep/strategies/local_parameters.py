@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -160,17 +161,17 @@ class LocalParameters:
         for name in self._counted:
             groups = self._divisions[name].groups if name in self._divisions else ()
             names_by_groups.setdefault(groups, []).append(name)
-        squares = {groups: self._partial_squares(names) for groups, names in names_by_groups.items()}
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        largest = torch.stack([total[0], *(values.amax() for values in squares.values())]).amax()
+        squares = {groups: self._partial_squares(names) for groups, names in (names_by_groups or {(): []}).items()}
+        largest = reduce(torch.maximum, [values.amax() for values in squares.values()])
         for group in dict.fromkeys(chain.from_iterable(division.groups for division in self._divisions.values())):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         self._reduce_over_stages(largest, dist.ReduceOp.MAX)
+        totals = []
         for groups, values in squares.items():
-            sums = sums_on_grids(values, largest, self._size)
+            totals.append(sums_on_grids(values, largest, self._size))
             for group in groups:
-                dist.all_reduce(sums, group=group)
-            total += sums
+                dist.all_reduce(totals[-1], group=group)
+        total = reduce(torch.add, totals)
         self._reduce_over_stages(total, dist.ReduceOp.SUM)
         return total.sum().sqrt()
 
