@@ -139,7 +139,7 @@ CODES = {
     "E_MISSING_LOGGER": "The Python package of a selected logger is not installed.",
     "E_UNKNOWN_LOGGER": "A name in `--loggers` or `loggers=` is not the name of a logger.",
     "E_VERIFY_KILL": "A run of `samestep verify --kill-at` ended before the step of the kill.",
-    "E_VERIFY_NO_STEP": "A script given to `samestep verify` made no training step with `samestep.Engine`.",
+    "E_VERIFY_NO_STEP": "A script under `samestep verify` made no training step with `samestep.Engine`.",
     "E_NOTHING_OBSERVED": "The command of `samestep audit` used no loader and no optimizer of PyTorch.",
     "E_MODEL_DIFFERS": "Ranks built models with different parameters or buffers.",
     "E_META": "`strategy.meta` does not fit the model, or rank 0 has no values.",

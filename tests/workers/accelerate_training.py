@@ -14,8 +14,7 @@ from samestep.integrations.accelerate import Accelerator
 from samestep.launcher.job import rank_and_size
 
 SAMPLES, FEATURES, CLASSES, EPOCHS = 1003, 12, 5, 3
-BATCH, MICROBATCHES = 64, 8
-CLIP = 1e3  # above all norms: the norm of the engine is rounded differently from that of torch
+BATCH, MICROBATCHES, CLIP = 64, 8, 0.5
 TEST_SAMPLES, TEST_BATCH = (101, 5), 16  # two datasets: with a short last batch, and with one short batch
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
@@ -45,6 +44,13 @@ def cross_entropy(model: nn.Module, data: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
+class _TorchClipping(samestep.Callback):
+    """Clips as the libraries do, by torch's norm, in place of `clip_norm`."""
+
+    def end_gradients(self, engine: samestep.Engine) -> None:
+        nn.utils.clip_grad_norm_(engine.model.parameters(), CLIP)
+
+
 def own_loop(world: samestep.World) -> nn.Module:
     model, optimizer, scheduler = objects()
     engine = samestep.Engine(
@@ -53,7 +59,7 @@ def own_loop(world: samestep.World) -> nn.Module:
         world=world,
         scheduler=scheduler,
         scheduler_interval="step",
-        config=samestep.StepConfig(clip_norm=CLIP),
+        callbacks=[_TorchClipping()],
     )
     batches = samestep.loader(dataset(), batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
     for _ in range(EPOCHS):

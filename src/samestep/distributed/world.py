@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -190,8 +190,8 @@ def build_world(
         group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
         rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
         data_world = World(rank_of_data, data_size, device, context, group, uneven_shares=shares)
-    own_shares = shares if data_world is None else None
-    return World(rank, size, device, context, None, strategy, mesh, timeout, data_world, own_shares)
+    world = World(rank, size, device, context, strategy=strategy, mesh=mesh, timeout=timeout, data_world=data_world)
+    return world if data_world is not None else replace(world, uneven_shares=shares)
 
 
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:

@@ -46,7 +46,9 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
     given = run_directory(run)
     folder = given.absolute()
     _require_trackers(loggers)
-    with FolderLock(given) if world.is_main and _require_own(given) else nullcontext():
+    if world.is_main:
+        _require_own(given)
+    with FolderLock(given) if world.is_main else nullcontext():
         is_new = not (folder / LOOP).exists()
         if world.is_main and is_new:
             start = {"script": sys.argv[0], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -89,7 +91,7 @@ def run_directory(run: str | Path) -> Path:
     return RUNS / run
 
 
-def _require_own(folder: Path) -> bool:
+def _require_own(folder: Path) -> None:
     """Require that a directory is new, or the run of a custom loop."""
     if (folder / _RECIPE).exists():
         raise InputError(
@@ -105,7 +107,6 @@ def _require_own(folder: Path) -> bool:
             fix="another name or path",
             code="E_OUTPUT",
         )
-    return True
 
 
 def _require_trackers(loggers: Sequence[Logger | str]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from samestep.distributed.devices import is_accelerator
+
 _LANES = 32  # elements of a row that are not added before the exact sum; a power of two
 _CHUNK = 2**24  # elements that are squared at a time on an accelerator, which bounds the memory
 _EXPONENT = 0x7FF << 52  # bits of the exponent of float64
@@ -30,7 +32,7 @@ def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> 
         width = gradient.numel() // (gradient.shape[0] if gradient.dim() else 1)
         if width <= _LANES:
             roots.append(gradient.reshape(-1))
-        elif gradient.device.type == "cpu":
+        elif not is_accelerator(gradient.device):
             roots.append(row_norms(gradient.reshape(-1, width).contiguous()))
         else:
             key = (gradient.device, gradient.dtype, width)

@@ -75,11 +75,12 @@ class MicrobatchTree:
         level: list[Node] = [(0, self.microbatches)]
         while len(level) < rank_count(shares):
             level = [child for node in level for child in children(node)]
-        return self.covers(shares) == [(node,) for node in level]
+        return self.covers(shares) == tuple((node,) for node in level)
 
-    def covers(self, shares: Shares) -> list[tuple[Node, ...]]:
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def covers(self, shares: Shares) -> tuple[tuple[Node, ...], ...]:
         """Return the largest subtrees with samples of each rank."""
-        return [self.cover(rank, shares) for rank in range(rank_count(shares))]
+        return tuple(self.cover(rank, shares) for rank in range(rank_count(shares)))
 
     def is_shared_by_all(self, shares: Shares) -> bool:
         """Return whether each rank has samples; a last batch may be too small."""

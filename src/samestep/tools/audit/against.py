@@ -67,7 +67,7 @@ def compare_commands(
         reference: command on the other number of processes.
         command: the audited command.
         observed: folder with the events of the audited command.
-        folder: an empty folder.
+        folder: folder for the events of the further runs.
         run: function of command, folder and parts to turn off; returns the exit code.
 
     Returns:
