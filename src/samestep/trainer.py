@@ -86,7 +86,7 @@ class Trainer:
         self.logger = RunLogger(loggers if engine.world.is_main else ())
         self._epochs, self._best = epochs, best
         self._progress = Progress(step=0, recipe=recipe)
-        self._timer = StepTimer()
+        self._timer = StepTimer(train.waits)
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
@@ -168,7 +168,7 @@ class Trainer:
         """Train the rest of an epoch, then evaluate."""
         batches = iter(self._train)
         while True:
-            with self._save_on_bad_data(), self._timer.data_wait():
+            with self._save_on_bad_data():
                 batch = next(batches, None)
             if batch is None:
                 break

@@ -160,18 +160,21 @@ class RankStatus:
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            values = self._values
-            values |= changes
-            activity = ", waiting in ".join([values["activity"], *self._waits[-1:]])
-            disk = DISK_OPERATION + self._disk_operation if self._disk_operation else ""
-            text = f"{activity}{disk}".encode()[:_TEXT_BYTES]
-            now = {**values, "last_change": time.monotonic(), "is_waiting": bool(self._waits)}
-            *numbers, _ = now.values()
-            content = _NUMBERS.pack(*numbers, len(text)) + text
+            values, waits = self._values, self._waits
+            values.update(changes)
+            now = {**values, "last_change": time.monotonic(), "is_waiting": bool(waits)}
+            *numbers, text = now.values()
+            if waits:
+                text = f"{text}, waiting in {waits[-1]}"
+            if self._disk_operation:
+                text += DISK_OPERATION + self._disk_operation
+            encoded = text.encode()[:_TEXT_BYTES]
+            # Written at once: `pack_into` zeroes the target first, and a concurrent reader would see the zeros.
+            memory, start = self._memory, self._offset + _VERSION.size
             self._version += 2
-            _copy(self._memory, self._offset, _VERSION.pack(self._version - 1))
-            _copy(self._memory, self._offset + _VERSION.size, content)
-            _copy(self._memory, self._offset, _VERSION.pack(self._version))
+            memory[self._offset : start] = _VERSION.pack(self._version - 1)
+            memory[start : start + _NUMBERS.size + len(encoded)] = _NUMBERS.pack(*numbers, len(encoded)) + encoded
+            memory[self._offset : start] = _VERSION.pack(self._version)
 
 
 def local_rank_status() -> RankStatus:
@@ -237,11 +240,6 @@ class StatusBoard:
         """Release the memory."""
         self._memory.close()
         os.close(self._descriptor)
-
-
-def _copy(memory: Any, start: int, content: bytes) -> None:
-    """Write bytes at once: `pack_into` zeroes the target first, and a concurrent reader would see the zeros."""
-    memory[start : start + len(content)] = content
 
 
 def _read(memory: Any, offset: int) -> StatusSnapshot:

@@ -7,6 +7,7 @@ and counts have one element per microbatch, so their sum is the list of all of t
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -154,21 +155,25 @@ class LocalStats:
 
     def _write(self, vector: torch.Tensor, microbatches: int, numbers: Sequence[float]) -> None:
         """Write losses and counts of all microbatches of this rank, and numbers of the rank."""
-        first, end = min(self._losses), max(self._losses) + 1
+        host = array("d", bytes(16 * microbatches))
+        columns: dict[int, list[torch.Tensor]] = {}  # consecutive elements, by the first
         for values, start in ((self._losses, 0), (self._counts, microbatches)):
-            # A microbatch without samples has neither loss nor count.
-            column = _column([values.get(number, 0.0) for number in range(first, end)], vector.device)
-            vector[start + first : start + end].copy_(column, non_blocking=True)
-        if any(numbers):
-            numbers_of_rank = torch.tensor(numbers, dtype=torch.float64)
-            vector[2 * microbatches :][: len(numbers)].copy_(numbers_of_rank, non_blocking=True)
-
-
-def _column(numbers: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
-    """Return scalars as a vector. A copy of all numbers of the host at once needs no wait for a device."""
-    if not any(isinstance(number, torch.Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([torch.as_tensor(number).to(device, non_blocking=True) for number in numbers])
+            first = following = -1
+            for number, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    host[start + number] = value
+                    continue
+                # A microbatch without samples has neither loss nor count.
+                first = first if number == following else start + number
+                columns.setdefault(first, []).append(value)
+                following = number + 1
+        host.extend(numbers)
+        # A copy of all numbers of the host at once needs no wait for a device.
+        vector[: len(host)].copy_(torch.frombuffer(host, dtype=torch.float64), non_blocking=True)
+        for first, tensors in columns.items():
+            column = [tensor.to(vector.device, non_blocking=True) for tensor in tensors]
+            stacked = torch.stack(column) if len(column) > 1 else column[0]
+            vector[first : first + len(column)].copy_(stacked, non_blocking=True)
 
 
 def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -161,12 +161,16 @@ def _read_or_none(read: Callable[[], Any]) -> Any:
 
 
 class StepTimer:
-    """Wall time of data loading and of optimizer steps, in seconds."""
+    """Wall time of data loading and of optimizer steps, in seconds.
 
-    def __init__(self) -> None:
+    Args:
+        waits: waits of the loader for data.
+    """
+
+    def __init__(self, waits: WaitClock) -> None:
         self._began = time.perf_counter()
         self._samples, self._step_seconds = 0, 0.0
-        self._data = WaitClock()
+        self._data = waits
         self.last_step = 0.0  # most recent step, including the wait for data
         self.last_speed = 0.0  # samples per second of the most recent step
         self.local_samples = 0  # samples computed by this rank
@@ -190,10 +194,6 @@ class StepTimer:
     def data_seconds(self) -> float:
         """Total wait for data, including a wait in progress."""
         return self._data.seconds
-
-    def data_wait(self) -> AbstractContextManager[None]:
-        """Return a context manager that times the wait for a batch."""
-        return self._data.wait()
 
     @contextmanager
     def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:

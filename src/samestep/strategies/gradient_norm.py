@@ -15,8 +15,7 @@ from samestep.distributed.devices import is_accelerator
 
 _LANES = 32  # elements of a row that are not added before the exact sum; a power of two
 _CHUNK = 2**24  # elements that are squared at a time on an accelerator, which bounds the memory
-_EXPONENT = 0x7FF << 52  # bits of the exponent of float64
-_MANTISSA = 53  # bits of its mantissa
+_MANTISSA = 53  # bits of a float64
 
 
 def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -82,15 +81,17 @@ def sums_on_grids(values: torch.Tensor, largest: torch.Tensor, count: int) -> to
         count: not below the number of values of all sets.
 
     Returns:
-        Two float64 sums. Their total is that of the values, each rounded to `2**-104 * count**2` of the largest.
+        Two float64 sums. Their total is that of the values, each rounded to `2**-100 * count**2` of the largest.
     """
     bits = count.bit_length()
-    # The power of two above `largest * count`; adding 1.5 times this power rounds to a grid on which sums are exact.
-    power = (largest.view(torch.int64) & _EXPONENT).view(torch.float64) * (1.5 * 2.0 ** (bits + 1))
-    coarse = (values + power).sub_(power)
+    # Adding and subtracting a number rounds to multiples of its last place u. Coarse values and their sums, below the
+    # number, are less than 2**53 u, so they are exact. A remainder is at most u.
+    number = largest * 2.0 ** (bits + 1)
+    coarse = (values + number).sub_(number)
     rest = values - coarse
-    power = power * 2.0 ** (bits - _MANTISSA)
-    return torch.stack([coarse.sum(), rest.add_(power).sub_(power).sum()])
+    # At least `2 * count * u`. A negative remainder may round to multiples of half of the last place: exact as well.
+    number = number * 2.0 ** (bits + 2 - _MANTISSA)
+    return torch.stack([coarse.sum(), rest.add_(number).sub_(number).sum()])
 
 
 def _chunks(matrices: Sequence[torch.Tensor], rows: int) -> Iterator[list[torch.Tensor]]:

@@ -20,6 +20,7 @@ from helpers.system import here
 from helpers.terminal import Screen
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
+from samestep.distributed.status import WaitClock
 from samestep.errors import EXIT_INPUT, InputError, RunError
 from samestep.loggers.logger import (
     Event,
@@ -418,9 +419,9 @@ def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
 
 
 def test_timer_separates_data_and_steps() -> None:
-    timer = StepTimer()
+    timer = StepTimer(waits := WaitClock())
     assert (timer.speed, timer.last_wait, timer.last_speed) == (0.0, 0.0, 0.0)
-    with timer.data_wait():
+    with waits.wait():
         pass
     with timer.step(10):
         pass
@@ -430,20 +431,20 @@ def test_timer_separates_data_and_steps() -> None:
 
 
 def test_timer_does_not_count_a_failed_step() -> None:
-    timer = StepTimer()
+    timer = StepTimer(WaitClock())
     with pytest.raises(ZeroDivisionError), timer.step(10):
         1 / 0  # noqa: B018
     assert timer.speed == 0.0
 
 
 def test_timer_counts_the_current_wait_and_local_samples() -> None:
-    timer = StepTimer()
-    with timer.data_wait():
+    timer = StepTimer(waits := WaitClock())
+    with waits.wait():
         first, second = timer.data_seconds, timer.data_seconds
         assert 0 <= first < second
     after = timer.data_seconds
     assert after == timer.data_seconds == pytest.approx(timer.last_wait, abs=1e-4)
-    with pytest.raises(ZeroDivisionError), timer.data_wait():
+    with pytest.raises(ZeroDivisionError), waits.wait():
         1 / 0  # noqa: B018
     assert timer.data_seconds == timer.data_seconds > after
     for local_samples in (3, 5):

@@ -60,6 +60,7 @@ class _ScriptSteps(Callback):
             folder = plan.folder / TENSORBOARD
             self._profiler = RankProfiler(world.rank, world.device, folder, warmup=plan.warmup, traced=plan.traced)
         self._context.enter_context(self._recorder.recording_collectives())
+        self._change_phase(engine)
         self._begin_next()
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
