@@ -87,7 +87,8 @@ def test_commands_that_change_a_recipe_refuse_a_script(refused: Refused, command
 def test_profile_moves_into_the_run_of_the_script(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("samestep.start()", 'samestep.start(run="first")'), encoding="utf-8")
-    options = ("--wait", 0, "--warmup", 0, "--active", 1, "--traced", 0, "--no-picture", "--json")
+    steps = ("--wait", 0, "--warmup", 0, "--active", 1, "--traced", 0)
+    options = (*steps, "--no-picture", "--json", "--", "--epochs", 100)
     assert here("profile", "train.py", *options, cwd=folder) == EXIT_DONE
     before = Path(answer(capfd)["folder"])
     assert before.parent == Path("runs")
