@@ -23,7 +23,7 @@ from samestep.data.epochs import epochs
 from samestep.data.loader import Loader
 from samestep.distributed.logging import logger
 from samestep.distributed.world import RunContext, all_gather
-from samestep.engine.consistency import checksum
+from samestep.engine.checksum import checksum
 from samestep.engine.engine import Engine
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
@@ -227,7 +227,7 @@ class CheckpointManager:
                 for key in sorted(set(kind) - {"objects"}):
                     text = json.dumps(kind[key]).encode()
                     hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(text, digest_size=4).hexdigest()
-            hashes[f"tensors in the state of {name or 'the engine'}"] = str(checksum(t for _, t in tensors.values()))
+            hashes[f"tensors in the state of {name or 'the engine'}"] = str(checksum(dict(tensors.values())))
         return hashes
 
     def _require_engines(self, path: Path) -> None:

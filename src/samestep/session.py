@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DeviceKind, Reduction, StrategyConfig, resolve_mesh
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -58,6 +58,7 @@ def start(
     strategy: StrategyConfig | None = None,
     run: str | Path | None = None,
     loggers: Sequence[Logger | str] = (),
+    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> Iterator[World]:
@@ -71,22 +72,21 @@ def start(
         reduction: `exact` requests deterministic kernels from torch.
         threads: intra-op threads of this rank. More threads are faster, but another number changes bits.
         timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
-            launcher; collectives then have a slightly longer limit, so that the watchdog reports a hang first.
+            launcher, with a slightly longer one of collectives: the watchdog reports a hang first.
         strategy: parallel strategy; None for replication.
-        run: name of a run in the folder `runs`, or a `Path` of its directory, for the files that `samestep top` and
-            `samestep report` read. An existing run is continued, on any number of ranks. None writes nothing.
+        run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
-            events too, and the names `tensorboard`, `wandb`, `mlflow` and `trackio` are possible.
+            events too; also `tensorboard`, `wandb`, `mlflow` and `trackio` by name.
+        checksum_every: with a run, steps between logged checksums of the state (`samestep diff`); 0 for none.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
-        adopt: use the process group that another library has created in this process, if there is one, with its ranks
-            and the device that it chose; the group stays after the block. Ranks are not watched for hangs.
+        adopt: use the process group of another library in this process, if there is one, with its ranks and device;
+            the group stays after the block. Ranks are not watched for hangs.
 
     Yields:
         The world. Its process group ends with the block, unless it was adopted.
 
     Raises:
-        InputError: `device`, or a mesh of the strategy for these ranks, does not exist, a process group exists, or the
-            run cannot be written, or is in use.
+        InputError: device or mesh do not exist, a process group exists, or the run cannot be written, or is in use.
     """
     worker, strategy = process_state.worker, strategy or StrategyConfig()
     status = worker.rank_status if worker else local_rank_status()
@@ -101,7 +101,7 @@ def start(
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
         with context.resources as resources:
-            world = resources.enter_context(_with_loggers(world, run, loggers))
+            world = resources.enter_context(_with_loggers(world, run, loggers, checksum_every))
             with check.until_end(), _handlers_installed(stop) if own.rendezvous else nullcontext():
                 yield world
     except BaseException:
@@ -119,6 +119,7 @@ def init(
     strategy: StrategyConfig | None = None,
     run: str | Path | None = None,
     loggers: Sequence[Logger | str] = (),
+    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> World:
@@ -135,6 +136,7 @@ def init(
         strategy: as in `samestep.start`.
         run: as in `samestep.start`.
         loggers: as in `samestep.start`.
+        checksum_every: as in `samestep.start`.
         share_gpu: as in `samestep.start`.
         adopt: as in `samestep.start`.
 
@@ -149,6 +151,7 @@ def init(
         strategy=strategy,
         run=run,
         loggers=loggers,
+        checksum_every=checksum_every,
         share_gpu=share_gpu,
         adopt=adopt,
     )
@@ -166,13 +169,15 @@ def _end_session(world: World) -> None:
 
 
 @contextmanager
-def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger | str]) -> Iterator[World]:
+def _with_loggers(
+    world: World, run: str | Path | None, loggers: Sequence[Logger | str], checksum_every: int
+) -> Iterator[World]:
     """Yield the world with its loggers, and with the run if there is one."""
     process_state.run = run
     if run is not None and not process_state.is_experiment:
         from samestep.runs.folder import open_run  # worlds without a run do not need these modules
 
-        with open_run(run, loggers, world) as world_of_run:
+        with open_run(run, loggers, world, checksum_every) as world_of_run:
             yield world_of_run
         return
     names = [logger for logger in loggers if isinstance(logger, str)]

@@ -23,6 +23,7 @@ from samestep.data.loader import Loader
 from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
+from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
@@ -89,6 +90,7 @@ class Trainer:
         self._timer = StepTimer(train.waits)
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
+        self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
         self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, engine.world.context.status.heartbeat)
@@ -222,6 +224,8 @@ class Trainer:
             samples_per_second=round(self._timer.last_speed, 1),
             data_seconds=round(self._timer.last_wait, 6),
         )
+        if self._checksum_every and result.step % self._checksum_every == 0:
+            self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
 
     def _end_epoch(self) -> None:
         """Evaluate, log and save, unless a stop request ends the evaluation."""

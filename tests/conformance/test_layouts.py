@@ -52,8 +52,28 @@ def test_results_are_those_of_one_process(outcomes: Outcomes, name: str, model: 
 def test_exact_layouts_give_the_bits_of_one_process(outcomes: Outcomes, name: str, model: str) -> None:
     single, result = outcomes(model)["single"], outcomes(model)[name]
     assert result["steps"] == single["steps"]
+    assert result["checksum"] == single["checksum"]
     for kind in ("weights", "average", "buffers"):
         assert all(torch.equal(result[kind][key], tensor) for key, tensor in single[kind].items())
+
+
+MODELS = [
+    pytest.param("chain"),
+    pytest.param("full", marks=pytest.mark.long),
+    pytest.param("without dropout", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_checksum_of_a_state_is_the_same_in_every_layout(folder: Path, model: str) -> None:
+    run = folder / "checksums"
+    launch(ranks_layouts.train_one, "single", model, run / model, processes=1)
+    names, checkpoint = LAYOUTS_OF_MODEL[model], run / model / "single"
+    checksums = launch(ranks_layouts.loaded_checksums, ["single"], model, checkpoint, processes=1)
+    for ranks, group in by_ranks(names, LAYOUTS).items():
+        checksums |= launch(ranks_layouts.loaded_checksums, group, model, checkpoint, processes=ranks)
+    assert len(checksums) == len(names) + 1
+    assert {name: value for name, value in checksums.items() if value != checksums["single"]} == {}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from helpers.ten_steps import STEPS, outcome, resume_training, steps_of, train
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
+from samestep.engine.state_checksum import state_checksum
 
 World = samestep.World
 MICROBATCHES, BATCH, SAMPLES = 5, 20, 91  # microbatches of 4 samples; the last batch of an epoch has 11
@@ -123,7 +124,8 @@ def train_one(name: str, model: str, folder: Path) -> dict[str, Any]:
     with samestep.start(device="cpu", strategy=strategy_for(name, model)) as world:
         engine, batches, evaluation = build(world, model)
         result = train(engine, batches, evaluation, folder / name)
-        return {**result, "size": sum(p.numel() for p in engine.local_parameters.local.values())}
+        checksum = state_checksum(engine, batches.cursor)
+        return {**result, "checksum": checksum, "size": sum(p.numel() for p in engine.local_parameters.local.values())}
 
 
 def in_precision(names: list[str], precision: str) -> dict[str, dict[str, Any]]:
@@ -140,6 +142,17 @@ def resume(name: str, model: str, folder: Path) -> dict[str, Any]:
     """Compute the second five steps from a checkpoint of another layout."""
     with samestep.start(device="cpu", strategy=strategy_for(name, model)) as world:
         return resume_training(*build(world, model), folder)
+
+
+def loaded_checksums(names: list[str], model: str, folder: Path) -> dict[str, int | None]:
+    """Return the checksum of the state of a checkpoint in several layouts of this number of ranks."""
+    checksums = {}
+    for name in names:
+        with samestep.start(device="cpu", strategy=strategy_for(name, model)) as world:
+            engine, batches, _ = build(world, model)
+            assert samestep.CheckpointManager(folder, engine, batches).resume()
+            checksums[name] = state_checksum(engine, batches.cursor)
+    return checksums
 
 
 def train_all(names: list[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ from samestep.cli.recipe_options import (
     plan_from_checkpoint,
     plan_to_resume,
 )
-from samestep.config import LOGGERS, RunOptions
+from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, RunError, SamestepError
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
@@ -116,6 +116,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checks (results do not depend on these options)")
     text = "steps between comparisons of the ranks' weights; also checks every collective"
     group.add_argument("--check-every", type=int, metavar="STEPS", help=text)
+    text = f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})"
+    group.add_argument("--checksum-every", type=int, metavar="STEPS", help=text)
     group = parser.add_argument_group("logging (results do not depend on this option)")
     group.add_argument(
         "--loggers",

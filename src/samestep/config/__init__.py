@@ -1,6 +1,7 @@
 """Configuration classes of recipes, strategies and runs: frozen data without torch, files or environment."""
 
 from samestep.config.recipe import (
+    DEFAULT_CHECKSUM_EVERY,
     DEFAULT_PREFETCH,
     LOGGERS,
     BadSamples,
@@ -24,6 +25,7 @@ from samestep.config.recipe import (
 from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, resolve_mesh
 
 __all__ = [
+    "DEFAULT_CHECKSUM_EVERY",
     "DEFAULT_PREFETCH",
     "LOGGERS",
     "BadSamples",

@@ -20,6 +20,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
 LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow", "trackio")
+DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
 # Options of optimizers that are numbers, in torch and in libraries.
@@ -295,6 +296,7 @@ class RunOptions(Constrained):
         max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
         keep: number of newest checkpoints that are kept, in addition to the best.
         check_every: optimizer steps between consistency checks of all ranks, or None for no checks.
+        checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
         loggers: names of the loggers of metrics and events, some of `LOGGERS`.
         quiet: print only the summary, no progress.
     """
@@ -307,6 +309,7 @@ class RunOptions(Constrained):
     max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     keep: Annotated[int, Ge(1)] = 2
     check_every: Annotated[int, Ge(1)] | None = None
+    checksum_every: Annotated[int, Ge(0)] = DEFAULT_CHECKSUM_EVERY
     loggers: tuple[str, ...] = ("jsonl", "tensorboard", "progress")
     quiet: bool = False
 

@@ -102,6 +102,13 @@ class World:
         return self.data_world or self
 
     @property
+    def coordinates(self) -> dict[str, int]:
+        """Position of this rank on each axis of the mesh."""
+        if self.mesh is None:
+            return {"replicate": self.rank}
+        return dict(zip(AXES, self.mesh.get_coordinate() or (), strict=True))
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0

@@ -2,89 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from samestep.config import StepConfig
-from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.checksum import checksum, mix, signed
 from samestep.engine.ema import AveragedWeights
 from samestep.errors import InputError, RankMismatchError
 
-# Words per multiplication: the size of a core's cache, or enough work for a GPU kernel.
-_CPU_WORDS, _GPU_WORDS = 2**16, 2**22
-_SEED = 0x5EED
-_FACTOR = 6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
-_MODULUS = 2**64
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _MAX_LISTED = 3  # tensors in a report
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return 64 bits that depend on every bit of `tensors` and its position; the same on every machine.
-
-    The tensors of a device are read as one sequence of words v_i of at most 32 bits, in blocks of fixed length. The sum
-    of a block is s_j = sum of v_i w_i modulo 2^64, with fixed random odd 64-bit weights w_i. Blocks are combined as h =
-    h P + s_j with an odd P. Sums modulo 2^64 have no rounding, so threads and the order of summation are irrelevant.
-    Raw bits are read: NaNs with different payloads differ, and so do 0.0 and -0.0.
-
-    A change within one word is always detected: it alters v_i by d with 0 < |d| < 2^32, and the checksum by d times an
-    odd number, which is no multiple of 2^64. So every single flipped bit is detected. Changes in several words cancel
-    for about one choice of the weights in 2^32 (multilinear hashing: Lemire and Kaser, "Strongly universal string
-    hashing is fast", 2014; words have half the width of the weights so that this holds for high bits too). The weights
-    are public: the checksum detects accidents, not constructed collisions. Shapes and types are not included.
-    """
-    words: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        words.setdefault(tensor.device, []).append(_words(tensor))
-    total = 0
-    for device, device_words in words.items():
-        weights = _weights(device)
-        subtotal = torch.zeros((), dtype=torch.int64, device=device)
-        for block in _blocks(device_words, len(weights)):
-            subtotal = subtotal * _FACTOR + (block * weights[: len(block)]).sum()
-        total = (total * _FACTOR + int(subtotal)) % _MODULUS
-    return total
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor as a flat tensor of integers of at most 32 bits."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    # Integers no wider than the elements, because a view of a larger tensor may have any alignment.
-    return tensor.resolve_neg().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-
-
-def _blocks(tensors: list[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
-    """Yield all words in order, in blocks of at most `length`: small tensors joined, large ones split."""
-    small: list[torch.Tensor] = []
-    filled = 0
-    for piece in (piece for tensor in tensors for piece in tensor.split(length)):
-        if filled + len(piece) > length:
-            yield torch.cat([words.to(torch.int32) for words in small])
-            small, filled = [], 0
-        small.append(piece)
-        filled += len(piece)
-    yield torch.cat([words.to(torch.int32) for words in small])
-
-
-@cache
-def _weights(device: torch.device) -> torch.Tensor:
-    count = _GPU_WORDS if is_accelerator(device) else _CPU_WORDS
-    generator = torch.Generator().manual_seed(_SEED)  # not the default one, whose state must not change
-    weights = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
-    return weights.to(device)
 
 
 def optimizer_tensors(
@@ -140,7 +74,7 @@ class ConsistencyCheck:
             self.compare(steps)
         if self._every is not None:  # h = h P + bits modulo 2^64, so a difference never disappears
             bits = self._buffers.read().view(torch.int64)
-            self._history = bits if self._history is None else self._history * _FACTOR + bits
+            self._history = bits if self._history is None else mix(self._history, bits)
 
     def end_step(self, steps: int) -> None:
         """Compare after step number `steps`, if due."""
@@ -198,12 +132,10 @@ class ConsistencyCheck:
 
 
 def _require_equal(tensors: Mapping[str, torch.Tensor], world: World, when: str, last_equal: list[int]) -> None:
-    text = "\n".join(f"{name} {_shape(tensor)}" for name, tensor in tensors.items())
-    shapes = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    checksums = dict(enumerate(gather_numbers(world, [_signed(shapes), _signed(checksum(tensors.values()))])))
+    checksums = dict(enumerate(gather_numbers(world, [signed(checksum(tensors))])))
     if len(set(checksums.values())) == 1:
         return
-    local = {name: f"{_shape(tensor)} {checksum([tensor]):x}" for name, tensor in tensors.items()}
+    local = {name: f"{_shape(tensor)} {checksum({name: tensor}):x}" for name, tensor in tensors.items()}
     by_rank: list[dict[str, str]] = all_gather(local, world)
     all_names = dict.fromkeys(name for rank in by_rank for name in rank)
     names = [name for name in all_names if len({rank.get(name) for rank in by_rank}) > 1]
@@ -266,8 +198,3 @@ def enable_checks(world: World, every: int | None) -> None:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _signed(number: int) -> int:
-    """Return 64 unsigned bits as the signed integer of an int64 tensor."""
-    return number - 2**64 if number >= 2**63 else number

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
-from samestep.engine.consistency import checksum
+from samestep.engine.checksum import checksum
 from samestep.errors import DataError
 from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams
@@ -106,7 +106,7 @@ def check_same_weights(model: torch.nn.Module, world: World) -> None:
 
     Each rank reads the file of weights, so that no rank waits for a broadcast.
     """
-    checksums = dict(enumerate(all_gather(checksum(model.state_dict().values()), world)))
+    checksums = dict(enumerate(all_gather(checksum(model.state_dict()), world)))
     if len(set(checksums.values())) > 1:
         raise _weights_error(
             f"{ranks_text(odd_ranks(checksums) or list(checksums))} read other weights than the rest",

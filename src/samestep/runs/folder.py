@@ -13,6 +13,7 @@ from pathlib import Path
 from samestep.checkpoint.files import HeldFolder, write_atomically
 from samestep.checkpoint.lock import LOCK, FolderLock
 from samestep.config import LOGGERS
+from samestep.config.validation import require
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -31,18 +32,20 @@ _OTHERS = {LOCK, "checkpoints", "logs"}
 
 
 @contextmanager
-def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> Iterator[World]:
+def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, checksum_every: int) -> Iterator[World]:
     """Create or continue a run directory, and yield the world with its loggers and callbacks. Collective.
 
     Args:
         run: name of a folder in `runs`, or the path of a directory as a `Path`. Equal on every rank.
         loggers: loggers in addition to `events.jsonl`, as objects or by name.
         world: the ranks.
+        checksum_every: steps between logged checksums of the state, 0 for none.
 
     Raises:
-        InputError: the name is invalid, the directory cannot be written or is of something else, another process writes
-            to it, ranks have different names, or a logger is unknown.
+        InputError: `checksum_every` is negative, the name is invalid, the directory cannot be written or is of
+            something else, another process writes to it, ranks have different names, or a logger is unknown.
     """
+    require(checksum_every >= 0, f"checksum_every is {checksum_every}", "at least 1 step, or 0", "checksum_every=10")
     given = run_directory(run)
     folder = given.absolute()
     _require_trackers(loggers)
@@ -57,7 +60,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
         held = HeldFolder(folder) if world.is_main else None
         destinations = _destinations(folder, loggers, held.locate()) if held is not None else []
         with RunLogger(destinations) as logger, RankMonitor(folder, world) as monitor:
-            events = LoopEvents(logger, is_new=is_new)
+            events = LoopEvents(logger, is_new=is_new, checksum_every=checksum_every)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
                 process_state.source_files.note_imports()

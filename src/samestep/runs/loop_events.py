@@ -13,7 +13,9 @@ from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
+from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
+from samestep.errors import InputError
 from samestep.loggers.logger import RunLogger
 from samestep.loggers.rank_monitor import RankProgress
 
@@ -31,10 +33,11 @@ class LoopEvents(Callback):
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.
         is_new: the run has no earlier part.
+        checksum_every: steps between logged checksums of the state, 0 for none.
     """
 
-    def __init__(self, logger: RunLogger, *, is_new: bool) -> None:
-        self._logger = logger
+    def __init__(self, logger: RunLogger, *, is_new: bool, checksum_every: int) -> None:
+        self._logger, self._checksum_every = logger, checksum_every
         self._engines, self._numbers = 0, WeakKeyDictionary[Engine, int]()
         self._main: int | None = None  # number of the engine that made the first step
         self._began = self._mark = time.perf_counter()
@@ -79,6 +82,7 @@ class LoopEvents(Callback):
             config = _config(engine, batch)
             self._logger.log_config(config)
             self._logger.log_event("config", config=config)
+        self._end_of_batch = batch.end
         self._size, self._local_size = batch.size, sum(microbatch.size for microbatch in batch.local_microbatches)
         loader = batch.source if isinstance(batch.source, Loader) else None
         if loader is not self._loader:
@@ -111,6 +115,18 @@ class LoopEvents(Callback):
         if is_due or result.skipped:
             self._logged[name] = now
             self._flush()
+        if self._checksum_every and result.step % self._checksum_every == 0:
+            self._log_checksum(engine)
+
+    def _log_checksum(self, engine: Engine) -> None:
+        try:
+            event = checksum_event(engine, self._end_of_batch)
+        except InputError as error:  # a loop without checkpoints can have any state
+            self._checksum_every = 0
+            self._logger.log_event("note", text=f"no checksums of the state: {error.value}")
+            return
+        self._logger.log_event("checksum", **event)
+        self._mark = time.perf_counter()
 
     def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
         name = self._prefix(engine)

@@ -62,9 +62,19 @@ class Division:
             full = full.redistribute(placements=placements)
         return full.to_local()
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes along which local parts differ."""
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(name for name, placed in zip(names, self.placements, strict=True) if not placed.is_replicate())
+
+    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return sizes and offsets of this rank's part."""
+        return compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor, as a view."""
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        sizes, offsets = self.bounds()
         return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
 
 
@@ -78,6 +88,8 @@ class LocalParameters:
         is_divided: some parameter is not complete on this rank.
         divides_tensors: the optimizer updates parts of tensors.
     """
+
+    _own_axes: tuple[str, ...] = ()  # axes along which ranks have different parameters
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._device = device
@@ -147,6 +159,20 @@ class LocalParameters:
         if division is None or full.shape != division.shape:
             return full
         return division.local_part(full)
+
+    def position(self, name: str, local: torch.Tensor, world: World) -> tuple[torch.Size, tuple[int, ...]] | None:
+        """Return the shape of the full tensor of a parameter or of its state, and the offsets of this rank's part.
+
+        None if the part counts on another rank. A tensor with another number of dimensions is complete on each rank.
+        """
+        division = self._divisions.get(name)
+        is_divided = division is not None and local.dim() == len(division.shape)
+        axes = division.axes if division is not None and is_divided else ()
+        if any(coordinate for axis, coordinate in world.coordinates.items() if axis not in (*axes, *self._own_axes)):
+            return None
+        if division is None or not is_divided:
+            return local.shape, (0,) * local.dim()
+        return division.shape, division.bounds()[1]
 
     def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
         """Return per-parameter values of all ranks; every rank has values of every parameter already."""

@@ -1,14 +1,15 @@
 """The checksum depends on every bit and its position, and on nothing else."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.engine import consistency as module
-from samestep.engine.consistency import checksum
+from samestep.engine import checksum as module
+from samestep.engine.checksum import MODULUS, Part, checksum, sum_of_parts, weights_of, words_of
 
 DTYPES = [
     torch.bool,
@@ -24,6 +25,11 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+
+
+def of(*tensors: torch.Tensor) -> int:
+    """Return the checksum of tensors with numbers as names."""
+    return checksum({str(number): tensor for number, tensor in enumerate(tensors)})
 
 
 def of_bytes(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
@@ -49,8 +55,8 @@ def with_flipped_bit(tensor: torch.Tensor, bit: int) -> torch.Tensor:
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**32), bit=st.integers(0, 10**6))
 def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype, count: int, seed: int, bit: int) -> None:
     tensor = of_bytes(dtype, count, seed)
-    assert checksum([tensor]) == checksum([tensor.clone()])
-    assert checksum([tensor]) != checksum([with_flipped_bit(tensor, bit)])
+    assert of(tensor) == of(tensor.clone())
+    assert of(tensor) != of(with_flipped_bit(tensor, bit))
 
 
 @given(flips=st.lists(st.integers(0, 64 * 50 - 1), min_size=1, max_size=8, unique=True))
@@ -59,7 +65,7 @@ def test_several_flipped_bits_change_the_checksum(flips: list[int]) -> None:
     flipped = tensor
     for bit in flips:
         flipped = with_flipped_bit(flipped, bit)
-    assert checksum([tensor]) != checksum([flipped])
+    assert of(tensor) != of(flipped)
 
 
 @given(positions=st.sets(st.integers(0, 49), min_size=1))
@@ -68,7 +74,7 @@ def test_any_number_of_changed_signs_changes_the_checksum(positions: set[int]) -
     tensor = torch.randn(50, dtype=torch.float64)
     negated = tensor.clone()
     negated[list(positions)] *= -1
-    assert checksum([tensor]) != checksum([negated])
+    assert of(tensor) != of(negated)
 
 
 @given(first=st.integers(0, 99), second=st.integers(0, 99))
@@ -76,34 +82,62 @@ def test_swapped_elements_change_the_checksum(first: int, second: int) -> None:
     tensor = torch.arange(100, dtype=torch.float32)
     swapped = tensor.clone()
     swapped[[first, second]] = tensor[[second, first]]
-    assert (checksum([tensor]) == checksum([swapped])) == (first == second)
+    assert (of(tensor) == of(swapped)) == (first == second)
 
 
 def test_order_of_tensors_changes_the_checksum() -> None:
     one, two = torch.ones(3), torch.zeros(3)
-    assert checksum([one, two]) != checksum([two, one])
+    assert of(one, two) != of(two, one)
 
 
 def test_values_that_compare_equal_have_different_checksums() -> None:
-    assert checksum([torch.tensor(0.0)]) != checksum([torch.tensor(-0.0)])
+    assert of(torch.tensor(0.0)) != of(torch.tensor(-0.0))
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert all(math.isnan(value) for value in nans.tolist())
-    assert checksum([nans[:1]]) != checksum([nans[1:]])
+    assert of(nans[:1]) != of(nans[1:])
 
 
 def test_checksum_depends_on_elements_and_not_on_strides() -> None:
     tensor = torch.randn(6, 8)
-    assert checksum([tensor.t()]) == checksum([tensor.t().contiguous()])
-    assert checksum([tensor[:, ::2]]) == checksum([tensor[:, ::2].clone()])
-    assert checksum([torch.randn(7).requires_grad_()]) > 0
+    assert of(tensor.t()) == of(tensor.t().contiguous())
+    assert of(tensor[:, ::2]) == of(tensor[:, ::2].clone())
+    assert of(torch.randn(7).requires_grad_()) > 0
     odd = torch.arange(9, dtype=torch.int16)[1:]  # starts at an address that is not aligned for wider integers
-    assert checksum([odd]) == checksum([odd.clone()])
-    assert checksum([torch.tensor(3.0).expand(4)]) == checksum([torch.full((4,), 3.0)])
+    assert of(odd) == of(odd.clone())
+    assert of(torch.tensor(3.0).expand(4)) == of(torch.full((4,), 3.0))
 
 
-def test_empty_tensors_have_checksum_zero() -> None:
-    assert checksum([]) == checksum([torch.empty(0)]) == 0
-    assert checksum([torch.empty(0, 3), torch.ones(2)]) == checksum([torch.ones(2)])
+def test_empty_tensors_count_by_name_type_and_shape() -> None:
+    assert of() == 0
+    empty = {of(torch.empty(0)), of(torch.empty(0, 3)), of(torch.empty(0, dtype=torch.int32)), of()}
+    assert len(empty) == 4
+    assert len({of(torch.zeros(4)), of(torch.zeros(2, 2)), checksum({"other": torch.zeros(4)})}) == 3
+
+
+@given(
+    rows=st.integers(1, 4), middle=st.integers(1, 3), columns=st.integers(1, 30_000), cuts=st.lists(st.floats(0, 1)),
+    dimension=st.integers(0, 2), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.complex64]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_parts_of_a_tensor_add_up_to_its_checksum(
+    rows: int, middle: int, columns: int, cuts: list[float], dimension: int, dtype: torch.dtype
+) -> None:
+    """A tensor is divided along one dimension, and the second half again along the last one."""
+    full = torch.randn(rows, middle, columns).to(dtype)
+    size = full.shape[dimension]
+    bounds = sorted({0, size, *(int(cut * size) for cut in cuts)})
+    parts = []
+    for begin, end in pairwise(bounds):
+        offsets = [0, 0, 0]
+        offsets[dimension] = begin
+        parts.append(Part(full.narrow(dimension, begin, end - begin), full.shape, tuple(offsets)))
+    last = parts.pop()
+    half = last.tensor.shape[2] // 2
+    for begin, end in ((0, half), (half, last.tensor.shape[2])):
+        shifted = (*last.offsets[:2], last.offsets[2] + begin)
+        parts.append(Part(last.tensor[:, :, begin:end], full.shape, shifted))
+    total = sum(int(sum_of_parts({"0": part}, torch.device("cpu"))) for part in parts)
+    assert total % MODULUS == of(full)
 
 
 def test_checksum_is_equal_for_all_thread_counts_and_leaves_the_generator_unchanged() -> None:
@@ -114,7 +148,7 @@ def test_checksum_is_equal_for_all_thread_counts_and_leaves_the_generator_unchan
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            checksums.add(checksum([tensor]))
+            checksums.add(of(tensor))
     finally:
         torch.set_num_threads(threads)
     assert len(checksums) == 1
@@ -124,13 +158,15 @@ def test_checksum_is_equal_for_all_thread_counts_and_leaves_the_generator_unchan
 @pytest.mark.parametrize("bit", [0, 31, 32 * (2**16 - 1), 32 * 2**16, 32 * (2**17 + 4) + 31])
 def test_bits_beyond_the_first_block_change_the_checksum(bit: int) -> None:
     tensor = torch.zeros(2**17 + 5)
-    assert checksum([tensor]) != checksum([with_flipped_bit(tensor, bit)])
-    assert checksum([torch.ones(3), tensor]) != checksum([torch.ones(3), with_flipped_bit(tensor, bit)])
+    assert of(tensor) != of(with_flipped_bit(tensor, bit))
+    assert of(torch.ones(3), tensor) != of(torch.ones(3), with_flipped_bit(tensor, bit))
 
 
 def test_checksum_is_the_documented_weighted_sum() -> None:
-    values = [5, -7, 2**31 - 1]
-    weights = module._weights(torch.device("cpu")).tolist()
-    expected = sum(value * weight for value, weight in zip(values, weights[:3], strict=True)) % 2**64
-    assert all(weight % 2 for weight in weights)
-    assert checksum([torch.tensor(values, dtype=torch.int32)]) == expected
+    tensor = torch.randint(-(2**31), 2**31, (70_000, 2), dtype=torch.int32)
+    part = Part.whole(tensor)
+    weights = weights_of("0", part, 0, tensor.numel())
+    assert bool((weights & 1 == 1).all())
+    products = words_of(tensor).to(torch.int64) * weights
+    assert of(tensor) == (int(products.sum()) + of(torch.zeros_like(tensor))) % MODULUS
+    assert torch.equal(weights_of("0", part, 65_530, 65_540), weights[65_530:65_540])

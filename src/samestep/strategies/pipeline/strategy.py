@@ -44,6 +44,8 @@ class StageParameters(LocalParameters):
         shared: names of trained parameters that several ranks have (tied weights), by these ranks.
     """
 
+    _own_axes = ("pipeline",)
+
     def __init__(self, model: nn.Module, stages: PipelineStages) -> None:
         super().__init__(model, stages.world.device)
         self.stages, self._pipeline = stages, stages.world
@@ -74,6 +76,10 @@ class StageParameters(LocalParameters):
             full = torch.empty(shape, dtype=local.dtype, device=device)
         self._pipeline.broadcast(full, source)
         return full
+
+    def position(self, name: str, local: torch.Tensor, world: World) -> tuple[torch.Size, tuple[int, ...]] | None:
+        is_first = self._ranks[name][0] == self._pipeline.rank
+        return super().position(name, local, world) if is_first else None
 
     def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return per-parameter values of all ranks; tensors of other ranks are on the meta device."""
