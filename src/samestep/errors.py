@@ -24,6 +24,7 @@ CODES = {
     "E_RUN": "The run failed.",
     "E_NONFINITE": "A loss or a gradient is not finite. With `non_finite: skip`: most steps of a run were skipped.",
     "E_RANK_MISMATCH": "Ranks hold different weights, buffers or optimizer state.",
+    "E_WITNESS": "A microbatch has another loss, gradient or buffer when a second rank computes it again.",
     "E_RANK_SETTINGS": "Ranks have different optimizers, learning rates, losses or settings of a step.",
     "E_RANK_BATCH": "Ranks step or evaluate different global batches, or read different datasets.",
     "E_CHECKPOINT_WRITE": "A checkpoint cannot be written. Earlier checkpoints are unchanged.",
@@ -66,7 +67,7 @@ CODES = {
     "E_PARAMETERS_CHANGED": "Trained parameters changed after the engine was made, which the strategy does not allow.",
     "E_NORM_LAYER": "A batch norm layer cannot use the statistics that `step.batch_norm` selects.",
     "E_PARAMETER_HOOKS": "A parameter has hooks, which the strategy does not support.",
-    "E_CHECK_EVERY": "`check_every` is invalid or differs between ranks.",
+    "E_CHECK_EVERY": "`check_every` or `witness_every` is invalid or differs between ranks.",
     "E_NOTHING_COUNTED": "The loss counted no samples in evaluation.",
     "E_VALUE": "A recipe value or an option is outside of its range.",
     "E_BATCH_NORM": "Batch norm cannot compute statistics of a microbatch, which has one value per channel.",
@@ -319,6 +320,17 @@ class RankMismatchError(RunError):
     """Ranks hold different weights, buffers or optimizer state."""
 
     default_code = "E_RANK_MISMATCH"
+
+
+class WitnessError(RunError):
+    """Microbatch that has other bits when it is computed again: silent data corruption.
+
+    Attributes:
+        ranks: ranks with wrong results; several if further results did not decide.
+    """
+
+    default_code = "E_WITNESS"
+    ranks: tuple[int, ...] = ()
 
 
 class CheckpointWriteError(RunError):

@@ -396,6 +396,13 @@ CASES = [
         is_variant=True,
     ),
     Case(
+        "a bit of a gradient is flipped on rank 2",
+        in_step("wrong gradient"),
+        ("--witness-every", 7, *RESTART),
+        code=1,
+        report="error: step 7: rank 2 computed wrong values",
+    ),
+    Case(
         "a loader worker is killed",
         {"kind": "kill a worker", "rank": "any"},
         ("--workers", 1),

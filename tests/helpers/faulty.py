@@ -136,6 +136,16 @@ def _drift() -> None:
     next(_models[0].parameters()).data.view(-1)[0] += 1  # `data`: unseen by torch, as a fault of the memory is
 
 
+def _flip_gradient() -> None:
+    """Flip one bit of a gradient in the next backward."""
+
+    def flip(gradient: torch.Tensor) -> None:
+        hook.remove()
+        gradient.view(torch.int32).view(-1)[0] ^= 1 << 20
+
+    hook = next(_models[0].parameters()).register_hook(flip)
+
+
 def _limit_files() -> None:
     """Limit the size of files to less than the optimizer state, which is the largest file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, resource.RLIM_INFINITY))
@@ -180,6 +190,7 @@ _STEP_FAULTS: dict[str, Callable[[], None]] = {
     "abort": os.abort,
     "memory limit": _exceed_memory,
     "sleep": lambda: time.sleep(1000),
+    "wrong gradient": _flip_gradient,
     "drift": lambda: _between_steps.append(_drift),
     "file size limit": _limit_files,
     "disk full": lambda: _fail_disk(errno.ENOSPC),

@@ -118,6 +118,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--check-every", type=int, metavar="STEPS", help=text)
     text = f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})"
     group.add_argument("--checksum-every", type=int, metavar="STEPS", help=text)
+    text = "steps between steps in which a second rank repeats a microbatch of each rank and compares the bits"
+    group.add_argument("--witness-every", type=int, metavar="STEPS", help=text)
     group = parser.add_argument_group("logging (results do not depend on this option)")
     group.add_argument(
         "--loggers",

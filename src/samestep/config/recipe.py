@@ -297,6 +297,7 @@ class RunOptions(Constrained):
         keep: number of newest checkpoints that are kept, in addition to the best.
         check_every: optimizer steps between consistency checks of all ranks, or None for no checks.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
+        witness_every: optimizer steps between steps in which a second rank repeats a microbatch of each rank, or None.
         loggers: names of the loggers of metrics and events, some of `LOGGERS`.
         quiet: print only the summary, no progress.
     """
@@ -310,6 +311,7 @@ class RunOptions(Constrained):
     keep: Annotated[int, Ge(1)] = 2
     check_every: Annotated[int, Ge(1)] | None = None
     checksum_every: Annotated[int, Ge(0)] = DEFAULT_CHECKSUM_EVERY
+    witness_every: Annotated[int, Ge(1)] | None = None
     loggers: tuple[str, ...] = ("jsonl", "tensorboard", "progress")
     quiet: bool = False
 

@@ -167,6 +167,20 @@ def gpu_names() -> list[str]:
     return [module.get_device_name(number) for number in range(module.device_count())]
 
 
+def device_kind(device: torch.device) -> str:
+    """Return the facts of a device on which the bits of results depend: the name of a GPU, or a CPU's instructions."""
+    import torch
+
+    if is_accelerator(device):
+        return str(accelerator_module().get_device_name(device))
+    return f"CPU {torch.backends.cpu.get_cpu_capability()}, {plural(torch.get_num_threads(), 'thread')}"
+
+
+def device_identity(device: torch.device) -> str:
+    """Return text that identifies a device on its machine: `cpu`, or number and UUID of a GPU."""
+    return f"{device} ({gpu_uuids(device, 1)[0]})" if is_accelerator(device) else str(device)
+
+
 def gpu_uuids(first: torch.device, count: int) -> list[str]:
     """Return the UUIDs of `count` GPUs from the first one of a rank."""
     properties = accelerator_module().get_device_properties

@@ -30,6 +30,7 @@ from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
 from samestep.engine.replicas import DataParallelRunner, SyncBatchNormRunner, build_buffers
+from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
 from samestep.strategies.build import build_strategy, divide_model, move_to_devices
 from samestep.strategies.device_map import DeviceMap, require_sync_batch_norm_devices
@@ -48,6 +49,7 @@ class Components(NamedTuple):
     runner: StepRunner
     outputs: EvaluationOutputs
     consistency: ConsistencyCheck
+    witness: Witness | None
 
 
 def build_components(
@@ -57,6 +59,7 @@ def build_components(
     world: World,
     config: StepConfig,
     check_every: int | None,
+    witness_every: int | None,
     ema: float | None,
     callbacks: Sequence[Callback],
     buffers: Mapping[str, Rule] | None = None,
@@ -77,6 +80,10 @@ def build_components(
         previous.state.require_whole_model(world)
     require_compatible(config, world, model, sync_batch_norm=sync_batch_norm)
     require_plain_model(model, config)
+    if any(isinstance(callback, Intervention) for callback in callbacks):
+        witness_every = None  # `samestep verify` finds the cause of differences
+    if witness_every is not None:
+        require_witness_support(config, world, sync_batch_norm=sync_batch_norm)
     model_parameters = list(model.parameters())
     _require_optimizer_of([p for p in model_parameters if p.requires_grad], optimizer)
     if previous is not None:
@@ -107,7 +114,11 @@ def build_components(
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
-    return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency)
+    witness = None
+    if witness_every is not None:
+        last_clean = previous.witness.last_clean if previous is not None and previous.witness is not None else []
+        witness = Witness(witness_every, runner, world, last_clean)
+    return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency, witness)
 
 
 def _compare_ranks(

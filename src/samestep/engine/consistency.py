@@ -173,27 +173,30 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, int | float | str) or value is None}
 
 
-def enable_checks(world: World, every: int | None) -> None:
-    """Compare `check_every` between ranks and enable the collective check if set; a collective.
+def enable_checks(world: World, check_every: int | None, witness_every: int | None) -> None:
+    """Compare the intervals of checks between ranks, and enable the collective check if set; a collective.
 
     Raises:
-        InputError: `every` is less than 1, or differs between ranks.
+        InputError: an interval is less than 1, or differs between ranks.
     """
-    if every is not None and every < 1:
-        raise InputError(f"check_every is {every}", "at least 1 step, or None", "check_every=100", code="E_CHECK_EVERY")
+    intervals = {"check_every": check_every, "witness_every": witness_every}
+    for name, every in intervals.items():
+        if every is not None and every < 1:
+            raise InputError(f"{name} is {every}", "at least 1 step, or None", f"{name}=100", code="E_CHECK_EVERY")
     if world.size == 1:
         return
     # Rank 0's clock distinguishes this world from an earlier one in the same store.
-    rows = gather_numbers(world, [every or 0, time.time_ns()])
-    if len({row[0] for row in rows}) > 1:
-        raise InputError(
-            f"check_every differs between ranks: {', '.join(str(row[0] or None) for row in rows)}",
-            expected="the same value on every rank",
-            fix="pass the same check_every to every rank's engine",
-            code="E_CHECK_EVERY",
-        )
-    if every is not None:
-        world.context.collective_check.enable(rows[0][1])
+    *columns, times = zip(*gather_numbers(world, [check_every or 0, witness_every or 0, time.time_ns()]), strict=True)
+    for name, column in zip(intervals, columns, strict=True):
+        if len(set(column)) > 1:
+            raise InputError(
+                f"{name} differs between ranks: {', '.join(str(value or None) for value in column)}",
+                expected="the same value on every rank",
+                fix=f"pass the same {name} to every rank's engine",
+                code="E_CHECK_EVERY",
+            )
+    if check_every is not None:
+        world.context.collective_check.enable(times[0])
 
 
 def _shape(tensor: torch.Tensor) -> str:

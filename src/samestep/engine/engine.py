@@ -29,6 +29,7 @@ from samestep.engine.microbatch import TRAINING, ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
+from samestep.engine.witness import Witness
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
 from samestep.strategies.local_parameters import closure_error
@@ -51,6 +52,8 @@ class Engine:
         ema: decay of a moving average of the weights, used in evaluation; None for no average.
         check_every: steps between comparisons of the ranks' state, None for none; equal on every rank. If set, ranks
             also check that they issue the same steps, evaluations and collectives: see `docs/guides/runs.md`.
+        witness_every: steps between steps in which a second rank computes a microbatch of each rank again, to detect
+            silent data corruption; None for none. Equal on every rank; see `docs/guides/faults.md`.
         metrics: metrics of training and the default of `evaluate`, which describes the possible values.
         callbacks: read-only hooks.
         buffers: rules for buffers that a training forward changes, and for frozen parameters that it writes, by shell
@@ -75,6 +78,7 @@ class Engine:
         scheduler_interval: Interval | None = None,
         config: StepConfig | None = None,
         check_every: int | None = None,
+        witness_every: int | None = None,
         ema: float | None = None,
         metrics: Metrics = (),
         callbacks: Sequence[Callback] = (),
@@ -86,7 +90,7 @@ class Engine:
         self._number: int | None = None  # until the first step
         settings = settings_of(self.config, optimizer, loss)
         with world.context.collective_check.operation(f"making {self._name}", settings):
-            enable_checks(world, check_every)
+            enable_checks(world, check_every, witness_every)
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
@@ -98,8 +102,9 @@ class Engine:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
         self._checks_batch = self._checks_mode = world.is_main  # until the first step, and the first warning
+        checks = check_every, witness_every
         self._build = partial(
-            build_components, model, optimizer, loss, world, self.config, check_every, ema, self._callbacks, buffers
+            build_components, model, optimizer, loss, world, self.config, *checks, ema, self._callbacks, buffers
         )
         self._set_components(self._build())
         for callback in self._callbacks:
@@ -155,11 +160,12 @@ class Engine:
             UnusedParameterError: a trained parameter received no gradient.
             RankDesyncError: another rank is about to do something else.
             RankMismatchError: ranks have different batches, datasets or settings, or hold different state; see `check`.
+            WitnessError: a repeated microbatch has other bits; the state is unchanged.
         """
         batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
         facts = self._facts(batch, is_current) if self.world.size > 1 else {}
-        joins = is_current and self._components.runner.joins_check(batch)
+        joins = is_current and self._witness is None and self._components.runner.joins_check(batch)
         messages = (self._index, batch.microbatches, batch.size, forward is None) if joins else None
         check = self.world.context.collective_check
         with check.operation(f"{self._name}.step {self.steps + 1}", facts, messages=messages):
@@ -190,6 +196,12 @@ class Engine:
         # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
         runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
 
+    @property
+    def _witness(self) -> Witness | None:
+        """The witness, if the next step is witnessed."""
+        witness = self._components.witness
+        return witness if witness is not None and witness.is_due(self.steps) else None
+
     def _facts(self, batch: GlobalBatch, is_current: bool) -> dict[str, str]:
         """Return properties of a step that are equal on every rank. `samestep verify` compares most of them itself."""
         facts = {BATCH: batch.identity, "set of parameters": str(is_current)}
@@ -200,7 +212,7 @@ class Engine:
         return facts
 
     def _step(self, batch: GlobalBatch, save: bool) -> StepResult:
-        runner, world = self._components.runner, self.world
+        runner, world, witness = self._components.runner, self.world, self._witness
         for callback in self._callbacks:
             callback.begin_step(self, batch)
         self.optimizer.zero_grad(set_to_none=True)
@@ -212,6 +224,8 @@ class Engine:
         if self._checks_mode and not self.model.training:
             self._checks_mode = False
             warn_of_evaluation_mode()
+        if witness is not None:
+            witness.begin_step(batch, self.steps)
         total = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
             reduce_requests(batch.microbatches, total, world)
@@ -221,6 +235,8 @@ class Engine:
             callback.end_gradients(self)
         norm = self.local_parameters.total_norm()
         stats = runner.read(batch, total, norm)
+        if witness is not None:
+            witness.end_step(batch, stats, self.steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
         finite = not stats.bad_microbatches and math.isfinite(stats.grad_norm)
         if finite:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from samestep.data.batch import Microbatch, tensors_of
+from samestep.data.structure import TensorSpec, build, describe
 from samestep.distributed.world import World, all_gather
 from samestep.engine.buffers import bytes_of
 from samestep.errors import InputError
@@ -43,48 +43,26 @@ class GlobalOutputs(NamedTuple):
         return max((stop for _, stop in self.bounds.values()), default=0)
 
 
-class _Tensor(NamedTuple):
-    """Description of a tensor in outputs or targets."""
-
-    path: str  # such as `outputs['image']`
-    dtype: str  # empty for a value that is neither a tensor nor JSON
-    shape: list[int]
-    requires_grad: bool = False
-
-    @property
-    def is_scalar(self) -> bool:
-        return not self.shape
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.kind.itemsize
-
-    @property
-    def kind(self) -> torch.dtype:
-        kind: torch.dtype = getattr(torch, self.dtype)
-        return kind
-
-
 class _Row(NamedTuple):
     """Description of one microbatch: number, samples, structure of `(outputs, targets)`, and tensors in order."""
 
     number: int
     size: int  # 0 for a filler: compared, but not joined
     structure: Any
-    tensors: list[_Tensor]
+    tensors: list[TensorSpec]
 
     @classmethod
     def of(cls, computed: LocalOutputs) -> _Row:
-        microbatch, tensors = computed.microbatch, list[_Tensor]()
+        microbatch, tensors = computed.microbatch, list[TensorSpec]()
         size = 0 if microbatch.is_filler else microbatch.size
         structure = [
-            _describe(value, name, tensors) for name, value in computed._asdict().items() if name != "microbatch"
+            describe(value, name, tensors) for name, value in computed._asdict().items() if name != "microbatch"
         ]
         return cls(microbatch.number, size, structure, tensors)
 
     @classmethod
     def from_json(cls, number: int, size: int, structure: Any, tensors: list[list[Any]]) -> _Row:
-        return cls(number, size, structure, [_Tensor(*entry) for entry in tensors])
+        return cls(number, size, structure, [TensorSpec(*entry) for entry in tensors])
 
     def require_rows(self) -> None:
         """Refuse values of unknown types, and tensors without one row per sample."""
@@ -105,36 +83,6 @@ class _Row(NamedTuple):
                     "return views of the same samples as separate outputs (first, second), with the samples in "
                     "dimension 0",
                 )
-
-
-def _describe(value: Any, path: str, tensors: list[_Tensor]) -> Any:
-    """Return the structure of nested data as JSON, and append its tensors to `tensors`."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not isinstance(value, DTensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        tensors.append(_Tensor(path, dtype, list(value.shape), value.requires_grad))
-        return "tensor"
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        return {"mapping": [[key, _describe(item, f"{path}[{key!r}]", tensors)] for key, item in value.items()]}
-    if type(value) in (list, tuple):
-        items = [_describe(item, f"{path}[{number}]", tensors) for number, item in enumerate(value)]
-        return {type(value).__name__: items}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    tensors.append(_Tensor(f"{path} is a {type(value).__name__}", "", []))
-    return "unknown"
-
-
-def _build(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return nested data from its structure and the tensors in order."""
-    if structure == "tensor":
-        return next(tensors)
-    ((kind, contents),) = structure.items()
-    if kind == "mapping":
-        return {key: _build(item, tensors) for key, item in contents}
-    if kind == "value":
-        return contents
-    items = [_build(item, tensors) for item in contents]
-    return tuple(items) if kind == "tuple" else items
 
 
 def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutputs:
@@ -162,7 +110,7 @@ def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutp
     for column, tensor in enumerate(rows[0].tensors):
         value = _join(tensor, [row_tensors[column] for *_, row_tensors in filled])
         joined.append(value.requires_grad_(any(row.tensors[column].requires_grad for row in rows)))
-    outputs, targets = _build({"tuple": rows[0].structure}, iter(joined))
+    outputs, targets = build({"tuple": rows[0].structure}, iter(joined))
     return GlobalOutputs(bounds, outputs, targets)
 
 
@@ -189,7 +137,7 @@ def _require_same_structure(first: _Row, row: _Row) -> None:
     )
 
 
-def _join(tensor: _Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(tensor: TensorSpec, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the rows of all microbatches, or the value that is equal in all of them."""
     if not tensor.is_scalar:
         return torch.cat(list(values))

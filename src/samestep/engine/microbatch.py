@@ -216,6 +216,7 @@ class StepRunner(ABC):
     Attributes:
         model: the model before the strategy wraps it.
         names: the trained parameters that receive gradients in the backward, with their names in the model.
+        observe: surrounds forward and backward of each microbatch, for a witness.
     """
 
     model: torch.nn.Module
@@ -231,6 +232,7 @@ class StepRunner(ABC):
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
         self.generators = SeededGenerators(self.world.device)
+        self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 
     def joins_check(self, batch: GlobalBatch) -> bool:
         """Return whether ranks may compare the step by its statistics."""
@@ -353,7 +355,7 @@ class SequentialRunner(StepRunner):
         with self.generators.preserved(), self.undo_on_failure(), errors:
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
-                with strategy.microbatch(tree, microbatch.number, last=last):
+                with strategy.microbatch(tree, microbatch.number, last=last), self.observe(microbatch):
                     if microbatch is not microbatches[0] or microbatch.is_filler:
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)

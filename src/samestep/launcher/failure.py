@@ -46,8 +46,9 @@ _RESOURCE_FIXES = (
     ),
     (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
 )
-# Failures that recur because the same state produces them again.
-_PERMANENT = ("NonFiniteError", "CheckpointWriteError")
+# Failures that recur because the same state produces them again; and a device with wrong results, because the newest
+# checkpoint may contain some.
+_PERMANENT = ("NonFiniteError", "CheckpointWriteError", "WitnessError")
 _CODE = re.compile(r" \[E_\w+\]$")
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)

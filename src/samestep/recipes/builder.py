@@ -179,6 +179,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         scheduler_interval="step",
         config=recipe.step,
         check_every=options.check_every,
+        witness_every=options.witness_every,
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     return Built(engine, train, evaluation, metrics, notes, DatasetInfo(splits.classes, splits.model_options))
