@@ -1,5 +1,7 @@
 """What it costs to compare ranks while they train: steps without checks, with the default ones and with `check_every`.
 
+`--witness` measures steps with `witness_every` instead.
+
 All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
 round by round. `roll call` checks no weights at all, so the rest of `every step` is what a comparison of weights costs;
 what rarer comparisons cost follows from the two.
@@ -20,14 +22,24 @@ from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
 OFF, AGAIN, DEFAULT, ROLL, EVERY, TENTH = "off", "off, again", "default", "roll call", "every step", "every 10 steps"
-VARIANTS: dict[str, int | None] = {OFF: None, AGAIN: None, DEFAULT: 0, ROLL: 10**9, TENTH: 10, EVERY: 1}
+Variants = dict[str, dict[str, int] | None]
+CHECKS: Variants = {
+    OFF: None,
+    AGAIN: None,
+    DEFAULT: {},
+    ROLL: {"check_every": 10**9},
+    TENTH: {"check_every": 10},
+    EVERY: {"check_every": 1},
+}
+WITNESS: Variants = {OFF: None, AGAIN: None, DEFAULT: {}, TENTH: {"witness_every": 10}, EVERY: {"witness_every": 1}}
 BLOCKS = {"resnet": 10, "small": 40}  # multiples of 10, so that each turn has as many comparisons
 
 
 def compare(model: str, processes: int, options: argparse.Namespace) -> dict[str, Any]:
     """The variants at one number of processes."""
     rounds = options.rounds * (4 if model == "small" else 1)
-    plan = Plan(model, options.batch_size, VARIANTS, rounds, BLOCKS[model], options.warmup)
+    variants = WITNESS if options.witness else CHECKS
+    plan = Plan(model, options.batch_size, variants, rounds, BLOCKS[model], options.warmup)
     found: list[dict[str, float]] = samestep.launch(measure, plan, processes=processes, preload=("checks_rounds",))
     rows = [
         {
@@ -36,7 +48,7 @@ def compare(model: str, processes: int, options: argparse.Namespace) -> dict[str
             "ratio": Spread.of([turns[name] / turns[OFF] for turns in found]).rounded(4),
             "added": Spread.of([1000 * (turns[name] - turns[OFF]) for turns in found]).rounded(3),
         }
-        for name in VARIANTS
+        for name in variants
     ]
     return {"model": model, "processes": processes, "rounds": rounds, "block": BLOCKS[model], "rows": rows}
 
@@ -58,9 +70,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _hundredth(result: dict[str, Any]) -> float:
-    """The roll call of each step, and a hundredth of a comparison of weights."""
+    """The checks of each step, and a hundredth of a comparison of weights or of a witnessed step."""
     ratio = {row["name"]: row["ratio"]["median"] for row in result["rows"]}
-    return float(ratio[ROLL] + max(0.0, ratio[EVERY] - ratio[ROLL]) / 100)
+    base = ratio[ROLL if ROLL in ratio else DEFAULT]
+    return float(base + max(0.0, ratio[EVERY] - base) / 100)
 
 
 def _shown(spread: dict[str, float], digits: int) -> str:
@@ -69,7 +82,7 @@ def _shown(spread: dict[str, float], digits: int) -> str:
 
 def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     parts = [
-        "# What it costs to compare ranks while they train",
+        "# Cost of a witness" if options.witness else "# What it costs to compare ranks while they train",
         machine_line(machine),
         f"Global batch {options.batch_size}, one microbatch and one thread per process, SGD with momentum; the "
         "variants alternate in the same\nprocesses, with ratios per round. `off, again` equals `off`: its "
@@ -92,8 +105,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="over all processes (default: 64)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each variant; small has 4 times as many")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each variant that do not count (default: 3)")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "checks.json")
+    parser.add_argument("--witness", action="store_true", help="measure the witness, not the other checks")
+    parser.add_argument("--output", type=Path, help="default: results/checks.json or results/witness.json")
     options = parser.parse_args()
+    options.output = options.output or HERE / "results" / ("witness.json" if options.witness else "checks.json")
     machine = describe_machine()
     settings = {name: getattr(options, name) for name in ("batch_size", "rounds", "warmup")}
     results: list[dict[str, Any]] = []

@@ -25,14 +25,14 @@ class Plan:
     """One measurement.
 
     Attributes:
-        variants: `check_every` by name; None is an engine that is not checked, 0 one with the default checks.
+        variants: options of an engine by name; None is an engine that is not checked.
         rounds: how often each variant has a turn.
         block: steps a turn; a multiple of what the variants check.
     """
 
     model: str
     batch_size: int
-    variants: dict[str, int | None]
+    variants: dict[str, dict[str, int] | None]
     rounds: int
     block: int
     warmup: int
@@ -45,7 +45,7 @@ def measure(plan: Plan) -> list[dict[str, float]]:
             build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world
         )
         batches = list(islice(loader, READY))
-        engines = {name: _engine(plan.model, world, every) for name, every in plan.variants.items()}
+        engines = {name: _engine(plan.model, world, options) for name, options in plan.variants.items()}
         for engine in engines.values():
             _turn(engine, batches, plan.warmup, world)
         names = list(engines)
@@ -58,16 +58,16 @@ def measure(plan: Plan) -> list[dict[str, float]]:
         return found
 
 
-def _engine(model: str, world: samestep.World, every: int | None) -> Engine:
+def _engine(model: str, world: samestep.World, options: dict[str, int] | None) -> Engine:
     # Engines without `check_every` have worlds of their own: it enables the collective check for a whole world.
     rank, size, context = world.rank, world.size, RunContext.local()
-    if every == 0:
+    if options is not None and "check_every" not in options:
         check = CollectiveCheck(dist.HashStore(), context.status, rank=rank, size=size, timeout=world.timeout)
         context = replace(context, collective_check=check)
-    if not every:
+    if options is None or "check_every" not in options:
         world = samestep.World(rank=rank, size=size, device=world.device, context=context)
     made = build_model(model)
-    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=world, check_every=every or None)
+    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=world, **(options or {}))
 
 
 def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> float:

@@ -38,7 +38,16 @@ from samestep.cli.recipe_options import (
     plan_to_resume,
 )
 from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions
-from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, NonFiniteError, RunError, SamestepError
+from samestep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    InputError,
+    NonFiniteError,
+    RunError,
+    SamestepError,
+    WitnessError,
+)
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
@@ -236,8 +245,9 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
             options.launch, processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
         )
     except RankError as error:
-        if error.failure.code == E_DISK_HANG:
-            raise  # reading the folder could wait without end
+        # To read the folder could take without end; and the newest checkpoint can contain wrong values.
+        if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
+            raise
         steps = CheckpointFolder(folder / "checkpoints").steps()
         hint = f"after the fix, resume after step {_step_of(steps[-1])} with: samestep resume {folder}" if steps else ""
         raise error.with_next_step(hint) from None

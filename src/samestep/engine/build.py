@@ -80,10 +80,7 @@ def build_components(
         previous.state.require_whole_model(world)
     require_compatible(config, world, model, sync_batch_norm=sync_batch_norm)
     require_plain_model(model, config)
-    if any(isinstance(callback, Intervention) for callback in callbacks):
-        witness_every = None  # `samestep verify` finds the cause of differences
-    if witness_every is not None:
-        require_witness_support(config, world, sync_batch_norm=sync_batch_norm)
+    require_witness_support(witness_every, config, world, sync_batch_norm=sync_batch_norm)
     model_parameters = list(model.parameters())
     _require_optimizer_of([p for p in model_parameters if p.requires_grad], optimizer)
     if previous is not None:
@@ -104,9 +101,7 @@ def build_components(
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
     scaler = scaler if previous is None else previous.runner.scaler
 
-    forward = MicrobatchForward(as_step_loss(loss), config, world.device)
-    if not any(isinstance(callback, Intervention) for callback in callbacks):  # `samestep verify` finds the cause
-        forward.outside = OutsideState(model, loss)
+    forward = _microbatch_forward(model, loss, config, world, callbacks)
     strategy = build_strategy(model, local_parameters, config.reduction, world, concurrent=sync_batch_norm)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
     kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)
@@ -114,11 +109,21 @@ def build_components(
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
-    witness = None
-    if witness_every is not None:
-        last_clean = previous.witness.last_clean if previous is not None and previous.witness is not None else []
-        witness = Witness(witness_every, runner, world, last_clean)
+    witness = Witness(witness_every, runner, world, previous and previous.witness) if witness_every else None
     return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency, witness)
+
+
+def _microbatch_forward(
+    model: torch.nn.Module,
+    loss: LossFunction | MultiLoss | None,
+    config: StepConfig,
+    world: World,
+    callbacks: Sequence[Callback],
+) -> MicrobatchForward:
+    forward = MicrobatchForward(as_step_loss(loss), config, world.device)
+    if not any(isinstance(callback, Intervention) for callback in callbacks):  # `samestep verify` finds the cause
+        forward.outside = OutsideState(model, loss)
+    return forward
 
 
 def _compare_ranks(

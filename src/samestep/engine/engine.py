@@ -102,7 +102,9 @@ class Engine:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
         self._checks_batch = self._checks_mode = world.is_main  # until the first step, and the first warning
-        checks = check_every, witness_every
+        # `samestep verify` finds the cause of differences itself.
+        is_verified = any(isinstance(callback, Intervention) for callback in self._callbacks)
+        checks = check_every, None if is_verified else witness_every
         self._build = partial(
             build_components, model, optimizer, loss, world, self.config, *checks, ema, self._callbacks, buffers
         )

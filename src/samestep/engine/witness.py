@@ -25,7 +25,7 @@ from samestep.distributed.devices import device_identity, device_kind, is_accele
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffers import bytes_of
-from samestep.engine.consistency import checksum
+from samestep.engine.checksum import Part, sum_of_parts
 from samestep.engine.microbatch import StepRunner
 from samestep.engine.step_stats import StepStats
 from samestep.errors import InputError, WitnessError
@@ -112,8 +112,9 @@ class Witness:
         last_clean: the last witnessed step without a difference, at most one.
     """
 
-    def __init__(self, every: int, runner: StepRunner, world: World, last_clean: list[int]) -> None:
-        self._every, self._runner, self._world, self.last_clean = every, runner, world, last_clean
+    def __init__(self, every: int, runner: StepRunner, world: World, previous: Witness | None = None) -> None:
+        self._every, self._runner, self._world = every, runner, world
+        self.last_clean: list[int] = [] if previous is None else previous.last_clean
         self._own: Microbatch | None = None  # the witnessed microbatch of this rank
         self._computed: dict[str, torch.Tensor] = {}  # checksums of the own microbatch
         self._task: Task | None = None  # that this rank computes again
@@ -166,7 +167,7 @@ class Witness:
                     f"witness_every with a microbatch whose {spec.path}",
                     expected="tensors, numbers, text and None in tuples, lists and dicts, which can be sent to another "
                     "rank",
-                    fix="return such values from the dataset and the collate function, or leave witness_every out",
+                    fix="return such values from the dataset and the collate function, or leave out witness_every",
                     code="E_INCOMPATIBLE",
                 )
         if world.size == 1:
@@ -293,9 +294,8 @@ def _witness_error(
 
 
 def _checksum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that depend on every bit of a tensor."""
-    number = checksum([tensor])
-    return torch.tensor(number - 2**64 if number >= 2**63 else number)
+    """Return 64 bits that depend on every bit of a tensor, without a wait for its device."""
+    return sum_of_parts({"": Part.whole(tensor)}, tensor.device)
 
 
 def _numbers(loss: float, count: float) -> Checksums:
@@ -320,23 +320,23 @@ def _digest(values: Checksums) -> int:
     """Return 64 signed bits that depend on all checksums of a microbatch; 0 without a microbatch."""
     if not values:
         return 0
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), signed=True)
 
 
-def require_witness_support(config: StepConfig, world: World, *, sync_batch_norm: bool) -> None:
+def require_witness_support(every: int | None, config: StepConfig, world: World, *, sync_batch_norm: bool) -> None:
     """Refuse options under which no rank can compute a microbatch of another one with the same bits; a collective.
+
+    Without a witness (`every` is None), nothing is refused.
 
     Raises:
         InputError: there is such an option, or ranks have different devices; on every rank.
     """
+    if every is None:
+        return
     strategy = world.strategy.name
     is_deterministic = torch.are_deterministic_algorithms_enabled() or not is_accelerator(world.device)
     kinds = all_gather(device_kind(world.device), world)
-    one, same = (
-        "one rank can compute a microbatch without the others",
-        "computations that have the same bits when repeated",
-    )
-    problem, expected, fix = "", one, "--strategy ddp"
+    problem, fix = "", "--strategy ddp"
     if world.mesh_shape.splits_model or strategy in ("dp", "device_map"):
         problem = f"the mesh {world.mesh_shape.name}" if world.mesh_shape.splits_model else f"strategy {strategy}"
     elif sync_batch_norm:
@@ -344,10 +344,13 @@ def require_witness_support(config: StepConfig, world: World, *, sync_batch_norm
     elif config.gather == "global":
         problem, fix = "step.gather: global", "set step.gather: microbatch"
     elif not is_deterministic:
-        problem, expected, fix = "step.reduction: fast on a GPU", same, "set step.reduction: exact"
+        problem, fix = "step.reduction: fast on a GPU", "set step.reduction: exact"
     elif len(set(kinds)) > 1:
-        problem, expected, fix = f"different devices: {', '.join(kinds)}", same, "use devices of one kind"
+        problem, fix = f"different devices: {', '.join(kinds)}", "use devices of one kind"
     if problem:
         raise InputError(
-            f"witness_every with {problem}", expected, f"{fix}, or leave out witness_every", code="E_INCOMPATIBLE"
+            f"witness_every with {problem}",
+            expected="each rank can compute any microbatch without the others, with the same bits",
+            fix=f"{fix}, or leave out witness_every",
+            code="E_INCOMPATIBLE",
         )
