@@ -85,6 +85,7 @@ CODES = {
     "E_SCRIPT": "A command needs a recipe and received a script.",
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",
     "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
+    "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have no checksums of the same steps.",
     "E_RUN_NAME": "The name of a run is not that of a folder, or differs between ranks.",
     "E_UNTRUSTED": "The recipe of a run names code that is not known to be trusted.",
     "E_RECIPE_CHANGED": "The recipe differs from the recipe of the checkpoint.",

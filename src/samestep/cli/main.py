@@ -12,7 +12,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from samestep.cli import audit, doctor, measure, models, runs, train, verify
+from samestep.cli import audit, doctor, measure, models, replay, runs, train, verify
 from samestep.cli.external_launcher import (
     ReportedError,
     exit_if_rank,
@@ -36,6 +36,8 @@ _COMMANDS = (
     train.add_run,
     runs.add_top,
     runs.add_report,
+    replay.add_diff,
+    replay.add_replay,
     verify.add_verify,
     audit.add_audit,
     measure.add_bench,

@@ -235,6 +235,27 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     return RunPlan(recipe, folder, checkpoint, progress.step)
 
 
+def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
+    """Return the plan that computes a step of a run again, from the nearest checkpoint at or before the step, if any.
+
+    The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
+
+    Raises:
+        InputError: there is no such run, or its recipe names code that is not trusted.
+        CheckpointError: the checkpoint is damaged, or belongs to another recipe.
+    """
+    steps = {int(path.name.removeprefix("step-")): path for path in CheckpointFolder(folder / "checkpoints").steps()}
+    later = [number for number in steps if number >= step]
+    if later:
+        epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
+        overrides = [*overrides, f"epochs={epochs}"] if isinstance(epochs, int) else overrides
+    before = [number for number in steps if number <= step]
+    if before and not from_start:
+        return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
+    _require_run(folder)
+    return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
+
+
 def _require_run(folder: Path) -> None:
     if not CheckpointFolder(folder / "checkpoints").steps() and not (folder / "recipe.yaml").is_file():
         expected = "a run directory with a recipe.yaml"

@@ -12,6 +12,7 @@ import torch
 
 from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
+from samestep.distributed.world import all_gather
 from samestep.engine.checksum import MODULUS, Part, sum_of_parts
 from samestep.engine.engine import Engine
 from samestep.microbatches import Cursor
@@ -59,6 +60,18 @@ def checksum_event(engine: Engine, cursor: Cursor) -> dict[str, Any]:
     """
     value = state_checksum(engine, cursor)
     return {"step": engine.steps, "checksum": f"{value:016x}"} if value is not None else {}
+
+
+def checksums_by_name(engine: Engine, cursor: Cursor) -> dict[str, str]:
+    """Return the contribution of each tensor and value to the checksum, in hexadecimal digits; a collective."""
+    parts, world = state_parts(engine, cursor), engine.world
+    local = {name: int(sum_of_parts({name: part}, torch.device("cpu"))) for name, part in parts.tensors.items()}
+    local |= {name: sum_of_values({name: value}) for name, value in parts.values.items()}
+    total: dict[str, int] = {}
+    for row in all_gather({name: str(value) for name, value in local.items()}, world):
+        for name, value in row.items():
+            total[name] = (total.get(name, 0) + int(value)) % MODULUS
+    return {name: f"{value:016x}" for name, value in total.items()}
 
 
 def state_parts(engine: Engine, cursor: Cursor) -> StateParts:
@@ -111,10 +124,12 @@ def _replicated_parts(training: Training, step: int, cursor: Cursor) -> StatePar
     }
     result.values |= {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
     result.tensors |= {name: Part.whole(tensor) for name, tensor in encoded.values()}
-    for name in ("_scale", "_growth_tracker"):  # `state_dict` would wait for the device
-        value = getattr(training.scaler, name, None)
-        if value is not None:
-            result.tensors[f"scaler {name.lstrip('_')}"] = Part.whole(value)
+    scaler = training.scaler
+    if scaler.is_enabled():  # not `state_dict`, which waits for the device; the tensors are created in the first step
+        scale = torch.tensor(scaler._init_scale) if scaler._scale is None else scaler._scale
+        tracker = scaler._growth_tracker
+        tracker = torch.tensor(scaler._init_growth_tracker) if tracker is None else tracker
+        result.tensors |= {"scale": Part.whole(scale.float()), "growth tracker": Part.whole(tracker.int())}
     return result
 
 

@@ -199,6 +199,7 @@ class EventLog:
 
     Attributes:
         curves: values of steps by key, including `DATA_SHARE`.
+        checksums: checksums of the state by step, in hexadecimal digits.
         metrics: values of evaluations by key, in the order of the events.
         logged: values of `World.log` by key.
         evaluations: events of evaluations by step.
@@ -214,6 +215,7 @@ class EventLog:
 
     def __init__(self, path: Path, batch_size: float | None) -> None:
         self.curves = {name: Points() for name in (*_STEP_CURVES, DATA_SHARE)}
+        self.checksums: dict[int, str] = {}
         self.metrics: dict[str, Points] = {}
         self.logged: dict[str, Points] = {}
         self.config: dict[str, Any] = {}
@@ -240,6 +242,8 @@ class EventLog:
             self._add_step(step, time, event)
         elif kind == "evaluation" and step is not None:
             self._add_evaluation(step, time, event)
+        elif kind == "checksum" and step is not None:
+            self.checksums[step] = parse_text(event.get("checksum"))
         elif kind == "resume" and step is not None:
             self._add_resume(step, time)
         elif kind == "metrics" and isinstance(event.get("values"), dict):
@@ -274,6 +278,7 @@ class EventLog:
             points.drop_after(step)
         self.evaluations = {at: event for at, event in self.evaluations.items() if at <= step}
         self.skipped_steps = {at for at in self.skipped_steps if at <= step}
+        self.checksums = {at: value for at, value in self.checksums.items() if at <= step}
 
     def _add_step(self, step: int, time: float, event: dict[str, Any]) -> None:
         self.step, self.steps_in_epoch = step, parse_count(event.get("steps_in_epoch"))

@@ -1,0 +1,226 @@
+"""`samestep replay` and `samestep diff`: steps of a run computed again, and the first difference of two runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.cli.external_launcher import require_single_process
+from samestep.cli.launch_options import PRELOAD, LaunchOptions
+from samestep.cli.options import add_number, add_options, add_run_argument, print_json, progress, require_absent
+from samestep.cli.recipe_options import add_strategy_options, all_overrides, plan_to_replay
+from samestep.config import resolve_mesh
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, printable
+from samestep.runs import LOOP
+from samestep.units import plural
+
+if TYPE_CHECKING:
+    from samestep.tools.replay.diff import Comparison, Finding
+    from samestep.tools.replay.launch import ReplayOptions, Subject
+    from samestep.tools.report.run import Run
+
+_LISTED = 12  # differences of environments in the text
+
+
+def add_replay(commands: Any) -> None:
+    """Add `samestep replay`."""
+    parser = commands.add_parser(
+        "replay",
+        help="compute a step of a run again",
+        description="Compute a run again from the nearest checkpoint, or from the beginning, up to a step, and compare "
+        "the checksums of the state with those of the run. The run is only read.",
+        epilog="example: samestep replay runs/first --step 120 --processes 2. "
+        "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
+    )
+    add_run_argument(parser)
+    add_number(parser, "--step", required=True, metavar="N", help="last step")
+    text = "compute from the beginning, not from the nearest checkpoint at or before step N"
+    parser.add_argument("--from-start", action="store_true", help=text)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write a checkpoint of the state after step N to DIR")
+    _add_machine(parser)
+    add_options(parser.add_argument_group("recipe"), "--set")
+    add_strategy_options(parser)
+    add_options(parser, "--json")
+    parser.set_defaults(run=_replay)
+
+
+def add_diff(commands: Any) -> None:
+    """Add `samestep diff`."""
+    parser = commands.add_parser(
+        "diff",
+        help="find the first difference of two runs",
+        description="Compare recipes and environments of two runs, find the first step with different checksums of the "
+        "state, and compute this step of both runs again to find the first different tensor. The runs are only read.",
+        epilog="example: samestep diff runs/first runs/second. "
+        "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
+    )
+    parser.add_argument("folders", type=Path, nargs=2, metavar="RUN", help="directory of a run")
+    parser.add_argument("--no-replay", action="store_true", help="compare the logs only")
+    _add_machine(parser)
+    add_options(parser, "--json")
+    parser.set_defaults(run=_diff, from_start=False)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machine (results do not depend on these options)")
+    text = "number of ranks (default: as in the run)"
+    group.add_argument("--processes", metavar="N", help=text)
+    add_options(group, "--devices", "--share-gpu", "--device")
+    group = parser.add_argument_group("code of the run")
+    add_options(group, "--trust")
+    text = "replay although the user's Python modules have changed since the last start of the run"
+    group.add_argument("--accept-changes", action="store_true", help=text)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    """Replay and print; return 0 if all checksums are equal to the logged ones, otherwise 3."""
+    from samestep.tools.replay.diff import no_checksum
+    from samestep.tools.replay.launch import run_replay
+    from samestep.tools.report.run import read_runs
+
+    require_single_process("replay")
+    (run,), step = read_runs([arguments.folder]), arguments.step
+    subject = _subject(run, step, step, arguments, all_overrides(arguments))
+    if not any(subject.first <= logged <= step for logged in subject.checksums):
+        raise no_checksum(f"{run.folder} has no checksum of the steps from {subject.first} to {step}")
+    if arguments.out is not None:
+        require_absent(arguments.out)
+    progress(arguments)(
+        f"replaying {run.folder} from step {subject.first} to {step} on {plural(subject.processes, 'process')}"
+    )
+    result = run_replay(subject, step, _options(arguments), out=arguments.out)
+    compared = {number: value for number, value in result.checksums.items() if number in subject.checksums}
+    wrong = next((number for number, value in compared.items() if value != subject.checksums[number]), None)
+    if arguments.json:
+        data = {"run": str(run.folder), "from_step": result.first, "step": step, "processes": subject.processes}
+        data |= {"checksum": result.checksums[step], "logged": subject.checksums.get(step)}
+        print_json({**data, "compared": len(compared), "first_different": wrong, "equal": wrong is None})
+    else:
+        is_logged = "" if step in compared else " (not logged)"
+        print(f"{'replayed':<12}steps {result.first + 1} to {step} on {plural(subject.processes, 'process')}")
+        print(f"{'checksum':<12}{result.checksums[step]} after step {step}{is_logged}")
+        equality = "equal to the log" if wrong is None else f"different from the log from step {wrong} on"
+        print(f"{'compared':<12}{plural(len(compared), 'checksum')}: {equality}")
+        if arguments.out is not None:
+            print(f"{'written':<12}{arguments.out / f'step-{step:09d}'}")
+    return EXIT_DONE if wrong is None else EXIT_DIFFERS
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """Compare and print; return 0 if all common checksums are equal, otherwise 3."""
+    from samestep.tools.replay.diff import compare_logs, find_difference
+    from samestep.tools.report.run import read_runs
+
+    require_single_process("diff")
+    runs = read_runs(arguments.folders)
+    logs, finding, note = compare_logs(runs), None, None
+    if not arguments.json:
+        _show_logs(logs, runs)
+    if logs.first_different is not None:
+        note = _without_replay(arguments, runs, logs)
+        if note is None:
+            subjects = [_subject(run, logs.last_equal, logs.first_different, arguments, []) for run in runs]
+            finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
+    equal = logs.first_different is None and bool(logs.compared)
+    if arguments.json:
+        data = {"runs": [str(run.folder) for run in runs], "equal": equal, **asdict(logs), "note": note}
+        print_json({**data, "finding": finding.data() if finding is not None else None})
+    else:
+        _show_finding(finding, note, logs)
+    return EXIT_DONE if equal else EXIT_DIFFERS
+
+
+def _without_replay(arguments: argparse.Namespace, runs: list[Run], logs: Comparison) -> str | None:
+    """Return the reason for a comparison without replays, if there is one."""
+    if arguments.no_replay:
+        return "not replayed (--no-replay)"
+    if logs.recipe:
+        return "not replayed: the recipes differ"
+    script = next((run for run in runs if (run.folder / LOOP).is_file()), None)
+    if script is not None:
+        return f"not replayed: {script.folder} is the run of a script; samestep verify SCRIPT compares its steps"
+    return None
+
+
+def _subject(run: Run, begin: int, last: int, arguments: argparse.Namespace, overrides: list[str]) -> Subject:
+    """Return a run to compute from a checkpoint at or before `begin`, on the ranks of step `last` unless set.
+
+    Raises:
+        InputError: the run is that of a script, or the ranks do not fit the recipe.
+    """
+    from samestep.tools.replay.launch import Subject
+
+    if (run.folder / LOOP).is_file():
+        raise InputError(
+            f"{run.folder} is the run of a script",
+            expected="the run of a recipe: arguments and files of a script are not known",
+            fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps of a script",
+            code="E_SCRIPT",
+        )
+    plan = plan_to_replay(run.folder, begin, overrides, trust=arguments.trust, from_start=arguments.from_start)
+    if arguments.processes is not None or arguments.devices:
+        processes = LaunchOptions.parse(arguments).process_range(plan.recipe)[1]
+    else:
+        processes = _recorded_processes(run.starts, last)
+        resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count, plan.recipe.batch_size)
+    return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
+
+
+def _recorded_processes(starts: Sequence[Mapping[str, Any]], step: int) -> int:
+    """Return the number of ranks of the start that computed a step."""
+    counts = [start.get("processes") for start in starts if _first_step(start) < step] or [1]
+    return counts[-1] if isinstance(counts[-1], int) and counts[-1] > 0 else 1
+
+
+def _first_step(start: Mapping[str, Any]) -> int:
+    step = start.get("from_step")
+    return step if isinstance(step, int) else 0
+
+
+def _options(arguments: argparse.Namespace) -> ReplayOptions:
+    from samestep.tools.replay.launch import ReplayOptions
+
+    return ReplayOptions(
+        device=arguments.device,
+        accept_changes=arguments.accept_changes,
+        quiet=arguments.json,
+        preload=PRELOAD,
+        environment=LaunchOptions.parse(arguments).environment,
+    )
+
+
+def _show_logs(logs: Comparison, runs: list[Run]) -> None:
+    _show("recipes", [f"{line} (changes the mathematics)" for line in logs.recipe] + logs.other_keys)
+    _show("environment", logs.environment)
+    names = [str(run.folder) for run in runs]
+    if not logs.compared:
+        print(f"{'checksums':<14}no steps with checksums of both runs")
+    elif logs.first_different is None:
+        print(f"{'checksums':<14}equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}")
+    elif logs.last_equal:
+        print(f"{'checksums':<14}equal up to step {logs.last_equal}, different after step {logs.first_different}")
+    else:
+        print(
+            f"{'checksums':<14}different after step {logs.first_different}, the first one with checksums of both runs"
+        )
+    for name, count in zip(names, logs.only, strict=True):
+        if count:
+            print(f"{'':<14}{name} has {plural(count, 'later checksum')}")
+
+
+def _show(title: str, lines: list[str]) -> None:
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    for number, line in enumerate([*lines[:_LISTED], *more] or ["equal"]):
+        print(f"{'' if number else title:<14}{printable(line)}")
+
+
+def _show_finding(finding: Finding | None, note: str | None, logs: Comparison) -> None:
+    if finding is not None:
+        for number, line in enumerate(finding.replays):
+            print(f"{'' if number else 'replays':<14}{printable(line)}")
+        print(f"{'difference':<14}{printable(finding.text)}")
+    elif note is not None:
+        print(f"{'note':<14}{printable(note)}")
