@@ -39,6 +39,7 @@ def report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., t
 Report = Callable[..., tuple[int, dict[str, Any]]]
 
 
+@pytest.mark.slow
 def test_equal_runs_and_a_run_with_another_seed(tmp_path: Path, report: Report) -> None:
     one = train(tmp_path, "one")
     other = train(tmp_path, "other", options=("--processes", 2, "--strategy", "fsdp"))
@@ -95,7 +96,7 @@ def test_difference_of_the_code_is_found_in_causal_order(tmp_path: Path, report:
     assert report("diff", one, two, "--no-replay")[1]["note"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replay_of_an_extended_run_starts_from_a_checkpoint(tmp_path: Path, report: Report) -> None:
     run = train(tmp_path, "a", "schedule.name=cosine", options=("--checkpoint-every", 5, "--keep", 9))
     assert here("resume", run, "--checksum-every", 1, "--keep", 9, "--set", "epochs=2", cwd=tmp_path) == 0
