@@ -38,12 +38,14 @@ def network() -> torch.nn.Module:
     )
 
 
-def train(reduction: str, precision: str, workers: int) -> tuple[str, float, str]:
+def train(reduction: str, precision: str, workers: int, witness_every: int | None = None) -> tuple[str, float, str]:
     with samestep.start(device="cuda", reduction=reduction) as world:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         rules = samestep.StepConfig(reduction=reduction, precision=precision, clip_norm=1.0)
-        engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, config=rules)
+        engine = samestep.Engine(
+            model, optimizer, samestep.cross_entropy, world=world, config=rules, witness_every=witness_every
+        )
         batches = samestep.loader(
             Noisy(), batch_size=16, microbatches=4, shuffle=True, world=world, num_workers=workers
         )
@@ -60,6 +62,12 @@ def test_exact_repeats_bit_for_bit_with_and_without_workers(precision: str) -> N
     again = launch(train, "exact", precision, 2, processes=1)
     assert first == again
     assert first[2] == "cuda:0"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_witness_finds_no_difference_and_changes_no_bit(precision: str) -> None:
+    plain, witnessed = (launch(train, "exact", precision, 0, every, processes=1) for every in (None, 1))
+    assert witnessed == plain
 
 
 def test_gpu_agrees_with_fast_to_rounding() -> None:

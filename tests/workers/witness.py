@@ -90,6 +90,7 @@ SETTINGS = {
     "tied weights": Setting(lambda: seeded(0, Tokens, 11, 6, 0.2), tokens, {}),
     "fast": Setting(lambda: seeded(0, Normed), features, {"reduction": "fast"}),
     "recomputed layers": Setting(lambda: seeded(0, Normed), features, {"recompute": ("*",)}),
+    "compiled": Setting(lambda: seeded(0, Normed), features, {"compile": True}),
     "state": Setting(lambda: seeded(0, Stateful), features, {}, buffers={"last_mean": "last"}),
     "forward function": Setting(lambda: seeded(0, Normed), features, {}, forward_of_values),
     "few samples": Setting(lambda: seeded(0, Perceptron), few_features, {}),

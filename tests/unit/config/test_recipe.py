@@ -56,6 +56,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str]] = [
     (RunOptions, "prefetch", 0, "--prefetch >= 1 and <= 1024"),
     (RunOptions, "checkpoint_every", 0, "--checkpoint-every >= 1"),
     (RunOptions, "check_every", 0, "--check-every >= 1"),
+    (RunOptions, "witness_every", 0, "--witness-every >= 1"),
     *((RunOptions, "max_lost_work", s, "--max-lost-work > 0 and < inf") for s in (0.0, -1.0, math.inf, math.nan)),
 ]
 
