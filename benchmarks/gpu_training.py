@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.data.batch import GlobalBatch
 from samestep.engine.engine import Engine
-from samestep.strategies.build import build_reduction
 from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.fast_reduction import build_reduction
 
 CLASSES, VOCABULARY, LENGTH = 10, 29, 24
 

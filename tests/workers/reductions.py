@@ -8,7 +8,7 @@ import torch
 
 import samestep
 from samestep.microbatches import owned_microbatches
-from samestep.strategies.build import build_reduction
+from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.reduction import MicrobatchTree, Reduction
 from workers.loader import gathered
 

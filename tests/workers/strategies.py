@@ -11,8 +11,9 @@ from torch import nn
 import samestep
 from helpers.models import seeded
 from samestep.microbatches import microbatch_bounds
-from samestep.strategies.build import build_reduction, build_strategy
+from samestep.strategies.build import build_strategy
 from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import DeferredStrategy, SingleStrategy, Strategy

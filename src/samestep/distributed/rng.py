@@ -10,6 +10,8 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy
@@ -18,6 +20,8 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 
+# 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was not drawn yet.
+_PYTHON_STATE, _NUMPY_STATE = "<625I?d", "<625Iid"
 Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model", "engine"]
 
 
@@ -147,3 +151,60 @@ def _save_states(device: torch.device | None) -> Callable[[], None]:
             accelerator_module().set_rng_state(gpu, device)
 
     return restore
+
+
+@dataclass(frozen=True)
+class PassedGenerator:
+    """A generator whose state one process passes to another, which continues its sequence.
+
+    Attributes:
+        state: returns the state as a uint8 tensor on the CPU, of one length.
+        set_state: sets such a state.
+        fingerprint: returns a number that depends on the state; may draw.
+    """
+
+    state: Callable[[], torch.Tensor]
+    set_state: Callable[[torch.Tensor], None]
+    fingerprint: Callable[[], int]
+
+
+def passed_generators(device: torch.device) -> list[PassedGenerator]:
+    """Return the generators that `seed_generators` seeds."""
+    number = torch.empty((), dtype=torch.int64)
+    generators = [
+        PassedGenerator(torch.get_rng_state, torch.set_rng_state, lambda: int(number.random_())),
+        PassedGenerator(_python_state, _set_python_state, lambda: random.getrandbits(64)),
+        PassedGenerator(_numpy_state, _set_numpy_state, lambda: int.from_bytes(numpy.random.bytes(8), "little")),
+    ]
+    if is_accelerator(device):
+        state = partial(accelerator_module().get_rng_state, device)
+        restore = partial(accelerator_module().set_rng_state, device=device)
+        # Of 16 bytes: seed and offset. A draw would wait for the device.
+        generators.append(PassedGenerator(state, restore, lambda: int.from_bytes(_bytes(state()), "little")))
+    return generators
+
+
+def _python_state() -> torch.Tensor:
+    _, numbers, second = random.getstate()
+    packed = struct.pack(_PYTHON_STATE, *numbers, second is not None, second or 0.0)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _set_python_state(state: torch.Tensor) -> None:
+    *numbers, has_second, second = struct.unpack(_PYTHON_STATE, _bytes(state))
+    random.setstate((random.Random.VERSION, tuple(numbers), second if has_second else None))
+
+
+def _numpy_state() -> torch.Tensor:
+    _, key, position, has_second, second = numpy.random.get_state(legacy=True)
+    packed = struct.pack(_NUMPY_STATE, *key, position, has_second, second)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _set_numpy_state(state: torch.Tensor) -> None:
+    *key, position, has_second, second = struct.unpack(_NUMPY_STATE, _bytes(state))
+    numpy.random.set_state(("MT19937", key, position, has_second, second))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tensors, tensors_of
-from samestep.distributed.rng import Purpose, derive_seed, seed_generators
+from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments, autocast
+from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments
 from samestep.engine.step_stats import LocalStats
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy
@@ -27,7 +27,7 @@ StageResult = tuple[Any, list[Loss]]
 
 
 class PipelineRunner(StepRunner):
-    """Computes all microbatches of this rank's data in the stages; each stage accumulates its gradients."""
+    """Computes all microbatches of this rank's data in the stages; the gradients of each are added in tree order."""
 
     strategy: PipelineStrategy
     buffers: MicrobatchBuffers
@@ -44,17 +44,13 @@ class PipelineRunner(StepRunner):
         buffers.begin()
         # The scaler of each rank counts steps, and starts at its first call of `scale`.
         self.scaler.scale(torch.zeros((), device=self.world.device))
-        work = _TrainingWork(self, batch, position)
+        work = _TrainingWork(self, batch, position, tree)
         errors = one_value_errors(batch, self.world, is_shared=False)
         with self.generators.preserved(), self.undo_on_failure(), errors, closing(buffers):
             if microbatches:
-                with self.strategy.microbatch(tree, microbatches[-1].number, last=True):
-                    for shapes, slots in _by_shape(microbatches).items():
-                        self._stages.run(work, slots, shapes, training=True)
-                    buffers.close()
-                    self.world.context.status.end_compute(len(microbatches))
-                    self.strategy.take_gradients()
-                    self.require_gradients(self.names)
+                self._stages.run(work, _by_shape(microbatches), training=True)
+                buffers.close()
+                self.world.context.status.end_compute(len(microbatches))
             for slot, (outputs, losses) in sorted(work.results.items(), key=itemgetter(0)):
                 for callback in self.callbacks:
                     callback.begin_microbatch(microbatches[slot])
@@ -83,8 +79,7 @@ class PipelineOutputs(EvaluationOutputs):
         self, batch: GlobalBatch, position: int, state: EvaluationState
     ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
         work = _Work(batch, self.forward, EVALUATION, position)
-        for shapes, slots in _by_shape(batch.local_microbatches).items():
-            self._stages.run(work, slots, shapes, training=False)
+        self._stages.run(work, _by_shape(batch.local_microbatches), training=False)
         state.restore()
         for slot in sorted(work.results) if self._has_outputs else ():
             yield batch.local_microbatches[slot], *work.results[slot]
@@ -102,22 +97,31 @@ class _Work:
         self._purpose, self._position = purpose, position
         self.results: dict[int, StageResult] = {}
 
+    def begin(self) -> None:
+        """Begin the computation of all microbatches."""
+
     def inputs(self, slot: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs, _ = self._microbatches[slot].pair
         return as_arguments(channels_last(inputs) if self._config.channels_last else inputs)
 
+    def seed(self, slot: int) -> None:
+        self._context(slot)
+
     @contextmanager
     def around(self, slot: int, stage: int) -> Iterator[None]:
-        """Set random state and precision for one stage; the seed also depends on the stage."""
-        number, device = self._microbatches[slot].number, self._forward.device
-        seed_generators(derive_seed(self._purpose, self._forward.seed, self._position, number, stage), device)
-        with autocast(self._config.precision, device):
+        with self._context(slot):
             yield
+
+    def _context(self, slot: int) -> AbstractContextManager[None]:
+        return self._forward.context(self._purpose, self._position, self._microbatches[slot].number)
 
     def end(self, slot: int, outputs: Any) -> torch.Tensor:
         losses = self._forward.losses_of_outputs(self._microbatches[slot], outputs)
         self.results[slot] = (outputs, losses)
         return losses[0].sum
+
+    def end_backward(self, slot: int, stage: int) -> None:
+        """Take the gradients of one stage; an evaluation has none."""
 
 
 class _TrainingWork(_Work):
@@ -127,10 +131,13 @@ class _TrainingWork(_Work):
         buffers: one vector of the stages' buffers per microbatch.
     """
 
-    def __init__(self, runner: PipelineRunner, batch: GlobalBatch, position: int) -> None:
+    def __init__(self, runner: PipelineRunner, batch: GlobalBatch, position: int, tree: MicrobatchTree) -> None:
         super().__init__(batch, runner.forward, TRAINING, position)
-        self._runner, self._samples = runner, batch.size
+        self._runner, self._tree = runner, tree
         self.buffers = [runner.stage_buffers.empty() for _ in batch.local_microbatches]
+
+    def begin(self) -> None:
+        self._runner.strategy.abandon()
 
     @contextmanager
     def around(self, slot: int, stage: int) -> Iterator[None]:
@@ -146,7 +153,12 @@ class _TrainingWork(_Work):
         detached = map_tensors(outputs, torch.Tensor.detach) if self._runner.callbacks else None
         self.results[slot] = (detached, [Loss(loss.sum.detach(), loss.count)])
         # At the scale of a mean, as in `StepRunner.backward`; the engine corrects the divisor to the count.
-        return self._runner.scaler.scale(loss.sum) * (1 / self._samples)
+        return self._runner.scaler.scale(loss.sum) * (1 / self._tree.samples)
+
+    def end_backward(self, slot: int, stage: int) -> None:
+        number, strategy = self._microbatches[slot].number, self._runner.strategy
+        self._runner.require_gradients(strategy.stage_names[stage], number)
+        strategy.take_gradients(self._tree, number, slot, stage)
 
 
 class StageBuffers:

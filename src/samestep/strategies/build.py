@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from samestep.config import Reduction as ReductionName
-from samestep.config.strategy import Hook
 from samestep.distributed.world import World
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.device_map import DeviceMap, apply_device_map
-from samestep.strategies.fast_reduction import FastReduction
+from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.fsdp import FsdpStrategy, shard_model
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters, split_into_stages
-from samestep.strategies.reduction import ExactReduction, Parameter, Reduction
 from samestep.strategies.strategy import DeferredStrategy, SingleStrategy, Strategy, broadcast_model
 from samestep.strategies.tensor_parallel import parallelize
 
@@ -46,7 +42,7 @@ def divide_model(model: torch.nn.Module, world: World, reduction: ReductionName)
     if world.mesh_shape.tensor > 1:
         parallelize(model, world)
     if world.mesh_shape.shard > 1:
-        shard_model(model, world, is_exact=reduction == "exact" and world.mesh_shape.pipeline == 1)
+        shard_model(model, world, is_exact=reduction == "exact")
     return split_into_stages(model, world) if world.mesh_shape.pipeline > 1 else LocalParameters(model, world.device)
 
 
@@ -63,7 +59,7 @@ def build_strategy(
     With `concurrent`, all microbatches of a rank are computed at the same time and communicate during forward.
     """
     if isinstance(local_parameters, StageParameters):
-        return PipelineStrategy(model, local_parameters, world)
+        return PipelineStrategy(model, local_parameters, reduction, world)
     parameters = list(local_parameters.names)
     sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
     if world.mesh_shape.shard > 1:
@@ -73,12 +69,3 @@ def build_strategy(
     if world.size == 1:
         return SingleStrategy(world.mesh_shape.name, model, sums)
     return DdpStrategy(model, parameters, sums, world)
-
-
-def build_reduction(
-    name: ReductionName, world: World, parameters: Sequence[Parameter], hook: Hook = "none"
-) -> Reduction:
-    """Return the reduction of a recipe. With gradient compression between ranks, no order of summation is exact."""
-    if name == "fast" or (hook != "none" and world.size > 1):
-        return FastReduction(world, parameters, hook)
-    return ExactReduction(world, parameters)

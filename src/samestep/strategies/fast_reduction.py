@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from samestep.config import Reduction as ReductionName
 from samestep.config.strategy import Hook
 from samestep.distributed.world import World
 from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.reduction import MicrobatchTree, Parameter, Reduction, Tensors
+from samestep.strategies.reduction import ExactReduction, MicrobatchTree, Parameter, Reduction, Tensors
 
 # Sums the flat gradients of some parameters over ranks, in place.
 AllReduce = Callable[[Sequence[Parameter], torch.Tensor], torch.Tensor]
@@ -19,6 +20,15 @@ _RANK = 4
 _MIN_RATIO = 2  # matrices with a lower compression ratio are not compressed
 _MAX_EXPONENT = 15  # of fp16 sums: the largest fp16 number is just below 2 to the 16
 _SCALE_EXPONENTS = (-126, 126)  # of powers of two in float32
+
+
+def build_reduction(
+    name: ReductionName, world: World, parameters: Sequence[Parameter], hook: Hook = "none"
+) -> Reduction:
+    """Return the reduction of a recipe. With gradient compression between ranks, no order of summation is exact."""
+    if name == "fast" or (hook != "none" and world.size > 1):
+        return FastReduction(world, parameters, hook)
+    return ExactReduction(world, parameters)
 
 
 class FastReduction(Reduction):

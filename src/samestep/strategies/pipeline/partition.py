@@ -18,6 +18,8 @@ from samestep.errors import InputError
 # Parts of names of functions that must run exactly once.
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+# Functions and methods of tensors whose results have no gradient.
+_PROPERTIES = ("getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point")
 stage_error = partial(InputError, code="E_PIPELINE_STAGES")
 
 
@@ -117,11 +119,13 @@ class Partition:
         graphs: of each stage, by training mode. The first placeholders are the outputs of the previous stage, the
             others, with the prefix `input_`, are inputs of the model.
         parameter_stages: stages that use a parameter, in order, by parameter name.
+        gradient_stages: stages in which a parameter can receive a gradient, in order, by parameter name.
         module_stages: stage of each called module, by module name.
     """
 
     graphs: dict[bool, list[fx.Graph]]
     parameter_stages: dict[str, tuple[int, ...]]
+    gradient_stages: dict[str, tuple[int, ...]]
     module_stages: dict[str, int]
 
     @property
@@ -143,21 +147,31 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
     traces = {training: trace(model, opened, training=training) for training in (True, False)}
     starts = list(names) or balanced_starts(model, traces[True], count)
     graphs = {
-        training: _stage_graphs(graph, _stage_of_nodes(graph, starts), len(starts) + 1)
+        training: _stage_graphs(graph, _replicated_nodes(model, graph), _stage_of_nodes(graph, starts), len(starts) + 1)
         for training, graph in traces.items()
     }
-    users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
+    users = {training: _users(model, stages) for training, stages in graphs.items()}
     module_stages: dict[str, int] = {}
     for stages in graphs.values():
         for stage, graph in enumerate(stages):
             for node in graph.nodes:
-                for parameter in _parameters_of(model, node):
-                    users[parameter].add(stage)
                 if node.op == "call_module":
                     first = module_stages.setdefault(str(node.target), stage)
                     _require_one_stage(model, str(node.target), first, stage)
-    parameter_stages = {name: tuple(sorted(users[parameter])) or (0,) for name, parameter in model.named_parameters()}
-    return Partition(graphs, parameter_stages, module_stages)
+    named = dict(model.named_parameters())
+    parameter_stages = {name: tuple(sorted(users[True][p] | users[False][p])) or (0,) for name, p in named.items()}
+    gradient_stages = {name: tuple(sorted(users[True][p])) or parameter_stages[name][:1] for name, p in named.items()}
+    return Partition(graphs, parameter_stages, gradient_stages, module_stages)
+
+
+def _users(model: nn.Module, stages: Sequence[fx.Graph]) -> dict[nn.Parameter, set[int]]:
+    """Return the stages that use each parameter."""
+    users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
+    for stage, graph in enumerate(stages):
+        for node in graph.nodes:
+            for parameter in _parameters_of(model, node):
+                users[parameter].add(stage)
+    return users
 
 
 def balance(weights: Sequence[int], count: int) -> list[int]:
@@ -283,8 +297,7 @@ def _require_one_stage(model: nn.Module, name: str, first: int, stage: int) -> N
         )
 
 
-def _stage_graphs(graph: fx.Graph, stages: dict[fx.Node, int], count: int) -> list[fx.Graph]:
-    replicated = _replicated_nodes(graph)
+def _stage_graphs(graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Node, int], count: int) -> list[fx.Graph]:
     nodes = [node for node in graph.nodes if node not in replicated]
     last_use = {
         node: max((stages[user] for user in node.users if user not in replicated), default=stages[node])
@@ -297,17 +310,24 @@ def _stage_graphs(graph: fx.Graph, stages: dict[fx.Node, int], count: int) -> li
     ]
 
 
-def _replicated_nodes(graph: fx.Graph) -> set[fx.Node]:
+def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that every stage computes itself: functions of the model's inputs and own tensors.
 
-    For example masks, positions, expanded parameters. Random functions and in-place changes are excluded.
+    For example masks and positions. Random functions and in-place changes are excluded. Functions of trained parameters
+    too: one process applies their backward once, to the sum of the gradients of all stages.
     """
     replicated: set[fx.Node] = set()
+    trained: set[fx.Node] = set()  # nodes with a gradient
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        is_function = node.op in ("call_function", "call_method")
+        if is_function and name not in _PROPERTIES and any(used in trained for used in node.all_input_nodes):
+            trained.add(node)
+            continue
+        if node.op == "get_attr" and any(parameter.requires_grad for parameter in _parameters_of(model, node)):
+            trained.add(node)
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         runs_once = is_in_place or any(word in name for word in _RANDOM)
-        is_function = node.op in ("call_function", "call_method")
         depends_on_inputs = is_function and all(used in replicated for used in node.all_input_nodes)
         if node.op in ("placeholder", "get_attr") or (depends_on_inputs and not runs_once):
             replicated.add(node)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from samestep.config import Reduction as ReductionName
 from samestep.distributed.world import World, all_gather
-from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.fast_reduction import FastReduction
+from samestep.strategies.buckets import flatten, reduce_gradients, unflatten
+from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.pipeline.partition import partition_model
 from samestep.strategies.pipeline.schedule import stage_count
+from samestep.strategies.pipeline.shared_weights import SharedWeights, pipeline_group
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.reduction import MicrobatchTree, Node
 from samestep.strategies.strategy import DeferredStrategy, TensorFuture
@@ -41,7 +42,6 @@ class StageParameters(LocalParameters):
     Attributes:
         stages: of this rank.
         names: trained parameters of this rank's stages.
-        shared: names of trained parameters that several ranks have (tied weights), by these ranks.
     """
 
     _own_axes = ("pipeline",)
@@ -60,10 +60,15 @@ class StageParameters(LocalParameters):
         self.module_names = {self._in_module[name]: name for name in trained if self._is_own(name)}
         self._counted = [name for name in self._counted if self._ranks[name][0] == self._pipeline.rank]
         self.is_divided = True
-        self.shared: dict[tuple[int, ...], list[str]] = {}
-        for name in trained:
-            if len(self._ranks[name]) > 1:
-                self.shared.setdefault(self._ranks[name], []).append(name)
+        self._trained = trained
+
+    def shared(self, owner: Mapping[str, int]) -> dict[tuple[int, tuple[int, ...]], list[str]]:
+        """Return the names of trained parameters that several ranks have, by the owning stage and these ranks."""
+        shared: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name in self._trained:
+            if len(ranks := self._ranks[name]) > 1:
+                shared.setdefault((owner[name], ranks), []).append(name)
+        return shared
 
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         source, device = self._ranks[name][0], self._pipeline.device
@@ -142,33 +147,49 @@ def _decode(value: Any) -> Any:
 class PipelineStrategy(DeferredStrategy):
     """Microbatches pass through the stages; then ranks with the same stage sum its gradients.
 
-    Gradients of microbatches are accumulated in the order of backward: sums equal those of one process to rounding.
+    The gradients of each microbatch are taken at the end of its backward in a stage and added in the order of the
+    reduction. A weight that several stages use belongs to the first of them.
 
     Attributes:
         stages: of this rank.
+        stage_names: trained parameters of each stage of this rank as the model has them, with the model's names.
     """
 
     defers_gradients = True
 
-    def __init__(self, model: nn.Module, local_parameters: StageParameters, world: World) -> None:
-        reduction = FastReduction(world.data, list(local_parameters.names), world.strategy.hook)
-        super().__init__(model, local_parameters, reduction, world)
+    def __init__(
+        self, model: nn.Module, local_parameters: StageParameters, reduction: ReductionName, world: World
+    ) -> None:
+        build = partial(build_reduction, reduction, world.data, hook=world.strategy.hook)
+        super().__init__(model, local_parameters, build([]), world)
         self.stages, self._pipeline = local_parameters.stages, local_parameters.stages.world
-        self._tied = [
-            ([local_parameters.local[name] for name in names], self._group(ranks))
-            for ranks, names in sorted(local_parameters.shared.items())
+        owner = {name: used[0] for name, used in self.stages.partition.gradient_stages.items()}
+        self.stage_names = {
+            stage: {p: name for p, name in local_parameters.module_names.items() if owner[name] == stage}
+            for stage in self.stages.own
+        }
+        self._reductions = {
+            stage: build([local_parameters.local[name] for name in names.values()])
+            for stage, names in self.stage_names.items()
+        }
+        modules = {name: parameter for parameter, name in local_parameters.module_names.items()}
+        of_stages = self.stages.partition.gradient_stages
+        self.stages.shared = SharedWeights(of_stages, modules, local_parameters.trained, self._pipeline)
+        self._copies = [
+            (
+                [local_parameters.local[name] for name in names],
+                ranks.index(owner[names[0]] % self._pipeline.size),
+                pipeline_group(self._pipeline, ranks),
+            )
+            for (_, ranks), names in sorted(local_parameters.shared(owner).items())
             if self._pipeline.rank in ranks
         ]
 
-    @contextmanager
-    def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        """Surround forward and backward of all microbatches of this rank at once."""
-        yield
-        self._reduction.accumulate(tree, microbatch)
-
-    def take_gradients(self) -> None:
-        """Move the gradients of all microbatches to the optimizer's parameters."""
+    def take_gradients(self, tree: MicrobatchTree, microbatch: int, slot: int, stage: int) -> None:
+        """Move the gradients of a microbatch in one stage from `.grad` to the sums of this rank."""
         self._local_parameters.take_gradients()
+        self.stages.shared.send(stage, slot)
+        self._reductions[stage].accumulate(tree, microbatch)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         if vectors:
@@ -178,23 +199,24 @@ class PipelineStrategy(DeferredStrategy):
             vectors = dict(zip(vectors, rows, strict=True))
         return super().sum_vectors(tree, vectors, length)
 
+    def abandon(self) -> None:
+        for reduction in self._reductions.values():
+            reduction.clear()
+        self.stages.shared.clear()
+        super().abandon()
+
     def finish(self, tree: MicrobatchTree) -> None:
-        super().finish(tree)
-        for parameters, group in self._tied:
-            flat = flatten([parameter.grad for parameter in parameters if parameter.grad is not None], parameters)
+        self.stages.shared.finish()
+        for stage, names in self.stage_names.items():
+            parameters = [self._local_parameters.local[name] for name in names.values()]
+            reduction = self._reductions[stage]
+            reduce_gradients(parameters, partial(reduction.reduce_accumulated, tree))
+            reduction.clear()
+        for parameters, source, group in self._copies:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat = flatten(gradients, parameters)
             self._pipeline.run_collective(
-                partial(dist.all_reduce, flat, group=group), "an all-reduce of tied gradients"
+                partial(dist.broadcast, flat, group=group, group_src=source), "a broadcast of shared gradients"
             )
             for parameter, gradient in zip(parameters, unflatten(flat, parameters), strict=True):
                 parameter.grad = gradient
-
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of those ranks of this pipeline that share parameters."""
-        pipeline = self._pipeline.group
-        assert pipeline is not None
-        if len(ranks) == self._pipeline.size:
-            return pipeline
-        global_ranks = [dist.get_global_rank(pipeline, rank) for rank in ranks]
-        group = dist.new_group(global_ranks, timeout=self._pipeline.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
