@@ -104,16 +104,58 @@ def test_every_mesh_resumes_the_checkpoints_of_others(outcomes: Outcomes, folder
         require_same(outcome, outcomes[task]["single"], HALF)
 
 
-def test_dropout_depends_on_stages_but_not_on_replicas() -> None:
-    config = pipeline(2, "gpipe")
-    two = launch(ranks_pipeline.losses_under, {"a": (config, "dropout", {}), "b": (config, "dropout", {})}, processes=2)
-    assert two["a"] == two["b"]
-    (four,) = launch(
-        ranks_pipeline.losses_under, {"replicas": (pipeline(2, replicas=2), "dropout", {})}, processes=4
-    ).values()
-    assert [pytest.approx(step, rel=TOLERANCE) for step in two["a"]] == four
-    (one,) = launch(ranks_pipeline.losses_under, {"one": (None, "dropout", {})}, processes=1).values()
-    assert one[0] != pytest.approx(four[0], rel=1e-6)
+# First modules of stages. Modules of the second task must not be traced: an attribute changes the code that runs.
+PARTS = {"layouts": ("second", "third", "last"), "draws": ("1", "2", "3")}
+
+
+def strategy_of(task: str, schedule: str, ranks: int, replicas: int) -> StrategyConfig:
+    return pipeline(ranks, schedule, replicas, PARTS[task][: ranks - 1] if task in PARTS else ())
+
+
+def is_possible(case: tuple[str, str, int, int, str]) -> bool:
+    """Return whether the stages that a task names fit the schedule."""
+    return case[0] not in PARTS or case[1] != "interleaved"
+
+
+def require_bits_of_one_process(folder: Path, cases: list[tuple[str, str, int, int, str]]) -> None:
+    """Compare cases of task, schedule, stages, replicas and precision; all have the same number of ranks."""
+    single = {f"{task} {precision}": (None, task, precision, {}) for task, *_, precision in cases}
+    expected = launch(ranks_pipeline.digests, folder, single, processes=1)
+    divided = {" ".join(map(str, case)): (strategy_of(*case[:4]), case[0], case[4], {}) for case in cases}
+    result = launch(ranks_pipeline.digests, folder, divided, processes=cases[0][2] * cases[0][3])
+    assert result == {" ".join(map(str, case)): expected[f"{case[0]} {case[4]}"] for case in cases}
+
+
+def test_random_states_pass_from_stage_to_stage(tmp_path: Path) -> None:
+    require_bits_of_one_process(tmp_path, [("dropout", "1f1b", 2, 1, "fp32"), ("draws", "zero_bubble", 2, 1, "fp32")])
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+BITS = [
+    pytest.param(
+        [("layouts", "1f1b", 4, 1, "fp32"), ("language", "zero_bubble", 4, 1, "bf16")], marks=pytest.mark.slow
+    ),
+    pytest.param([("language", "interleaved", 2, 2, "fp32"), ("draws", "1f1b", 2, 2, "bf16")], marks=pytest.mark.slow),
+    *(
+        pytest.param(
+            [c for task in tasks for s in SCHEDULES if is_possible(c := (task, s, *mesh, "fp32"))],
+            marks=pytest.mark.long,
+        )
+        for mesh in ((2, 1), (3, 1), (4, 1), (2, 2))
+        for tasks in (("dropout", "language", "draws", "shared function"), ("layouts",))
+    ),
+    *(
+        pytest.param([(task, "1f1b", *mesh, precision) for precision in ("bf16", "fp16")], marks=pytest.mark.long)
+        for mesh in ((2, 1), (2, 2))
+        for task in ("language", "layouts")
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", BITS, ids=lambda cases: " ".join(map(str, cases[0])))
+def test_runs_have_the_bits_of_one_process(tmp_path: Path, cases: list[tuple[str, str, int, int, str]]) -> None:
+    require_bits_of_one_process(tmp_path, cases)
 
 
 @pytest.mark.slow

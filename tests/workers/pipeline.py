@@ -1,5 +1,7 @@
 """Rank functions for `strategies/test_pipeline.py`: training in float64, with stages and in one process."""
 
+import hashlib
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import samestep
-from helpers.ten_steps import resume_training, steps_of, train
+from helpers.ten_steps import outcome, resume_training, steps_of, train
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
 from samestep.distributed.world import all_gather
 from samestep.engine.callbacks import Callback
@@ -72,6 +75,59 @@ class HalfFrozen(Deep):
             parameter.requires_grad_(name.startswith(trained))
 
 
+class Layouts(nn.Module):
+    """Stages that exchange a transposed tensor and an unaligned one, whose gradients are a slice and an expansion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 5 * 7), nn.Sequential(nn.GELU(), nn.Linear(5, 9))
+        self.third, self.last = nn.Sequential(nn.Linear(9, 11), nn.GELU()), Pooled(11, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(inputs).unflatten(1, (5, 7)).transpose(1, 2))
+        logits: torch.Tensor = self.last(self.third(hidden[:, 1:]))
+        return logits
+
+
+class Pooled(nn.Linear):
+    """Linear layer of a mean over the second dimension."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.mean(dim=1))
+
+
+class Draws(nn.Module):
+    """Layer that draws from all generators in training, once `is_active`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.is_active = nn.Linear(width, width), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        if self.is_active and self.training:
+            # NumPy draws Gaussian numbers in pairs: the second of a pair is used in another stage.
+            outputs = outputs * (random.random() + numpy.random.normal())
+            outputs = nn.functional.dropout(outputs, 0.2)
+        return outputs
+
+
+class SharedFunction(nn.Module):
+    """Model with a function of a parameter that several stages use, and a parameter that several stages use twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.square = nn.Parameter(torch.ones(12)), nn.Linear(12, 12)
+        self.layers, self.last = nn.ModuleList([nn.Linear(12, 12) for _ in range(6)]), nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        factor, hidden = torch.exp(self.scale / 3), inputs
+        for layer in self.layers:
+            hidden = torch.tanh(self.square(self.square(layer(hidden))) * factor)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
 def points() -> Any:
     """Return 91 samples: batches of 20 in 5 microbatches of 4, and a last batch of 11."""
     inputs = torch.randn(91, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -96,6 +152,10 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
     "deep": (Deep, points, {}),
     "text": (partial(GPT, 11, 8, 2, 5, 8), sentences, {"collate_fn": padded}),
     "dropout": (partial(Deep, 0.3), points, {}),
+    "language": (partial(GPT, 11, 8, 2, 5, 8, 0.2), sentences, {"collate_fn": padded}),
+    "layouts": (Layouts, points, {}),
+    "draws": (lambda: nn.Sequential(*(Draws(12) for _ in range(3)), nn.Linear(12, CLASSES)), points, {}),
+    "shared function": (SharedFunction, points, {}),
     "first frozen": (partial(HalfFrozen, ("blocks.4", "last")), points, {}),
     "last frozen": (partial(HalfFrozen, ("first", "norm", "blocks.0")), points, {}),
 }
@@ -168,6 +228,54 @@ def train_all(names: list[str], task: str, folder: Path) -> dict[str, dict[str, 
 def resume_all(names: list[str], task: str, folder: Path, saved: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Resume the checkpoints of some meshes with several meshes of this number of ranks."""
     return {(before, name): resume(name, task, folder / before) for name in names for before in saved}
+
+
+Case = tuple[StrategyConfig | None, str, str, dict[str, Any]]  # strategy, task, precision, options of a step
+
+
+def digests(folder: Path, cases: dict[str, Case], epochs: int = 2, begin: str = "") -> dict[str, str]:
+    """Train each case with checkpoints, from the last checkpoint of the case `begin`.
+
+    Returns:
+        The SHA-256 of losses, norms, weights, average, buffers and evaluation.
+    """
+    return {name: digest_of(folder, name, *case, epochs, begin) for name, case in cases.items()}
+
+
+def digest_of(
+    folder: Path,
+    name: str,
+    strategy: StrategyConfig | None,
+    task: str,
+    precision: str,
+    options: dict[str, Any],
+    epochs: int,
+    begin: str,
+) -> str:
+    with samestep.start(device="cpu", strategy=strategy) as world:
+        model, data, loading = TASKS[task]
+        torch.manual_seed(0)
+        net, dataset = model(), data()
+        if isinstance(dataset, TensorDataset):
+            dataset = TensorDataset(dataset.tensors[0].float(), dataset.tensors[1])
+        step = StepConfig(**{"clip_norm": 0.4, "precision": precision, **options})
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, config=step, ema=0.9)
+        batches = samestep.loader(dataset, batch_size=20, microbatches=5, shuffle=True, world=world, **loading)
+        if begin:
+            assert samestep.CheckpointManager(folder / begin, engine, batches).resume()
+        steps = []
+        with samestep.CheckpointManager(folder / name, engine, batches) as checkpoints:
+            for _ in samestep.epochs(batches, epochs):
+                steps.append([(result.loss, result.grad_norm) for result in map(engine.step, batches)])
+                for module in net.modules():
+                    if isinstance(module, Draws):
+                        module.is_active = True  # the ranks have computed steps without a draw
+            checkpoints.save()
+        result = outcome(engine, samestep.loader(dataset, batch_size=30, microbatches=5, world=world, **loading))
+        tensors = [t for kind in ("weights", "average", "buffers") for t in result[kind].values()]
+        values = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+        return hashlib.sha256(values + repr([steps[-1], result["evaluation"]]).encode()).hexdigest()
 
 
 def losses_of(strategy: StrategyConfig | None, task: str, options: dict[str, Any]) -> list[tuple[float, float]]:

@@ -120,9 +120,9 @@ class StrategyConfig(Constrained):
     @property
     def is_exact(self) -> bool:
         """Whether this strategy can give the bits of one process."""
-        divides = any(self.mesh.sizes.get(axis, 1) > 1 for axis in ("tensor", "pipeline"))
+        divides_products = self.name == "tp" or self.mesh.sizes.get("tensor", 1) > 1
         rounds = self.hook != "none" or self.gather != "fp32"
-        return self.name not in ("tp", "pp") and not divides and not rounds
+        return not divides_products and not rounds
 
     @property
     def ranks_per_model(self) -> int:

@@ -203,7 +203,7 @@ def _numpy_state() -> torch.Tensor:
 
 def _set_numpy_state(state: torch.Tensor) -> None:
     *key, position, has_second, second = struct.unpack(_NUMPY_STATE, _bytes(state))
-    numpy.random.set_state(("MT19937", key, position, has_second, second))
+    numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_second, second))
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -91,8 +91,10 @@ def build_components(
     if previous is None:
         transform_model(model, config, world.device)
     local_parameters = divide_model(model, world, config.reduction)
-    if config.compile and isinstance(local_parameters, StageParameters):
-        local_parameters.stages.compile()  # the model as a whole is never called
+    if isinstance(local_parameters, StageParameters):
+        local_parameters.require_supported(config)
+        if config.compile:
+            local_parameters.stages.compile()  # the model as a whole is never called
     replace_optimizer_parameters(optimizer, model_parameters, local_parameters)
     averaged = _averaged_weights(local_parameters, ema, previous)
     consistency = _compare_ranks(
@@ -281,6 +283,12 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
             "step.compile with strategy.schedule: zero_bubble",
             "zero_bubble splits the backward in two halves, and a compiled module has one backward",
             "set strategy.schedule: 1f1b, or remove step.compile",
+        )
+    if world.mesh_shape.pipeline > 1 and config.compile and config.reduction == "exact":
+        raise _incompatible(
+            f"step.compile with the mesh {world.mesh_shape.name} and step.reduction: exact",
+            "the compiler rounds differently if it compiles modules and not the whole model, as in one process",
+            "set step.reduction: fast, or remove step.compile",
         )
     if sync_batch_norm and world.strategy.name == "device_map":
         require_sync_batch_norm_devices(world)

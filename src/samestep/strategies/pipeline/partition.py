@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from samestep.distributed.rng import generator_state
 from samestep.errors import InputError
 
 # Parts of names of functions that must run exactly once.
@@ -30,12 +31,14 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     traced with `self.training` set to `training`. `opened` names further modules to trace into.
 
     Raises:
-        InputError: the control flow of the forward depends on tensor values.
+        InputError: the control flow of the forward depends on tensor values, or the forward itself draws numbers that
+            do not depend on tensors: they would be constants of the graph.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
+    generators = generator_state()
     try:
-        return _Tracer(model, opened).trace(model)
+        graph = _Tracer(model, opened).trace(model)
     except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
         raise InputError(
             f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
@@ -46,6 +49,14 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     finally:
         for module, mode in modes:
             module.training = mode
+    if generator_state() != generators:
+        raise InputError(
+            f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
+            expected="draws inside modules, in each forward",
+            fix="move the draw into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
+            code="E_PIPELINE_TRACE",
+        )
+    return graph
 
 
 def input_names(model: nn.Module) -> list[str]:
@@ -120,12 +131,15 @@ class Partition:
             others, with the prefix `input_`, are inputs of the model.
         parameter_stages: stages that use a parameter, in order, by parameter name.
         gradient_stages: stages in which a parameter can receive a gradient, in order, by parameter name.
+        cast_stages: stages that use a parameter not only as the table of an `nn.Embedding`, in order, by parameter
+            name. Autocast rounds the parameter there.
         module_stages: stage of each called module, by module name.
     """
 
     graphs: dict[bool, list[fx.Graph]]
     parameter_stages: dict[str, tuple[int, ...]]
     gradient_stages: dict[str, tuple[int, ...]]
+    cast_stages: dict[str, tuple[int, ...]]
     module_stages: dict[str, int]
 
     @property
@@ -161,15 +175,19 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
     named = dict(model.named_parameters())
     parameter_stages = {name: tuple(sorted(users[True][p] | users[False][p])) or (0,) for name, p in named.items()}
     gradient_stages = {name: tuple(sorted(users[True][p])) or parameter_stages[name][:1] for name, p in named.items()}
-    return Partition(graphs, parameter_stages, gradient_stages, module_stages)
+    casts = _users(model, graphs[True], except_tables=True)
+    cast_stages = {name: tuple(sorted(casts[p])) for name, p in named.items()}
+    return Partition(graphs, parameter_stages, gradient_stages, cast_stages, module_stages)
 
 
-def _users(model: nn.Module, stages: Sequence[fx.Graph]) -> dict[nn.Parameter, set[int]]:
-    """Return the stages that use each parameter."""
+def _users(
+    model: nn.Module, stages: Sequence[fx.Graph], *, except_tables: bool = False
+) -> dict[nn.Parameter, set[int]]:
+    """Return the stages that use each parameter; with `except_tables`, not only as the table of an embedding."""
     users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
     for stage, graph in enumerate(stages):
         for node in graph.nodes:
-            for parameter in _parameters_of(model, node):
+            for parameter in _parameters_of(model, node, except_tables=except_tables):
                 users[parameter].add(stage)
     return users
 
@@ -253,10 +271,12 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
     return all(node.target not in opened for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
-def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
+def _parameters_of(model: nn.Module, node: fx.Node, *, except_tables: bool = False) -> list[nn.Parameter]:
     """Return the parameters that a node uses."""
     if node.op == "call_module":
-        return list(model.get_submodule(str(node.target)).parameters())
+        modules = model.get_submodule(str(node.target)).modules()
+        used = [m for m in modules if not (except_tables and isinstance(m, nn.Embedding))]
+        return list(dict.fromkeys(p for module in used for p in module.parameters(recurse=False)))
     value = attrgetter(str(node.target))(model) if node.op == "get_attr" else None
     return [value] if isinstance(value, nn.Parameter) else []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def stage_count(config: StrategyConfig, ranks: int) -> int:
     return count
 
 
-def build_schedule(name: str, stages: list[PipelineStage], microbatches: int, *, training: bool) -> Schedule:
+def build_schedule(name: str, stages: Sequence[PipelineStage], microbatches: int, *, training: bool) -> Schedule:
     """Return torch's schedule of that name, or one without restrictions if it does not support the microbatches."""
     own: Any = stages
     count, ranks = stages[0].num_stages, stages[0].group_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,7 @@ class SharedWeights:
         modules: weights of this rank as the model has them, by name.
         locals: the same weights as the optimizer has them, by name.
         pipeline: ranks of the pipeline; stage s is on rank s modulo their number.
+        world: all ranks.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SharedWeights:
         modules: Mapping[str, nn.Parameter],
         locals: Mapping[str, nn.Parameter],  # the term of the project
         pipeline: World,
+        world: World,
     ) -> None:
         self._pipeline = pipeline
         names: dict[tuple[int, int, str], list[str]] = {}
@@ -67,8 +70,8 @@ class SharedWeights:
         self._edges = []
         for (source, target, _), of_edge in sorted(names.items()):
             ranks = source % pipeline.size, target % pipeline.size
+            group = pipeline_group(world, ranks) if ranks[0] != ranks[1] else None
             if pipeline.rank in ranks:
-                group = pipeline_group(pipeline, ranks) if ranks[0] != ranks[1] else None
                 weights = [modules[name] for name in of_edge], [locals[name] for name in of_edge]
                 self._edges.append(Edge(source, target, *weights, group))
         self._parts: dict[tuple[int, int], list[torch.Tensor | None]] = {}
@@ -88,7 +91,9 @@ class SharedWeights:
             return outputs
         weights = [weight for edge in edges for weight in edge.modules]
         first = differentiable[0]
-        attached = _LaterUses.apply(outputs[first], self._parts, (stage, slot), *weights)
+        attached = _LaterUses.apply(  # type: ignore[no-untyped-call]
+            outputs[first], self._parts, (stage, slot), *weights
+        )
         return [*outputs[:first], attached, *outputs[first + 1 :]]
 
     def receive(self, stage: int, slot: int) -> None:
@@ -99,10 +104,8 @@ class SharedWeights:
                 tensors = edge.kept.pop(slot)
             else:
                 flat = edge.locals[0].new_empty(sum(weight.numel() for weight in edge.locals))
-                self._pipeline.run_collective(
-                    lambda flat=flat, edge=edge: dist.recv(flat, group=edge.group, group_src=self._peer(edge)),
-                    "gradients of a shared weight",
-                )
+                receive = partial(dist.recv, flat, group=edge.group, group_src=self._peer(edge))
+                self._pipeline.run_collective(receive, "gradients of a shared weight")
                 tensors = unflatten(flat, edge.locals)
             parts += [_like(weight, tensor) for weight, tensor in zip(edge.modules, tensors, strict=True)]
         if parts:
@@ -144,13 +147,18 @@ class SharedWeights:
         return 1 - dist.get_rank(edge.group)
 
 
-def pipeline_group(pipeline: World, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new group of some ranks of a pipeline; a collective of these ranks."""
-    assert pipeline.group is not None
-    global_ranks = [dist.get_global_rank(pipeline.group, rank) for rank in sorted(ranks)]
-    group = dist.new_group(global_ranks, timeout=pipeline.timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def pipeline_group(world: World, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Create a group of some ranks of each pipeline, and return the one with this rank; a collective of all ranks."""
+    assert world.mesh is not None
+    axis = (world.mesh.mesh_dim_names or ()).index("pipeline")
+    pipelines = world.mesh.mesh.movedim(axis, -1).reshape(-1, world.mesh.mesh.shape[axis])
+    own = None
+    # torch's local synchronization requires that ranks have created equally many groups.
+    for row in pipelines[:, sorted(ranks)].tolist():
+        group = dist.new_group(row, timeout=world.timeout)
+        own = group if world.rank in row else own
+    assert own is None or isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _like(weight: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

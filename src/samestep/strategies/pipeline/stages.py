@@ -191,7 +191,8 @@ class PipelineStages:
     def _receive(self, stage: int, number: int, tensor: torch.Tensor) -> torch.Tensor:
         layout = self._format.layout(("activation", self._shapes, stage - 1, number))
         key = "gradient", self._shapes, stage - 1, number
-        result: torch.Tensor = ReceivedTensor.apply(tensor, layout, partial(self._format.observe_layout, key))
+        observe = partial(self._format.observe_layout, key)
+        result: torch.Tensor = ReceivedTensor.apply(tensor, layout, observe)  # type: ignore[no-untyped-call]
         return result
 
     def _require_tensor(self, stage: int, number: int, value: Any) -> torch.Tensor:
@@ -209,7 +210,7 @@ class PipelineStages:
         layout = self._format.layout(("gradient", self._shapes, stage, number))
         # Some schedules detach outputs in place, which is not possible for a view.
         needs_copy = value._is_view() or value.is_leaf or not value.is_contiguous() or layout is not None
-        output: torch.Tensor = SentTensor.apply(value, layout) if needs_copy else value
+        output: torch.Tensor = SentTensor.apply(value, layout) if needs_copy else value  # type: ignore[no-untyped-call]
         # The split backward of zero_bubble requires a gradient for every input of a stage: the next stage sends one
         # even if this stage does not need one.
         requires_grad = training and self._schedule_name == "zero_bubble" and output.is_floating_point()

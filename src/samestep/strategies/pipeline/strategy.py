@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from samestep.config import Reduction as ReductionName
+from samestep.config import StepConfig
 from samestep.distributed.world import World, all_gather
+from samestep.errors import InputError
 from samestep.strategies.buckets import flatten, reduce_gradients, unflatten
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
@@ -69,6 +71,25 @@ class StageParameters(LocalParameters):
             if len(ranks := self._ranks[name]) > 1:
                 shared.setdefault((owner[name], ranks), []).append(name)
         return shared
+
+    def require_supported(self, config: StepConfig) -> None:
+        """Refuse shared weights whose gradients autocast would add in 16 bits in one process.
+
+        Raises:
+            InputError: there is such a weight.
+        """
+        cast_stages = self.stages.partition.cast_stages
+        names = [name for name in self._trained if len(cast_stages[name]) > 1]
+        if config.reduction == "exact" and config.precision != "fp32" and names:
+            stages = ", ".join(str(stage + 1) for stage in cast_stages[names[0]])
+            raise InputError(
+                f"{names[0]} is a factor of products in the stages {stages}, with step.precision {config.precision} "
+                "and step.reduction exact",
+                expected="one process adds the 16-bit gradients of these products before they become 32-bit gradients: "
+                "the products are in one stage",
+                fix="set other strategy.stages, step.precision: fp32, or step.reduction: fast",
+                code="E_INCOMPATIBLE",
+            )
 
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         source, device = self._ranks[name][0], self._pipeline.device
@@ -174,16 +195,12 @@ class PipelineStrategy(DeferredStrategy):
         }
         modules = {name: parameter for parameter, name in local_parameters.module_names.items()}
         of_stages = self.stages.partition.gradient_stages
-        self.stages.shared = SharedWeights(of_stages, modules, local_parameters.trained, self._pipeline)
-        self._copies = [
-            (
-                [local_parameters.local[name] for name in names],
-                ranks.index(owner[names[0]] % self._pipeline.size),
-                pipeline_group(self._pipeline, ranks),
-            )
-            for (_, ranks), names in sorted(local_parameters.shared(owner).items())
-            if self._pipeline.rank in ranks
-        ]
+        self.stages.shared = SharedWeights(of_stages, modules, local_parameters.trained, self._pipeline, world)
+        self._copies = []
+        for (stage, ranks), names in sorted(local_parameters.shared(owner).items()):
+            group, source = pipeline_group(world, ranks), ranks.index(stage % self._pipeline.size)
+            if group is not None:
+                self._copies.append(([local_parameters.local[name] for name in names], source, group))
 
     def take_gradients(self, tree: MicrobatchTree, microbatch: int, slot: int, stage: int) -> None:
         """Move the gradients of a microbatch in one stage from `.grad` to the sums of this rank."""
