@@ -73,6 +73,16 @@ def distance(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
     )
 
 
+def require_equal(result: dict[str, Any], expected: dict[str, Any], first_step: int = 0) -> None:
+    """Assert that outcome and steps have the bits of the reference from `first_step` on."""
+    assert result["steps"] == expected["steps"][first_step:]
+    assert result["evaluation"] == expected["evaluation"]
+    for kind in ("weights", "average", "buffers"):
+        assert result[kind].keys() == expected[kind].keys()
+        different = [name for name, tensor in expected[kind].items() if not torch.equal(result[kind][name], tensor)]
+        assert different == [], kind
+
+
 def require_same(result: dict[str, Any], expected: dict[str, Any], first_step: int = 0) -> None:
     """Assert that outcome and steps equal those of the reference from `first_step` on, except for rounding."""
     for step, reference in zip(result["steps"], expected["steps"][first_step:], strict=True):

@@ -385,6 +385,18 @@ class OptionalInput(nn.Module):
         return logits
 
 
+class TracedDraw(nn.Module):
+    """Model that draws between the calls of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.other(self.one(inputs) * random.random())
+        return logits
+
+
 ERRORS: dict[str, tuple[Callable[[], nn.Module], StrategyConfig, dict[str, Any]]] = {
     "control flow": (DataDependent, pipeline(2), {}),
     "optional input": (OptionalInput, pipeline(2), {}),
@@ -392,7 +404,10 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], StrategyConfig, dict[str, Any]]
     "unknown stage": (Deep, pipeline(2, stages=("block.3",)), {}),
     "number of stages": (Deep, pipeline(2, stages=("blocks.1", "blocks.3")), {}),
     "compile": (Deep, pipeline(2, "zero_bubble"), {"compile": True}),
+    "exact compile": (Deep, pipeline(2), {"compile": True}),
     "batch norm": (Deep, pipeline(2), {"batch_norm": "sync"}),
+    "cast twice": (Deep, pipeline(2), {"precision": "bf16"}),
+    "traced draw": (TracedDraw, pipeline(2), {}),
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import Shares, owned_microbatches, rank_count
-from samestep.strategies.buckets import flatten
+from samestep.strategies.buckets import flatten, reduce_gradients
 
 Node = tuple[int, int]
 Additions = tuple[tuple[Node, tuple[Node, ...]], ...]  # sums with their operands
@@ -270,6 +270,10 @@ class Reduction(ABC):
     def reduce_local(self, tree: MicrobatchTree, last: int) -> None:
         """Set `.grad` to the sum over all microbatches, if this rank owns all of them."""
         self.accumulate(tree, last)
+        self.set_gradients()
+
+    def set_gradients(self) -> None:
+        """Set `.grad` to the accumulated sum over all microbatches."""
         (gradients,) = self._sums.values()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -280,19 +284,29 @@ class Reduction(ABC):
         In tree order under either reduction: for short vectors, faster than the backend's all-reduce.
         """
         values = {node: [vector] for node, vector in vectors.items()}
-        subtree_sums = [vector for (vector,) in self._merge(tree, values).values()]
+        subtree_sums = [vector for (vector,) in self._merge(tree, values, _add_to_right).values()]
         total = subtree_sums[0] if subtree_sums else torch.zeros(length, dtype=torch.float64, device=self._world.device)
         return tree_all_reduce(self._world, tree, subtree_sums, total)
+
+    def set_total(self, tree: MicrobatchTree) -> None:
+        """Set `.grad` to the sum of the accumulated gradients over all ranks, and drop them."""
+        if self._world.size == 1:
+            self.set_gradients()
+        else:
+            reduce_gradients(self._parameters, partial(self.reduce_accumulated, tree))
+        self.clear()
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
         self._sums = {}
 
-    def _merge(self, tree: MicrobatchTree, values: Mapping[Node, Tensors]) -> dict[Node, Tensors]:
+    def _merge(
+        self, tree: MicrobatchTree, values: Mapping[Node, Tensors], add: Callable[[Tensors, Tensors], Tensors]
+    ) -> dict[Node, Tensors]:
         """Add all pairs of subtrees of this rank of which both operands are available."""
         merged: dict[Node, Tensors] = {}
         for node in tree.cover(self._world.rank, self._world.shares):
-            merged |= tree.merge(node, values, _add)
+            merged |= tree.merge(node, values, add)
         return merged
 
     def _take_gradients(self) -> Tensors:
@@ -311,14 +325,16 @@ class ExactReduction(Reduction):
 
     def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
         # Early addition bounds the memory to one set of gradients per level of the tree. Earlier sums come last: a
-        # filler, which has the number of a microbatch, must not replace its gradients.
-        self._sums = self._merge(tree, {(microbatch, microbatch + 1): self._take_gradients(), **self._sums})
+        # filler, which has the number of a microbatch, must not replace its gradients. The right-hand operand is new:
+        # its memory is in the cache of the processor, and the next gradients reuse it.
+        values = {(microbatch, microbatch + 1): self._take_gradients(), **self._sums}
+        self._sums = self._merge(tree, values, _add_to_left)
 
     def reduce_bucket(
         self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
     ) -> torch.Tensor:
         sums = {node: self._select(node, parameters) for node in self._sums}
-        *others, own = self._merge(tree, {**sums, (last, last + 1): gradients}).values()
+        *others, own = self._merge(tree, {**sums, (last, last + 1): gradients}, _add_to_right).values()
         assert own is gradients, "the last microbatch is the right-most, and sums go to the right-hand operand"
         return tree_all_reduce(self._world, tree, [*(flatten(other, parameters) for other in others), flat], flat)
 
@@ -328,6 +344,11 @@ class ExactReduction(Reduction):
         return tree_all_reduce(self._world, tree, subtree_sums, total)
 
 
-def _add(left: Tensors, right: Tensors) -> Tensors:
+def _add_to_right(left: Tensors, right: Tensors) -> Tensors:
     torch._foreach_add_(right, left)
     return right
+
+
+def _add_to_left(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(left, right)  # addition is commutative: the bits are the same
+    return left

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from samestep.config import StepConfig
 from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
-from samestep.strategies.buckets import reduce_gradients
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
 
@@ -126,8 +125,7 @@ class DeferredStrategy(Strategy):
         super().abandon()
 
     def finish(self, tree: MicrobatchTree) -> None:
-        reduce_gradients(self._local_parameters.names, lambda bucket: self._reduction.reduce_accumulated(tree, bucket))
-        super().finish(tree)
+        self._reduction.set_total(tree)
 
 
 def broadcast_model(model: torch.nn.Module, world: World) -> None:
