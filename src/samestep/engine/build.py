@@ -92,9 +92,7 @@ def build_components(
         transform_model(model, config, world.device)
     local_parameters = divide_model(model, world, config.reduction)
     if isinstance(local_parameters, StageParameters):
-        local_parameters.require_supported(config)
-        if config.compile:
-            local_parameters.stages.compile()  # the model as a whole is never called
+        local_parameters.prepare(config)
     replace_optimizer_parameters(optimizer, model_parameters, local_parameters)
     averaged = _averaged_weights(local_parameters, ema, previous)
     consistency = _compare_ranks(
@@ -278,20 +276,25 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
             "one process per device, and outputs of all microbatches before the first backward",
             "--strategy ddp or fsdp, or set step.gather: microbatch",
         )
-    if world.mesh_shape.pipeline > 1 and config.compile and world.strategy.schedule == "zero_bubble":
+    if world.mesh_shape.pipeline > 1 and config.compile:
+        _require_compilable_stages(config, world)
+    if sync_batch_norm and world.strategy.name == "device_map":
+        require_sync_batch_norm_devices(world)
+
+
+def _require_compilable_stages(config: StepConfig, world: World) -> None:
+    if world.strategy.schedule == "zero_bubble":
         raise _incompatible(
             "step.compile with strategy.schedule: zero_bubble",
             "zero_bubble splits the backward in two halves, and a compiled module has one backward",
             "set strategy.schedule: 1f1b, or remove step.compile",
         )
-    if world.mesh_shape.pipeline > 1 and config.compile and config.reduction == "exact":
+    if config.reduction == "exact":
         raise _incompatible(
             f"step.compile with the mesh {world.mesh_shape.name} and step.reduction: exact",
             "the compiler rounds differently if it compiles modules and not the whole model, as in one process",
             "set step.reduction: fast, or remove step.compile",
         )
-    if sync_batch_norm and world.strategy.name == "device_map":
-        require_sync_batch_norm_devices(world)
 
 
 def _incompatible(value: str, expected: str, fix: str) -> InputError:

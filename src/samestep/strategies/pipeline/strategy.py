@@ -74,8 +74,8 @@ class StageParameters(LocalParameters):
                 shared.setdefault((owner[name], ranks), []).append(name)
         return shared
 
-    def require_supported(self, config: StepConfig) -> None:
-        """Refuse shared weights whose gradients autocast would add in 16 bits in one process.
+    def prepare(self, config: StepConfig) -> None:
+        """Compile the stages if configured; refuse shared weights whose gradients autocast adds in one process.
 
         Raises:
             InputError: there is such a weight.
@@ -92,6 +92,8 @@ class StageParameters(LocalParameters):
                 fix="set other strategy.stages, step.precision: fp32, or step.reduction: fast",
                 code="E_INCOMPATIBLE",
             )
+        if config.compile:
+            self.stages.compile()  # the model as a whole is never called
 
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         source, device = self._ranks[name][0], self._pipeline.device
