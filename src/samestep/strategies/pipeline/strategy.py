@@ -194,10 +194,11 @@ class PipelineStrategy(DeferredStrategy):
             stage: {p: name for name, p in modules.items() if used[name][0] == stage} for stage in self.stages.own
         }
         self._early = EarlyGradients([p for name, p in modules.items() if len(used[name]) == 1], build)
-        self._reductions = {
-            stage: build([local_parameters.local[name] for p, name in names.items() if p not in self._early.reductions])
-            for stage, names in self._names.items()
-        }
+        self._reductions = {}
+        for stage, of_stage in self._names.items():
+            late = [local_parameters.local[name] for p, name in of_stage.items() if p not in self._early.reductions]
+            if late:
+                self._reductions[stage] = build(late)
         self.stages.shared = SharedWeights(used, modules, local_parameters.trained, self._pipeline, world)
         self._copies = []
         owner = {name: stages[0] for name, stages in used.items()}
@@ -224,7 +225,8 @@ class PipelineStrategy(DeferredStrategy):
 
     def _of_stage(self, stage: int) -> Iterator[Reduction]:
         """Iterate over the reductions of a stage, without those that have the gradients of the microbatch already."""
-        yield self._reductions[stage]
+        if stage in self._reductions:
+            yield self._reductions[stage]
         yield from (self._early.reductions[p] for p in self.required(stage) if p in self._early.reductions)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
