@@ -100,6 +100,23 @@ def test_slow_data_gets_workers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert result["settings"][0]["data_share"] > 0.3
 
 
+@pytest.mark.long
+def test_slow_rank_gets_fewer_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data of rank 1 take longer, with samples that one process loads: real time, measured by the trials."""
+    options = ("--workers", "0", "--set", "microbatches=8", "data.options.samples=256")
+    slow = ("data.options.seconds=0.02", "data.options.slow_rank=1")
+    shares = run_tune(capsys, tmp_path, *TWO, *options, *slow)["shares"]
+    assert shares["speeds"][0] > 1.5 * shares["speeds"][1]
+    assert shares["proposed"][0] > 4 > shares["proposed"][1] >= 1
+    assert sum(shares["proposed"]) == 8
+    assert shares["times_as_fast"]["median"] > 1.05
+    equal = run_tune(capsys, tmp_path, *TWO, *options, "data.options.seconds=0.02")["shares"]
+    assert equal["proposed"] is None
+    assert equal["speeds"][0] == pytest.approx(equal["speeds"][1], rel=0.4)
+    alone = run_tune(capsys, tmp_path, *options)["shares"]
+    assert (alone["proposed"], alone["speeds"]) == (None, [])
+
+
 @pytest.mark.slow
 def test_numbers_of_workers_that_fail_are_listed_and_the_rest_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
@@ -13,9 +14,10 @@ from samestep.zoo.splits import Splits
 class Waiting:
     """Images that take `seconds` to load, as from a disk; more than `most_workers` workers exit."""
 
-    def __init__(self, samples: int, seconds: float, size: int, most_workers: int) -> None:
+    def __init__(self, samples: int, seconds: float, size: int, most_workers: int, slow_rank: int | None) -> None:
         self._images = torch.randn(samples, 3, size, size, generator=torch.Generator().manual_seed(0))
-        self._seconds, self._most_workers = seconds, most_workers
+        is_slow = slow_rank is None or not dist.is_initialized() or dist.get_rank() == slow_rank
+        self._seconds, self._most_workers = seconds if is_slow else 0.0, most_workers
 
     def __len__(self) -> int:
         return len(self._images)
@@ -28,10 +30,12 @@ class Waiting:
         return self._images[index] + 0.1 * torch.randn(1), index % 2
 
 
-def load(*, samples: int = 64, seconds: float = 0.0, size: int = 8, most_workers: int = 99) -> Splits:
-    """Return training images, and a few for evaluation."""
-    train = Waiting(samples, seconds, size, most_workers)
-    return Splits(train=train, evaluation=Waiting(8, 0.0, size, most_workers), classes=("a", "b"))
+def load(
+    *, samples: int = 64, seconds: float = 0.0, size: int = 8, most_workers: int = 99, slow_rank: int | None = None
+) -> Splits:
+    """Return training images, and a few for evaluation; with `slow_rank`, they are slow on this rank only."""
+    train = Waiting(samples, seconds, size, most_workers, slow_rank)
+    return Splits(train=train, evaluation=Waiting(8, 0.0, size, most_workers, None), classes=("a", "b"))
 
 
 class Wide(nn.Sequential):

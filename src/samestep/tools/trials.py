@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 import time
 import warnings
@@ -14,12 +15,14 @@ import psutil
 import torch
 
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import MANY_WORKERS, GlobalBatch, tensors_of
+from samestep.data.batch import MANY_WORKERS, GlobalBatch, Microbatch, tensors_of
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers
+from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
+from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world
 from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
 from samestep.tools.timing import Timing
@@ -171,6 +174,49 @@ def time_setting(built: Built, setting: Setting, seconds: float) -> Timing:
         finally:
             loader.close()
             data.cursor = loader.cursor
+
+
+class _MicrobatchTimer(Callback):
+    """Records the times at which the microbatches of a step begin."""
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.begins: list[float] = []
+
+    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+        self.device, self.begins = engine.world.device, []
+
+    def begin_microbatch(self, microbatch: Microbatch) -> None:
+        if self.device is not None and is_accelerator(self.device):
+            accelerator_module().synchronize(self.device)
+        self.begins.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Mean time of the microbatches before the last one, whose backward waits for other ranks."""
+        return (self.begins[-1] - self.begins[0]) / (len(self.begins) - 1)
+
+
+def rank_speeds(recipe: Recipe, options: RunOptions, steps: int) -> list[float] | None:
+    """Return the microbatches per second of each rank with data of its own, without waits for other ranks.
+
+    Each rank has at least two microbatches. Loading counts in proportion to the number of microbatches. Return None if
+    a stop was requested.
+    """
+    timer = _MicrobatchTimer()
+    process_state.callbacks.append(timer)
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        batches, seconds = built.train.endless(), list[float]()
+        for number in range(_WARMUP + steps):
+            asked = time.perf_counter()
+            batch = next(batches)
+            loading = (time.perf_counter() - asked) / len(batch.local_microbatches)
+            if built.engine.step(batch).stop:
+                return None
+            if number >= _WARMUP and len(timer.begins) > 1:
+                seconds.append(timer.seconds + loading)
+        return [1 / cost for cost in all_gather(statistics.median(seconds), world.data)]
 
 
 def compare_recipes(

@@ -1,4 +1,4 @@
-"""`samestep tune`: memory check, search of loader settings, comparison of step options that change bits."""
+"""`samestep tune`: memory check, search of loader settings, shares of ranks, step options that change bits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from samestep.tools.bench import COLORS
 from samestep.tools.timing import Spread, run_trial
 from samestep.tools.tune.search import SearchResult
 from samestep.tools.tune.settings import CHANNELS_LAST, COMPILE, THREADS, Setting, TuneTarget
+from samestep.tools.tune.shares import propose_shares, shares_text
 from samestep.units import format_bytes
 
 _TRIALS = "samestep.tools.trials"
@@ -191,6 +192,9 @@ def tune(
     if inspection is not None:
         report("workers and prefetch:")
         searched = _search(recipe, config, Setting(inspection.workers), run)
+        choice = searched["choice"]
+        options = replace(config.options, workers=choice["workers"], prefetch=choice["prefetch"])
+        searched["shares"] = propose_shares(recipe, target.processes, options, config.rounds, run, report)
         for option in step_options(recipe, inspection, config.step_options, machine["cores"], target.processes):
             if not option.reason:
                 report(f"effect of {option}, which changes bits")
@@ -271,6 +275,8 @@ def lines(data: dict[str, Any], candidates: int) -> Iterator[tuple[str, str]]:
     for rule in data["rules"]:
         option = StepOption(rule["key"], rule["value"])
         yield str(option).removeprefix("step."), _option_text(option, rule)
+    if data["place"]["processes"] > 1:
+        yield "shares", shares_text(data["shares"])
     chosen, default = _setting(data["choice"]), _setting(data["default"])
     ratio = next(row["against_default"]["median"] for row in data["settings"] if _setting(row) == chosen)
     gain = "the default" if chosen == default else f"{ratio:.2f} times as fast as {default}"
