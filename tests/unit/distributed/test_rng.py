@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.distributed.rng import Purpose, derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import Purpose, derive_seed, passed_generators, preserved_generators, seed_generators
 
 words = st.integers(0, 2**64 - 1)
 
@@ -90,3 +90,37 @@ def test_generators_are_restored_after_an_exception() -> None:
             seed_generators(8)
             raise ValueError("inside")
         assert draws() == expected
+
+
+def gaussians() -> tuple[float, float]:
+    """Return numbers that the generators of Python and NumPy draw in pairs."""
+    return random.gauss(), float(numpy.random.normal())
+
+
+def test_a_passed_state_continues_the_sequence_of_each_generator() -> None:
+    with preserved_generators():
+        seed_generators(5)
+        draws(), gaussians()
+        states = [generator.state() for generator in passed_generators(torch.device("cpu"))]
+        expected = gaussians(), draws()
+        seed_generators(6)
+        for generator, state in zip(passed_generators(torch.device("cpu")), states, strict=True):
+            generator.set_state(state)
+        assert (gaussians(), draws()) == expected
+
+
+def test_a_fingerprint_shows_a_draw() -> None:
+    with preserved_generators():
+        for generator, draw in zip(
+            passed_generators(torch.device("cpu")),
+            (lambda: torch.rand(()), random.random, numpy.random.rand),
+            strict=True,
+        ):
+            fingerprints = []
+            for number in (0, 0, 1, 624):
+                seed_generators(5)
+                for _ in range(number):
+                    draw()
+                fingerprints.append(generator.fingerprint())
+            assert fingerprints[0] == fingerprints[1]
+            assert len(set(fingerprints)) == 3
