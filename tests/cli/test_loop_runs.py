@@ -48,6 +48,13 @@ def test_killed_loop_continues_its_run_on_more_processes(tmp_path: Path, capfd: 
     assert train(tmp_path, 3, 3, 0, "tensorboard") == 0
     added = events(tmp_path)[before:]
     assert (added[0]["event"], added[0]["step"], added[0]["epoch"]) == ("resume", PER_EPOCH, 1)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert train(whole, 1, 3, 0) == 0
+    expected = [(event["step"], event["checksum"]) for event in events(whole) if event["event"] == "checksum"]
+    assert [step for step, _ in expected] == [PER_EPOCH, 2 * PER_EPOCH, 3 * PER_EPOCH]
+    assert [(e["step"], e["checksum"]) for e in events(tmp_path) if e["event"] == "checksum"] == expected
+    assert here("diff", "runs/first", whole / "runs" / "first", cwd=tmp_path) == 0
     steps = [event["step"] for event in added if event["event"] == "step"]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (PER_EPOCH + 1, 3 * PER_EPOCH)

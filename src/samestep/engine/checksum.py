@@ -70,15 +70,15 @@ def sum_of_parts(parts: Mapping[str, Part], device: torch.device) -> torch.Tenso
         A 64-bit integer; sums of such integers wrap around.
     """
     summands = sum(_key(name, part)[1] for name, part in parts.items() if part.is_first)
-    total = torch.tensor(signed(summands), device=device)
+    total = torch.full((), signed(summands), dtype=torch.int64, device=device)  # `torch.tensor` waits for a GPU
     by_device: dict[torch.device, dict[str, Part]] = {}
     for name, part in parts.items():
         if part.tensor.numel():
             by_device.setdefault(part.tensor.device, {})[name] = part
     for place, local in by_device.items():
         sums, factors = zip(*chain.from_iterable(_block_sums(name, part) for name, part in local.items()), strict=True)
-        products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(place)
-        total += products.sum().to(device, non_blocking=True)
+        products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(place, non_blocking=True)
+        total += products.sum().to(device, non_blocking=is_accelerator(device))
     return total
 
 
@@ -179,7 +179,7 @@ def _sums_of_rows(part: Part, words: torch.Tensor) -> Iterator[torch.Tensor]:
         positions = positions.unsqueeze(-1) + indices * part.shape[dimension + 1 :].numel()
     rows = words.view(positions.numel(), -1)
     per_element, length = len(words) // part.tensor.numel(), rows.shape[1]
-    powers = _powers(0, -(-part.shape.numel() * per_element // _BLOCK)).to(device)
+    powers = _powers(0, -(-part.shape.numel() * per_element // _BLOCK)).to(device, non_blocking=True)
     at_once = max(1, (_GPU_BLOCKS if is_accelerator(device) else 1) * _BLOCK // length)
     for some, starts in zip(rows.split(at_once), positions.flatten().split(at_once), strict=True):
         indices = starts.unsqueeze(-1) * per_element + torch.arange(length, device=device)

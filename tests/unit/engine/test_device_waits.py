@@ -17,6 +17,8 @@ from helpers.waits import Waits
 from samestep.config import StepConfig
 from samestep.engine.engine import Engine
 from samestep.engine.forward_state import ForwardState
+from samestep.engine.state_checksum import state_checksum
+from samestep.microbatches import Cursor
 from samestep.strategies.reduction import ExactReduction, MicrobatchTree
 from samestep.strategies.strategy import SingleStrategy
 
@@ -62,6 +64,18 @@ def waits_of_third_step(engine: Engine, batch: Any, **options: Any) -> Counter[s
 def test_step_waits_once(alone: World, loss: str, precision: str, microbatches: int) -> None:
     engine = engine_of(alone, loss=LOSSES[loss], precision=precision, clip_norm=1.0)
     assert waits_of_third_step(engine, images(alone, microbatches)) == {"tolist": 1}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_checksum_of_the_state_waits_once(alone: World, optimizer: Any) -> None:
+    model = seeded(0, Convolutions, dtype=torch.float32)
+    engine = Engine(model, optimizer(model.parameters(), lr=0.01), samestep.cross_entropy, world=alone, ema=0.9)
+    engine.step(images(alone, 4))
+    state_checksum(engine, Cursor())  # creates the table of weights
+    with Waits() as waits:
+        value = state_checksum(engine, Cursor())
+    assert value is not None
+    assert waits.calls == {"__int__": 1}
 
 
 def test_step_with_a_forward_function_and_values_waits_once(alone: World) -> None:

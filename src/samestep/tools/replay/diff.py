@@ -10,15 +10,16 @@ from typing import Any
 
 from samestep.config import DeviceKind
 from samestep.errors import InputError
-from samestep.recipes.recipe_files import differences
+from samestep.recipes.recipe_files import differences, make_recipe
+from samestep.runs import LOOP
 from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject, run_replay
 from samestep.tools.report.run import Run
 from samestep.tools.verify.compare import compare
 from samestep.tools.verify.trials import Record, Trial, read_record
 from samestep.units import plural
 
-# Keys of a recipe on which no step depends.
-_FREE = ("metrics", "best_by", "best_mode", "strategy")
+# Keys of a recipe on which no step depends; nor does one depend on exact strategies.
+_FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
 _OF_START = ("started", "from_step", "sources", "remark", "script")
 _MAX_LISTED = 3  # names of the state in a text
@@ -55,7 +56,8 @@ def compare_logs(runs: Sequence[Run]) -> Comparison:
     """
     one, other = runs
     lines = differences(one.recipe, other.recipe)
-    free = [line for line in lines if line.partition(":")[0].partition(".")[0] in _FREE]
+    keys = (*_FREE, "strategy") if all(map(_has_exact_strategy, runs)) else _FREE
+    free = [line for line in lines if line.partition(":")[0].partition(".")[0] in keys]
     recipe = [line for line in lines if line not in free]
     common = sorted(one.events.checksums.keys() & other.events.checksums.keys())
     if not common and not recipe:
@@ -72,6 +74,14 @@ def compare_logs(runs: Sequence[Run]) -> Comparison:
         len(common),
         (_beyond(one, other), _beyond(other, one)),
     )
+
+
+def _has_exact_strategy(run: Run) -> bool:
+    """Return whether the strategy of a run can give the bits of one process; that of a script is not known."""
+    if (run.folder / LOOP).is_file():
+        return True
+    recipe = make_recipe(run.recipe, (), origin=str(run.folder / "recipe.yaml"))
+    return recipe.strategy.is_exact and recipe.step.reduction == "exact"
 
 
 def no_checksum(problem: str) -> InputError:
