@@ -40,13 +40,16 @@ def compare(model: str, processes: int, options: argparse.Namespace) -> dict[str
     rounds = options.rounds * (4 if model == "small" else 1)
     variants = WITNESS if options.witness else CHECKS
     plan = Plan(model, options.batch_size, variants, rounds, BLOCKS[model], options.warmup)
-    found: list[dict[str, float]] = samestep.launch(measure, plan, processes=processes, preload=("checks_rounds",))
+    found: list[dict[str, tuple[float, float]]] = samestep.launch(
+        measure, plan, processes=processes, preload=("checks_rounds",)
+    )
     rows = [
         {
             "name": name,
-            "milliseconds": Spread.of([1000 * turns[name] for turns in found]).rounded(3),
-            "ratio": Spread.of([turns[name] / turns[OFF] for turns in found]).rounded(4),
-            "added": Spread.of([1000 * (turns[name] - turns[OFF]) for turns in found]).rounded(3),
+            "milliseconds": Spread.of([1000 * turns[name][0] for turns in found]).rounded(3),
+            "ratio": Spread.of([turns[name][0] / turns[OFF][0] for turns in found]).rounded(4),
+            "added": Spread.of([1000 * (turns[name][0] - turns[OFF][0]) for turns in found]).rounded(3),
+            "processor_ratio": Spread.of([turns[name][1] / turns[OFF][1] for turns in found]).rounded(4),
         }
         for name in variants
     ]
@@ -63,15 +66,18 @@ def table(result: dict[str, Any]) -> str:
                 _shown(row["milliseconds"], 2),
                 "0" if is_base else _shown(row["added"], 2),
                 "1" if is_base else _shown(row["ratio"], 3),
+                "1" if is_base else _shown(row["processor_ratio"], 3),
             ]
         )
-    rows.append(["every 100 steps, computed", "", "", f"{_hundredth(result):.3f}"])
-    return markdown_table(["median (quartiles) of", "ms a step", "ms added", "ratio"], rows)
+    hundredth = [f"{_hundredth(result, kind):.3f}" for kind in ("ratio", "processor_ratio")]
+    rows.append(["every 100 steps, computed", "", "", *hundredth])
+    head = ["median (quartiles) of", "ms a step", "ms added", "ratio", "ratio of processor time"]
+    return markdown_table(head, rows)
 
 
-def _hundredth(result: dict[str, Any]) -> float:
+def _hundredth(result: dict[str, Any], kind: str) -> float:
     """The checks of each step, and a hundredth of a comparison of weights or of a witnessed step."""
-    ratio = {row["name"]: row["ratio"]["median"] for row in result["rows"]}
+    ratio = {row["name"]: row[kind]["median"] for row in result["rows"]}
     base = ratio[ROLL if ROLL in ratio else DEFAULT]
     return float(base + max(0.0, ratio[EVERY] - base) / 100)
 

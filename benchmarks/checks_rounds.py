@@ -38,8 +38,8 @@ class Plan:
     warmup: int
 
 
-def measure(plan: Plan) -> list[dict[str, float]]:
-    """Seconds a step of every variant in every round; what `samestep.launch` runs in each rank."""
+def measure(plan: Plan) -> list[dict[str, tuple[float, float]]]:
+    """Return seconds and processor seconds per step of rank 0, by variant, of every round."""
     with samestep.start(device="cpu") as world:
         loader = samestep.loader(
             build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world
@@ -70,11 +70,11 @@ def _engine(model: str, world: samestep.World, options: dict[str, int] | None) -
     return Engine(made, build_optimizer(made), samestep.cross_entropy, world=world, **(options or {}))
 
 
-def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> float:
+def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> tuple[float, float]:
     vote = torch.zeros(1)
     world.all_reduce(vote)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     for number in range(steps):
         engine.step(batches[number % len(batches)])
     world.all_reduce(vote)
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - began) / steps, (time.process_time() - used) / steps

@@ -281,7 +281,11 @@ def _witness_error(
     fix = "take the device out of service and test it and its memory"
     if not is_decided:
         problem = f"one of {ranks_text(list(wrong))} computed wrong values, and further results do not decide which"
-        fix = "test these devices and their memory, and look for operations of the model without a fixed order"
+    if len(wrong) > 1:
+        fix = (
+            "look for code whose results depend on the rank, on earlier calls or on the order of operations; "
+            "if there is none, test these devices and their memory"
+        )
     last = f"last witnessed without a difference in step {last_clean[0]}" if last_clean else "never witnessed before"
     checkpoint = f"a checkpoint of step {last_clean[0]} or before" if last_clean else "the beginning"
     error = WitnessError(
