@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep.config import DeviceKind
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import differences, make_recipe
 from samestep.runs import LOOP
@@ -158,29 +157,17 @@ def find_difference(
         records, replays = list[Record](), list[Replayed]()
         for number, subject in enumerate(subjects):
             progress(_text(subject, start, logs.first_different))
-            trial = _trial(subject, folder / f"run-{number}", options.device, records)
+            place = folder / f"run-{number}"
+            place.mkdir()
+            trial = Trial(steps=None, device=options.device, folder=place, processes=subject.processes)
             own = Subject(subject.folder, subject.recipe, checkpoint, start, subject.processes, subject.checksums)
             replays.append(run_replay(own, logs.first_different, options, trial=trial))
             lines.append(_line(subject, start, logs.first_different, _first_wrong(subject, replays[-1].checksums)))
-            records.append(read_record(trial.folder, subject.processes))
+            records.append(read_record(place, subject.processes))
         first = compare(records[0], records[1], None).first
         if first is not None:
             return Finding(first.step or logs.first_different, first.location, first.tensor, first.stage, lines)
         return _without_location(subjects, replays, logs.first_different, lines)
-
-
-def _trial(subject: Subject, folder: Path, device: DeviceKind, records: Sequence[Record]) -> Trial:
-    """Return the record of a replay: the first one writes tensors, from which the second one measures distances."""
-    folder.mkdir()
-    reference = records[0].folder if records else None
-    return Trial(
-        steps=None,
-        device=device,
-        folder=folder,
-        processes=subject.processes,
-        writes_tensors=reference is None,
-        reference=reference,
-    )
 
 
 def _without_location(subjects: Sequence[Subject], replays: Sequence[Replayed], step: int, lines: list[str]) -> Finding:
