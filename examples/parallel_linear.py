@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep import StrategyConfig
 
-PLAN = StrategyConfig(name="tp", plan={"up": "column", "down": "row"})
+PLAN = {"up": "column", "down": "row"}
+TP = StrategyConfig(name="tp")
 SAMPLES, INPUTS, WIDTH, CLASSES = 24, 12, 64, 4
 
 
@@ -74,7 +75,8 @@ def by_engine(strategy: StrategyConfig | None) -> tuple[float, torch.Tensor]:
         net, data = net_and_data()
         before = net.first.weight.detach().clone()
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)  # the step is the gradient
-        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world)
+        config = samestep.StepConfig(tensor_plan=PLAN)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, config=config)
         (batch,) = samestep.loader(data, batch_size=SAMPLES, microbatches=2, world=world)
         loss = engine.step(batch).loss
         return loss, before - net.first.weight.detach()
@@ -85,7 +87,7 @@ def main() -> None:
     print(f"one process:          loss {loss:.4f}, gradient of the first layer {gradient.norm():.4f}")
     for name, (other, other_gradient) in {
         "by hand on two ranks:": samestep.launch(by_hand, processes=2),
-        "by a plan on two:    ": samestep.launch(by_engine, PLAN, processes=2),
+        "by a plan on two:    ": samestep.launch(by_engine, TP, processes=2),
     }.items():
         equal = abs(other - loss) < 1e-12 and bool((other_gradient - gradient).abs().max() < 1e-12)
         verdict = "equal" if equal else "wrong"

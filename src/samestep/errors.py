@@ -146,7 +146,7 @@ CODES = {
     "E_MODEL_DIFFERS": "Ranks built models with different parameters or buffers.",
     "E_META": "`strategy.meta` does not fit the model, or rank 0 has no values.",
     "E_DEVICE_MAP": "`strategy.place` or `strategy.devices` does not fit the model or the devices.",
-    "E_TENSOR_PLAN": "`strategy.plan` is missing or does not fit the model.",
+    "E_TENSOR_PLAN": "`step.tensor_plan` is missing or does not fit the model.",
     "E_TENSOR_AXIS": "The tensor axis does not divide the size of a module.",
     "E_DIVIDED_TENSOR": "An operation of the model does not support a tensor that is divided among ranks.",
     "E_PIPELINE_TRACE": "The forward of the model cannot be traced and partitioned into stages.",

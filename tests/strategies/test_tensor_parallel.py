@@ -14,8 +14,8 @@ from helpers.ten_steps import HALF, TOLERANCE, require_same
 from helpers.tensor_models import MODELS, PLAN, Layers, model_of
 from samestep import launch
 from samestep.errors import InputError
-from samestep.strategies.dtensor_rng import is_random
-from samestep.strategies.tensor_parallel import builtin_plan, resolve_plan
+from samestep.strategies.random_functions import is_random
+from samestep.strategies.tensor_plan import builtin_plan, resolve_plan
 from workers import tensor as ranks_tensor
 from workers.tensor import BETWEEN, LAYOUTS
 
@@ -109,17 +109,18 @@ def single() -> dict[str, Any]:
 def test_unsupported_operations_are_errors(results: dict[str, Any], between: str) -> None:
     value, expected, fix = results["errors"][between]
     assert {
-        "a norm": "mixes a divided tensor with a plain one",
+        "a norm": "layer_norm is called with a divided tensor",
         "a whole tensor": "mixes a divided tensor with a plain one",
-        "functional dropout": "dropout is called with a divided tensor",
+        "random numbers": "rand_like is called with a divided tensor",
+        "a mean": "mean is called with a divided tensor",
         "the end": "returns a divided tensor",
     }[between] in value
     assert expected
     assert "column_gathered" in fix
 
 
-def test_a_mean_of_a_divided_tensor_is_that_of_the_full_tensor(results: dict[str, Any], single: dict[str, Any]) -> None:
-    assert results["a mean"][0] == pytest.approx(single["a mean"][0], rel=TOLERANCE)
+def test_all_ranks_begin_with_the_weights_of_rank_0(results: dict[str, Any], single: dict[str, Any]) -> None:
+    assert results["weights of rank 0"] == pytest.approx(single["weights of rank 0"], rel=TOLERANCE)
 
 
 def test_all_ranks_receive_stop_and_save_requests(results: dict[str, Any]) -> None:
@@ -147,6 +148,10 @@ def test_sync_batch_norm_is_an_error(results: dict[str, Any]) -> None:
     assert "--strategy ddp" in results["sync"]
 
 
+def test_slices_that_the_ranks_do_not_share_equally_are_an_error(results: dict[str, Any]) -> None:
+    assert results["odd"] == ("E_TENSOR_AXIS", "step.tensor_slices is 3, with a tensor axis of 2")
+
+
 def test_activation_checkpointing_of_divided_heads_is_an_error(results: dict[str, Any]) -> None:
     assert "activation checkpointing of bert.encoder.layer.0.attention.self" in results["checkpointing"]
     assert "a module around" in results["checkpointing"]
@@ -156,7 +161,7 @@ def test_heads_are_divided_and_dropout_uses_full_masks(results: dict[str, Any]) 
     for result in results["heads"]:
         assert result["heads"][:2] == [2, 2]
         # Two blocks with two pairs of layers, one message in forward and one in backward.
-        assert result["messages"] == {"all_reduce": 8}
+        assert result["messages"] == {"send": 8}
         assert "scaled_dot_product_attention in bert.encoder.layer.0.attention.self" in result["errors"][0]
         assert result["errors"][1] == ""
 
@@ -218,8 +223,8 @@ def plan_error(model: nn.Module, plan: dict[str, str], ranks: int = 2) -> InputE
 
 def test_the_error_for_a_missing_plan_suggests_one() -> None:
     error = plan_error(Layers(), {})
-    assert "a tensor axis of 2 for a Layers" in error.value
-    assert "strategy.plan={" in str(error.fix)
+    assert "2 slices of a Layers" in error.value
+    assert "step.tensor_plan={" in str(error.fix)
     assert '"blocks.0.up": column_gathered' in str(error.fix)
 
 
@@ -248,14 +253,14 @@ def test_an_unknown_kind_is_an_error() -> None:
 @pytest.mark.parametrize(("ranks", "fitting"), [(3, "2, 4, 8, 16"), (5, "2, 4, 8, 16")])
 def test_sizes_that_are_not_divisible_are_errors_with_possible_axes(ranks: int, fitting: str) -> None:
     error = plan_error(Layers(), {name: kind for name, kind in PLAN.items() if name != "last"}, ranks)
-    assert f"not divisible by a tensor axis of {ranks}" in error.value
+    assert f"not divisible into {ranks} slices" in error.value
     assert fitting in str(error.fix)
 
 
 def test_a_number_of_heads_that_is_not_divisible_is_an_error() -> None:
     error = plan_error(model_of("bert"), {}, 8)
-    assert "attention.self has 4 heads, not divisible by a tensor axis of 8" in error.value
-    assert "--mesh tensor=4" in str(error.fix)
+    assert "attention.self has 4 heads, not divisible into 8 slices" in error.value
+    assert "step.tensor_slices=4" in str(error.fix)
 
 
 def test_without_a_common_divisor_the_fix_is_to_remove_a_module() -> None:

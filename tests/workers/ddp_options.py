@@ -34,7 +34,7 @@ OPTIONS: dict[str, StrategyConfig] = {
     "powersgd, many buckets": StrategyConfig(hook="powersgd", bucket_mb=0.02),
 }
 DIVIDED: dict[str, StrategyConfig] = {
-    "tp": StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2), plan={"blocks.*": "column_gathered"}),
+    "tp": StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2)),
     "pp": StrategyConfig(name="ddp", mesh=MeshConfig(pipeline=2)),
 }
 DIVIDED |= {f"{name} fp16": replace(part, hook="fp16") for name, part in DIVIDED.items()}
@@ -64,9 +64,8 @@ def train(option: str) -> dict[str, Any]:
     with samestep.start(device="cpu", strategy={**OPTIONS, **DIVIDED}[option]) as world:
         net = seeded(0, Net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-        engine = samestep.Engine(
-            net, optimizer, nn.CrossEntropyLoss(), world=world, config=StepConfig(clip_norm=0.5), ema=0.9
-        )
+        config = StepConfig(clip_norm=0.5, tensor_plan={"blocks.*": "column_gathered"})
+        engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, config=config, ema=0.9)
         batches = samestep.loader(data, batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
         steps = []
         while engine.steps < STEPS:

@@ -102,7 +102,8 @@ def build(world: World, model: str, precision: str = "fp64") -> tuple[samestep.E
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
     # Momentum, to have optimizer state. Adam would turn the rounding of a zero gradient into a full step.
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    config = StepConfig(clip_norm=0.4, precision="fp32" if precision == "fp64" else precision)  # type: ignore[arg-type]
+    plan = PLANS["chain" if model == "chain" else "full"]
+    config = StepConfig(clip_norm=0.4, precision="fp32" if precision == "fp64" else precision, tensor_plan=plan)  # type: ignore[arg-type]
     engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, config=config, ema=0.9)
     microbatches = max(MICROBATCHES, world.mesh_shape.data_size)
     batches = samestep.loader(data, batch_size=BATCH, microbatches=microbatches, shuffle=True, world=world)
@@ -114,9 +115,7 @@ def strategy_for(name: str, model: str) -> StrategyConfig | None:
     if name == "single":
         return None
     strategy = (LAYOUTS | EIGHT_RANKS)[name][1]
-    if strategy.name == "device_map":
-        return replace(strategy, place=DEVICE_MAPS[model])
-    return replace(strategy, plan=PLANS["chain" if model == "chain" else "full"]) if "tp" in name else strategy
+    return replace(strategy, place=DEVICE_MAPS[model]) if strategy.name == "device_map" else strategy
 
 
 def train_one(name: str, model: str, folder: Path) -> dict[str, Any]:

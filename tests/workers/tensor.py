@@ -4,7 +4,6 @@ import hashlib
 import math
 import signal
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import samestep
 from helpers.batches import FIRST_SAMPLE, batch_of, random_batch, random_data
 from helpers.models import Root, seeded
 from helpers.ten_steps import STEPS, resume_training, steps_of, train
-from helpers.tensor_models import data_of, model_of, plan_of
+from helpers.tensor_models import PLAN, data_of, model_of, plan_of
 from samestep import LossTerm, MultiLoss, StepConfig, World
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.data.batch import GlobalBatch, Microbatch
@@ -38,11 +37,6 @@ LAYOUTS: dict[str, tuple[int, StrategyConfig]] = {
 }
 
 
-def strategy_of(layout: str, plan: dict[str, str]) -> StrategyConfig:
-    strategy = LAYOUTS[layout][1]
-    return replace(strategy, plan=plan) if "tp" in layout else strategy
-
-
 def build(world: World, model: nn.Module, data: list[Any], **options: Any) -> tuple[Engine, Any, Any]:
     """Return an engine and its data."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -55,8 +49,10 @@ def build(world: World, model: nn.Module, data: list[Any], **options: Any) -> tu
 
 def train_one(layout: str, model: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train for ten steps, with a checkpoint after five."""
-    with samestep.start(device="cpu", strategy=strategy_of(layout, plan_of(model))) as world:
-        engine, batches, evaluation = build(world, model_of(model), data_of(model), **options)
+    with samestep.start(device="cpu", strategy=LAYOUTS[layout][1]) as world:
+        engine, batches, evaluation = build(
+            world, model_of(model), data_of(model), tensor_plan=plan_of(model), **options
+        )
         result = train(engine, batches, evaluation, folder / model / layout)
         return {**result, "bits": bits(engine), "sizes": local_sizes(world, engine)}
 
@@ -68,15 +64,16 @@ def train_all(layouts: list[str], models: list[str], folder: Path, **options: An
 
 def losses_on_gpus(layout: str) -> list[tuple[float, float]]:
     """Return loss and gradient norm of ten steps."""
-    with samestep.start(strategy=strategy_of(layout, plan_of("layers"))) as world:
-        engine, batches, _ = build(world, model_of("layers"), data_of("layers"))
+    with samestep.start(strategy=LAYOUTS[layout][1]) as world:
+        engine, batches, _ = build(world, model_of("layers"), data_of("layers"), tensor_plan=PLAN)
         return steps_of(engine, batches, STEPS)
 
 
 def resume(layout: str, model: str, checkpoints: Path) -> dict[str, Any]:
     """Compute the second five steps from a checkpoint of any layout."""
-    with samestep.start(device="cpu", strategy=strategy_of(layout, plan_of(model))) as world:
-        return resume_training(*build(world, model_of(model), data_of(model)), checkpoints)
+    with samestep.start(device="cpu", strategy=LAYOUTS[layout][1]) as world:
+        parts = build(world, model_of(model), data_of(model), tensor_plan=plan_of(model))
+        return resume_training(*parts, checkpoints)
 
 
 def resume_all(pairs: list[tuple[str, str]], model: str, folder: Path) -> dict[tuple[str, str], Any]:
@@ -130,8 +127,8 @@ class Pair(nn.Module):
             hidden = self.norm(hidden)
         if self.between == "a whole tensor":
             hidden = hidden + torch.ones(8, dtype=hidden.dtype)
-        if self.between == "functional dropout":
-            hidden = nn.functional.dropout(hidden, 0.2, training=self.training)
+        if self.between == "random numbers":
+            hidden = hidden + torch.rand_like(hidden)
         if self.between == "a mean":
             hidden = hidden - hidden.mean(dim=1, keepdim=True)
         if self.between == "the end":
@@ -142,25 +139,26 @@ class Pair(nn.Module):
 
 
 PAIR = {"up": "column", "down": "row"}
-BETWEEN = ("a norm", "a whole tensor", "functional dropout", "the end")
+BETWEEN = ("a norm", "a whole tensor", "random numbers", "a mean", "the end")
 
 
 def engine_of(world: World, model: nn.Module, loss: Any = samestep.cross_entropy, **options: Any) -> Engine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return Engine(model, optimizer, loss, world=world, config=StepConfig(**options))
+    config = StepConfig(**{"tensor_plan": PAIR, **options})
+    return Engine(model, optimizer, loss, world=world, config=config)
 
 
 def run_cases() -> dict[str, Any]:
     """Return the results of all cases with a 2 x 2 mesh."""
-    strategy = replace(LAYOUTS["ddp x tp"][1], plan=PAIR)
-    with samestep.start(device="cpu", strategy=strategy) as world:
+    with samestep.start(device="cpu", strategy=LAYOUTS["ddp x tp"][1]) as world:
         results: dict[str, Any] = {"errors": {between: error_of(world, between) for between in BETWEEN}}
-        results["a mean"] = [result_of(world, "a mean")]
+        results["weights of rank 0"] = results_of(world)
         results["requests"] = samestep.all_gather(requests(world), world)
         results["terms"] = losses_of_terms(world)
         results["non-finite"] = samestep.all_gather(non_finite_errors(world), world)
         results["skipped"] = samestep.all_gather(skipped_steps(world), world)
         results["sync"] = sync_batch_norm_error(world)
+        results["odd"] = odd_slices_error(world)
         results["checkpointing"] = checkpointing_error(world)
         results["heads"] = samestep.all_gather(heads(world), world)
         return results
@@ -170,7 +168,7 @@ def run_cases_in_one_process() -> dict[str, Any]:
     """Return the results of the same cases in one process."""
     with samestep.start(device="cpu") as world:
         return {
-            "a mean": [result_of(world, "a mean")],
+            "weights of rank 0": results_of(world),
             "terms": losses_of_terms(world),
             "non-finite": [non_finite_errors(world)],
         }
@@ -180,11 +178,10 @@ def heads(world: World) -> dict[str, Any]:
     """Return the number of heads on this rank, messages of a step, and errors of dropout variants."""
     counts: list[int] = []
     model = model_of("bert")
-    world = replace(world, strategy=replace(world.strategy, plan={}))
     layers = [module for name, module in model.named_modules() if name.endswith("attention.self")]
-    engine = engine_of(world, model)
+    engine = engine_of(world, model, tensor_plan={})
     for layer in layers:
-        layer.register_forward_hook(lambda module, inputs, outputs: counts.append(outputs[0].to_local().shape[2] // 4))
+        layer.register_forward_hook(lambda module, inputs, outputs: counts.append(outputs[0].parts[0].shape[2] // 4))
     inputs, targets = {"input_ids": torch.ones(3, 4, dtype=torch.int64)}, torch.zeros(3, dtype=torch.int64)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     own = (Microbatch(world.data.rank, 3, (inputs, targets)),)
@@ -206,16 +203,19 @@ def heads(world: World) -> dict[str, Any]:
     return {"heads": counts, "errors": errors, "messages": messages.counts}
 
 
+ELEMENTS = 3 * 4 * 16  # samples, tokens and width of the activations of a microbatch
+
+
 class _Messages(TorchDispatchMode):
-    """Counts functional collectives during forward and backward."""
+    """Counts messages with the activations of a microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "all" in func.name():
-            self.counts[func.name().partition("::")[2]] += 1
+        if func is torch.ops.c10d.send.default and args[0][0].dim() == 1 and args[0][0].numel() == ELEMENTS:
+            self.counts["send"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -227,12 +227,9 @@ def error_of(world: World, between: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def result_of(world: World, between: str) -> list[float]:
-    """Return losses with an operation that is not elementwise and that DTensor supports.
-
-    Initial weights differ between ranks.
-    """
-    engine = engine_of(world, seeded(world.rank, Pair, between))
+def results_of(world: World) -> list[float]:
+    """Return losses, with initial weights that differ between ranks."""
+    engine = engine_of(world, seeded(world.rank, Pair, ""))
     return [engine.step(random_batch(world.data, 12, 4)).loss for _ in range(3)]
 
 
@@ -303,12 +300,19 @@ class Normed(Pair):
 
 
 def checkpointing_error(world: World) -> str:
-    world = replace(world, strategy=replace(world.strategy, plan={}))
     try:
-        engine_of(world, model_of("bert"), recompute=("*.attention.self",))
+        engine_of(world, model_of("bert"), tensor_plan={}, recompute=("*.attention.self",))
     except InputError as error:
         return str(error)
     return ""
+
+
+def odd_slices_error(world: World) -> tuple[str, str]:
+    try:
+        engine_of(world, seeded(0, Pair, ""), tensor_slices=3)
+    except InputError as error:
+        return error.code, error.value
+    return "", ""
 
 
 def sync_batch_norm_error(world: World) -> str:

@@ -135,7 +135,7 @@ def _check(arguments: argparse.Namespace, recipe: Recipe | None) -> None:
 
 def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditions:
     reduction = arguments.reduction or (recipe.step.reduction if recipe else "exact")
-    if recipe is not None and not recipe.strategy.is_exact:
+    if recipe is not None and not recipe.strategy.is_exact(recipe.step.tensor_slices):
         reduction = "fast"
     tolerance = arguments.tolerance
     if reduction == "fast":

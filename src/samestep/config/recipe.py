@@ -185,6 +185,11 @@ class StepConfig(Constrained):
         recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
             activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
             2016).
+        tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix products on any
+            number of ranks; a multiple of the tensor axis; 1 for the size of the tensor axis, with results that depend
+            on it by rounding.
+        tensor_plan: shell patterns of module names, with the division of each product; empty for the plan of the
+            model. Without slices, no effect.
     """
 
     key_prefix: ClassVar[str] = "step."
@@ -201,6 +206,8 @@ class StepConfig(Constrained):
     channels_last: bool = False
     compile: bool = False
     recompute: tuple[str, ...] = ()
+    tensor_slices: Annotated[int, Ge(1), Le(1024)] = 1
+    tensor_plan: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ _AXES_OF_STRATEGY = {
 }
 # Options that have an effect only with an axis, or only under some strategies.
 _AXIS_OF_OPTION = {
-    "plan": "tensor",
     "offload": "shard",
     "gather": "shard",
     "meta": "shard",
@@ -90,8 +89,6 @@ class StrategyConfig(Constrained):
         gather: for a shard axis: precision of gathered parameters and of computation.
         meta: for a shard axis: build the model with values on rank 0 only and broadcast one part after another, which
             keeps the complete model off every device and every other rank.
-        plan: for a tensor axis: shell patterns of module names, with the division of each product; empty for the plan
-            of the model.
         stages: for a pipeline axis: names of the first modules of the second and later stages; empty for stages of
             similar cost.
         schedule: for a pipeline axis: order of forwards and backwards.
@@ -110,19 +107,17 @@ class StrategyConfig(Constrained):
     offload: bool = False
     gather: Literal["fp32", "bf16"] = "fp32"
     meta: bool = False
-    plan: dict[str, str] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether this strategy can give the bits of one process."""
+    def is_exact(self, tensor_slices: int) -> bool:
+        """Whether this strategy can give the bits of one process with a number of slices of matrix products."""
         divides_products = self.name == "tp" or self.mesh.sizes.get("tensor", 1) > 1
         rounds = self.hook != "none" or self.gather != "fp32"
-        return not divides_products and not rounds
+        return not (divides_products and tensor_slices == 1) and not rounds
 
     @property
     def ranks_per_model(self) -> int:

@@ -90,7 +90,7 @@ def build_components(
     device_map = move_to_devices(model, world)
     if previous is None:
         transform_model(model, config, world.device)
-    local_parameters = divide_model(model, world, config.reduction)
+    local_parameters = divide_model(model, world, config)
     if isinstance(local_parameters, StageParameters):
         local_parameters.prepare(config)
     replace_optimizer_parameters(optimizer, model_parameters, local_parameters)
@@ -262,6 +262,8 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
             "dp computes on replicas of the model, which excludes compiled and recomputed modules",
             f"--strategy ddp, or remove step.{option}",
         )
+    if config.tensor_slices > 1 and (is_dp or sync_batch_norm):
+        raise _slices_of_replicas(config.tensor_slices, is_dp=is_dp)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     if transforms and config.batch_norm == "sync" and has_batch_norm:
         raise _incompatible(
@@ -295,6 +297,14 @@ def _require_compilable_stages(config: StepConfig, world: World) -> None:
             "the compiler rounds differently if it compiles modules and not the whole model, as in one process",
             "set step.reduction: fast, or remove step.compile",
         )
+
+
+def _slices_of_replicas(slices: int, *, is_dp: bool) -> InputError:
+    return _incompatible(
+        f"step.tensor_slices: {slices} with {'strategy dp' if is_dp else 'step.batch_norm: sync'}",
+        "slices are computed in the model itself, not in replicas of it",
+        f"remove step.tensor_slices, or {'--strategy ddp' if is_dp else 'set step.batch_norm: microbatch'}",
+    )
 
 
 def _incompatible(value: str, expected: str, fix: str) -> InputError:

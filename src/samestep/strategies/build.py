@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from samestep.config import Reduction as ReductionName
+from samestep.config import StepConfig
 from samestep.distributed.world import World
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.device_map import DeviceMap, apply_device_map
@@ -13,7 +14,7 @@ from samestep.strategies.fsdp import FsdpStrategy, shard_model
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters, split_into_stages
 from samestep.strategies.strategy import DeferredStrategy, SingleStrategy, Strategy, broadcast_model
-from samestep.strategies.tensor_parallel import parallelize
+from samestep.strategies.tensor_parallel import slice_model
 
 
 def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
@@ -29,21 +30,20 @@ def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
     return None
 
 
-def divide_model(model: torch.nn.Module, world: World, reduction: ReductionName) -> LocalParameters:
+def divide_model(model: torch.nn.Module, world: World, config: StepConfig) -> LocalParameters:
     """Divide a model among ranks according to the layout, in place: tensor axis, shard axis, pipeline axis.
 
     Raises:
         InputError: the layout does not fit the model.
     """
-    if not world.mesh_shape.splits_model:
-        return LocalParameters(model, world.device)
-    if not world.strategy.meta:
+    if world.mesh_shape.splits_model and not world.strategy.meta:
         broadcast_model(model, world)
-    if world.mesh_shape.tensor > 1:
-        parallelize(model, world)
+    column_slices = slice_model(model, world, config)
     if world.mesh_shape.shard > 1:
-        shard_model(model, world, is_exact=reduction == "exact")
-    return split_into_stages(model, world) if world.mesh_shape.pipeline > 1 else LocalParameters(model, world.device)
+        shard_model(model, world, is_exact=config.reduction == "exact")
+    if world.mesh_shape.pipeline > 1:
+        return split_into_stages(model, world)
+    return LocalParameters(model, world.device, column_slices)
 
 
 def build_strategy(

@@ -81,6 +81,12 @@ class Division:
 class LocalParameters:
     """Parameters of a model on this rank.
 
+    Args:
+        model: the model.
+        device: device of this rank.
+        column_slices: number of slices of the columns on this rank, by name of a parameter whose rows are divided into
+            slices. The squares of a row are added per slice, which can be on another rank.
+
     Attributes:
         local: local part of each parameter, by the model's names.
         names: trained parameters as the optimizer has them, with the model's names.
@@ -91,8 +97,10 @@ class LocalParameters:
 
     _own_axes: tuple[str, ...] = ()  # axes along which ranks have different parameters
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, column_slices: Mapping[str, int] | None = None
+    ) -> None:
+        self._device, self._column_slices = device, column_slices or {}
         self._in_module = dict(model.named_parameters())
         self._divisions = {name: Division.of(p) for name, p in self._in_module.items() if isinstance(p, DTensor)}
         self.local = {name: _local_parameter(parameter) for name, parameter in self._in_module.items()}
@@ -202,8 +210,12 @@ class LocalParameters:
         return total.sum().sqrt()
 
     def _partial_squares(self, names: Iterable[str]) -> torch.Tensor:
-        gradients = [self.local[name].grad for name in names]
-        return partial_squares([gradient for gradient in gradients if gradient is not None], self._device)
+        gradients: list[torch.Tensor] = []
+        for name in names:
+            if (gradient := self.local[name].grad) is not None:
+                slices = self._column_slices.get(name, 1)
+                gradients += gradient.chunk(slices, 1) if slices > 1 else [gradient]
+        return partial_squares(gradients, self._device)
 
     def _reduce_over_stages(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         """Reduce values over the stages of a pipeline, in place."""

@@ -134,7 +134,6 @@ def test_too_few_microbatches_name_their_samples_if_the_batch_size_is_known() ->
             4,
             "strategy.meta with the mesh fsdp x tp",
         ),
-        (StrategyConfig(name="fsdp", plan={"a": "column"}), 2, "strategy.plan without a tensor axis"),
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
         (StrategyConfig(name="tp", schedule="gpipe"), 2, "strategy.schedule without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),

@@ -14,13 +14,13 @@ from torch import fx, nn
 from samestep.config import StrategyConfig
 from samestep.distributed.world import World, all_gather
 from samestep.errors import PeerLostError
-from samestep.strategies.dtensor_rng import checked_forward
 from samestep.strategies.pipeline.layout import ReceivedTensor, SentTensor
 from samestep.strategies.pipeline.message_format import MessageFormat
 from samestep.strategies.pipeline.partition import Partition, bind_inputs, stage_error
 from samestep.strategies.pipeline.schedule import Schedule, build_schedule
 from samestep.strategies.pipeline.shared_weights import SharedWeights
 from samestep.strategies.pipeline.stage import Stage, Tensors
+from samestep.strategies.sliced_tensor import checked_forward
 
 _MAX_SCHEDULES = 8  # each owns receive buffers; texts of many lengths would create many
 _MAX_REPETITIONS = 2  # next to one per stage: a restored layout can change that of the stage before

@@ -24,7 +24,17 @@ STEP_OPTIONS = (THREADS, CHANNELS_LAST, COMPILE)  # options that change bits
 FOLDER, FILE = "tunings", "tune.json"
 # Keys of a recipe that determine the time of a microbatch and of a step.
 _RECIPE_KEYS = ("data", "model", "loss", "batch_size", "microbatches", "strategy")
-_STEP_KEYS = ("batch_norm", "precision", "threads", "tf32", "channels_last", "compile", "recompute")
+_STEP_KEYS = (
+    "batch_norm",
+    "precision",
+    "threads",
+    "tf32",
+    "channels_last",
+    "compile",
+    "recompute",
+    "tensor_slices",
+    "tensor_plan",
+)
 
 
 @dataclass(frozen=True, order=True)

@@ -14,6 +14,7 @@ from samestep.data.batch import Microbatch
 from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.loss import Loss, LossFunction, has_rows, rows
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
+from samestep.strategies.sliced_tensor import SlicedTensor
 from samestep.tools.verify.trials import Trial
 
 # Far above the rounding of a float32 sum, far below the effect of a wrong divisor.
@@ -45,11 +46,12 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digest_any(data: Any) -> str:
-    """Return a hash of nested data; leaves that are not tensors enter by their `repr`."""
+    """Return a hash of nested data; leaves that are not tensors enter by their `repr`. Collective if divided."""
     result = hashlib.blake2b(digest_size=8)
     for path, leaf in leaves(data):
         result.update(path.encode())
-        result.update(digest(leaf).encode() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+        value = leaf.join() if isinstance(leaf, SlicedTensor) else leaf
+        result.update(digest(value).encode() if isinstance(value, torch.Tensor) else repr(value).encode())
     return result.hexdigest()
 
 

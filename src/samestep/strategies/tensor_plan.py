@@ -1,0 +1,191 @@
+"""Plans of divided matrix products: the kind of division of each module, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
+
+from torch import nn
+
+from samestep.errors import InputError
+
+# Built-in plans by class of block. If one layer computes queries, keys and values together, its divided result does
+# not hold complete heads: attention receives the gathered result.
+_GPT2 = {"attn.c_attn": "column_gathered", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"}
+_VIT = {"attn.qkv": "column_gathered", "attn.proj": "row", "mlp.fc1": "column", "mlp.fc2": "row"}
+_TOKENS = {"mixed": "column_gathered", "joined": "row", "layers.0": "column", "layers.2": "row"}
+_BERT = {
+    "attention.self": "heads",
+    **{f"attention.self.{layer}": "column" for layer in ("query", "key", "value")},
+    "attention.output.dense": "row",
+    "intermediate.dense": "column",
+    "output.dense": "row",
+}
+_PLANS = {
+    "samestep.zoo.text.models._Block": _GPT2,
+    "samestep.zoo.text.tokens._Block": _TOKENS,
+    "timm.models.vision_transformer.Block": _VIT,
+    "torchvision.models.vision_transformer.EncoderBlock": {"mlp.0": "column", "mlp.3": "row"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
+    "transformers.models.bert.modeling_bert.BertLayer": _BERT,
+    "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,
+}
+HEADS = "heads"
+_KINDS = ("column", "column_gathered", "row", HEADS)
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+_MAX_SUGGESTED = 64  # number of slices in a `fix` line
+plan_error = partial(InputError, code="E_TENSOR_PLAN")
+
+
+def builtin_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan for blocks of known classes: kinds by module name; empty if the model has no such block."""
+    plan: dict[str, str] = {}
+    for name, block in model.named_modules():
+        modules = dict(block.named_modules())
+        for cls in type(block).__mro__:
+            kinds = _PLANS.get(f"{cls.__module__}.{cls.__qualname__}", {})
+            plan |= {f"{name}.{inner}".lstrip("."): kind for inner, kind in kinds.items() if inner in modules}
+    return plan
+
+
+def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> dict[str, str]:
+    """Return the kind of each divided module, by name, for a number of slices.
+
+    `patterns` are kinds by shell pattern of module names, the last match wins; empty for the built-in plan.
+
+    Raises:
+        InputError: there is no plan, or the plan does not fit.
+    """
+    plan = _match(model, patterns) if patterns else builtin_plan(model)
+    if not plan:
+        raise _missing_plan(model, slices)
+    _require_unshared_weights(model, plan)
+    _require_even_sizes(model, plan, slices)
+    return plan
+
+
+def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    for pattern, kind in patterns.items():
+        if kind not in _KINDS:
+            close = get_close_matches(kind, _KINDS, n=1, cutoff=0.3)
+            raise plan_error(
+                f"step.tensor_plan: {pattern!r} is {kind!r}",
+                expected=f"one of {', '.join(_KINDS)}",
+                fix=f"did you mean {close[0] if close else _KINDS[1]}?",
+            )
+    plan: dict[str, str] = {}
+    for pattern, kind in patterns.items():
+        matches = [name for name in _candidates(model, kind) if fnmatchcase(name, pattern)]
+        if not matches:
+            raise _no_match(model, pattern, kind)
+        plan |= dict.fromkeys(matches, kind)
+    return plan
+
+
+def _candidates(model: nn.Module, kind: str = "column") -> list[str]:
+    """Return names of the modules that can be divided with a kind."""
+    if kind == HEADS:
+        return [name for name, module in model.named_modules() if name and head_count(module)]
+    # nn.MultiheadAttention reads the weights of its children and does not call them.
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    uncalled = {child for module in attentions for child in module.modules()}
+    modules = {name: module for name, module in model.named_modules() if name and module not in uncalled}
+    return [name for name, module in modules.items() if _is_divisible(module, kind)]
+
+
+def _is_divisible(module: nn.Module, kind: str) -> bool:
+    """Return whether a module has the forward of a known class, with a weight that can be divided.
+
+    A weight of `parametrize` is computed and cannot; an embedding with `max_norm` uses complete rows.
+    """
+    classes: list[type[nn.Module]] = [nn.Linear] if kind == "row" else [nn.Linear, nn.Embedding]
+    # The linear layer of GPT-2 in transformers, which has a transposed weight.
+    classes += [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D" and hasattr(module, "nf")]
+    is_known = any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes)
+    has_weight = "weight" in dict(module.named_parameters(recurse=False))
+    return is_known and has_weight and getattr(module, "max_norm", None) is None
+
+
+def head_count(module: nn.Module) -> int | None:
+    """Return the number of heads of an attention, from the attribute that has it; None without one."""
+    counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
+def divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
+    """Return the divided dimension of each parameter; parameters without one are replicated."""
+    outputs = 0 if isinstance(module, nn.Linear) else 1
+    return {"weight": 1 - outputs} if kind == "row" else {"weight": outputs, "bias": 0}
+
+
+def _no_match(model: nn.Module, pattern: str, kind: str) -> InputError:
+    classes = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    matches, possible = [name for name in classes if fnmatchcase(name, pattern)], _candidates(model, kind)
+    if matches:
+        return plan_error(
+            f"step.tensor_plan: {pattern!r} is {kind!r} and matches {matches[0]} ({classes[matches[0]]})",
+            expected="column and column_gathered divide torch.nn.Linear and Embedding, row divides Linear, heads an "
+            "attention module with an attribute for the number of heads",
+            fix=f"remove {pattern!r}, or name one of {', '.join(possible[:3]) or 'another model'}",
+        )
+    close = get_close_matches(pattern, possible, n=3, cutoff=0.3) or possible[:3]
+    return plan_error(
+        f"step.tensor_plan: {pattern!r} matches no module",
+        expected="shell patterns of module names, such as blocks.*.fc1",
+        fix=f"use names such as {', '.join(close)}" if close else f"remove it: no module of this model can be {kind}",
+    )
+
+
+def _missing_plan(model: nn.Module, slices: int) -> InputError:
+    names = _candidates(model)
+    examples = ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
+    more = ", ..." if len(names) > 3 else ""
+    return plan_error(
+        f"{slices} slices of a {type(model).__name__}, which has no built-in plan",
+        expected="step.tensor_plan gives the kind of division by module name: column_gathered for any layer, column "
+        "for one whose result passes through elementwise functions to a row layer",
+        fix=f"--set 'step.tensor_plan={{{examples}{more}}}'",
+    )
+
+
+def _require_unshared_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+    for names in users.values():
+        planned = [name for name in names if name in plan]
+        if planned and len(names) > 1:
+            raise plan_error(
+                f"{' and '.join(names)} share a weight, and step.tensor_plan divides {planned[0]}",
+                expected="weights that several modules share are not divided",
+                fix=f"remove {' and '.join(planned)} from step.tensor_plan",
+            )
+
+
+def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) -> None:
+    sizes = {name: _divided_size(model.get_submodule(name), kind) for name, kind in plan.items()}
+    common = math.gcd(*(size for _, size in sizes.values()))
+    for name, (dimension, size) in sizes.items():
+        if size % slices:
+            fits = [str(number) for number in range(2, min(common, _MAX_SUGGESTED) + 1) if common % number == 0]
+            raise InputError(
+                f"{name} has {size} {dimension}, not divisible into {slices} slices",
+                expected="step.tensor_slices, by default the size of the tensor axis, divides the size of every module "
+                "of the plan",
+                fix=f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
+                if fits
+                else f"no size divides all modules of the plan: remove {name} from step.tensor_plan",
+                code="E_TENSOR_AXIS",
+            )
+
+
+def _divided_size(module: nn.Module, kind: str) -> tuple[str, int]:
+    """Return name and size of the divided dimension."""
+    if kind == HEADS:
+        return "heads", head_count(module) or 0
+    size = module.get_parameter("weight").shape[divided_dims(module, kind)["weight"]]
+    return ("inputs" if kind == "row" else "outputs"), size

@@ -1,0 +1,200 @@
+"""Slices in one process: sums in tree order, gradients, divided tensors and their errors."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from samestep.config import StepConfig, StrategyConfig
+from samestep.config.strategy import StrategyName
+from samestep.distributed.world import RunContext, World
+from samestep.engine.build import require_compatible, transform_model
+from samestep.errors import InputError
+from samestep.strategies.sliced_tensor import SlicedTensor, checked_forward
+from samestep.strategies.slices import Slicing, add, aligned, divide, join, spread
+from samestep.strategies.tensor_parallel import slice_model
+
+SLICES = 3
+
+
+@pytest.fixture
+def world() -> World:
+    return World(0, 1, torch.device("cpu"), RunContext.local())
+
+
+@pytest.fixture
+def slicing(world: World) -> Slicing:
+    return Slicing(SLICES, world)
+
+
+@pytest.fixture
+def divided(slicing: Slicing) -> SlicedTensor:
+    return SlicedTensor(slicing.divide(torch.randn(4, 6), 1), slicing, 1)
+
+
+def test_sums_are_in_tree_order(slicing: Slicing) -> None:
+    first, second, third = (torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-24))
+    assert float(add([first, second, third], slicing)) == 1.0 + 2.0**-23
+    assert float(first + second + third) == 1.0
+
+
+def test_the_four_functions_have_exact_gradients(slicing: Slicing) -> None:
+    full = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 6, dtype=torch.float64)
+    (join(divide(full, slicing, 1), slicing, 1) * weights).sum().backward()
+    assert torch.equal(full.grad, weights)  # type: ignore[arg-type]
+    full.grad = None
+    (add(spread(full, slicing), slicing) * weights).sum().backward()
+    assert torch.equal(full.grad, (weights + weights) + weights)  # type: ignore[arg-type]
+    assert all(part is full.detach() or not part.requires_grad for part in spread(full.detach(), slicing))
+
+
+def test_unaligned_tensors_are_copied() -> None:
+    memory = torch.randn(100)
+    assert aligned(memory).data_ptr() == memory.data_ptr()
+    assert aligned(memory[1:]).data_ptr() % 64 == 0
+    assert torch.equal(aligned(memory[1:]), memory[1:])
+    assert aligned(memory.view(10, 10).t()).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.gelu,
+        functional.relu,
+        nn.ReLU(inplace=True),
+        nn.SiLU(),
+        lambda x: 0.5 * x * (1.0 + torch.tanh(x + 0.1 * torch.pow(x, 3.0))),
+        lambda x: (2 - x / 3).abs().clamp(min=0.5),
+        lambda x: x * torch.tensor(2.0),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: functional.dropout(x, 0.5, training=True),
+        lambda x: functional.dropout(x, 0.5, training=False),
+    ],
+)
+def test_elementwise_functions_are_those_of_the_full_tensor(
+    divided: SlicedTensor, function: Callable[[Any], Any]
+) -> None:
+    full = divided.join()
+    torch.manual_seed(0)
+    result = function(divided)
+    torch.manual_seed(0)
+    expected = function(full)
+    assert isinstance(result, SlicedTensor)
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result.join(), expected)
+
+
+def test_properties_are_those_of_the_full_tensor(divided: SlicedTensor) -> None:
+    assert tuple(divided.shape) == (4, 6)
+    assert (divided.dim(), divided.size(1), len(divided), divided.dtype) == (2, 6, 4, torch.float32)
+    assert "1 of" not in repr(divided)
+    assert "(4, 6)" in repr(divided)
+
+
+def test_hooks_of_wrappers_receive_the_slices(divided: SlicedTensor) -> None:
+    doubled = tree_map(lambda part: part * 2, {"a": divided})["a"]
+    assert torch.equal(doubled.join(), divided.join() * 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(),
+        lambda x: x.view(2, 12),
+        lambda x: x @ torch.ones(6, 2),
+        lambda x: x + torch.ones(6),
+        lambda x: x + x.join(),
+        lambda x: x > 0,
+        lambda x: x == 0,
+        lambda x: x[0],
+        lambda x: x.grad_fn,
+        lambda x: x.mean(dim=1),
+        lambda x: torch.cat([x, x]),
+        lambda x: functional.softmax(x, dim=1),
+        lambda x: functional.layer_norm(x, (6,)),
+        torch.rand_like,
+        lambda x: checked_forward(lambda: {"outputs": [x]}),
+    ],
+)
+def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[Any], Any]) -> None:
+    with pytest.raises(InputError) as error:
+        function(divided)
+    assert error.value.code == "E_DIVIDED_TENSOR"
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.query, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+
+def sliced(model: nn.Module, world: World, plan: dict[str, str], **options: Any) -> dict[str, int]:
+    return slice_model(model, world, StepConfig(tensor_plan=plan, **options))
+
+
+def test_one_slice_leaves_a_model_unchanged(world: World) -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+    assert sliced(model, world, {"0": "row"}) == {}
+    assert "forward" not in vars(model[0])
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "columns"),
+    [
+        (("column", "row"), {"2.weight": SLICES}),
+        (("column", "column_gathered"), {}),
+        (("column_gathered", "row"), {"2.weight": SLICES}),
+        (("row", "column_gathered"), {"0.weight": SLICES}),
+    ],
+)
+def test_slices_are_equal_to_rounding(world: World, kinds: tuple[str, str], columns: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()
+    plain, inputs = copy.deepcopy(model), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    plain(inputs).square().sum().backward()
+    expected, inputs.grad = inputs.grad, None
+    assert sliced(model, world, dict(zip(("0", "2"), kinds, strict=True)), tensor_slices=SLICES) == columns
+    copy.deepcopy(model)(inputs).square().sum().backward()
+    torch.testing.assert_close(inputs.grad, expected)
+    inputs.grad = None
+    model(inputs).square().sum().backward()
+    torch.testing.assert_close(inputs.grad, expected)
+    for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)
+
+
+def test_an_attention_with_other_parameters_is_an_error(world: World) -> None:
+    model = nn.ModuleDict({"attention": Attention()})
+    with pytest.raises(InputError, match=r"attention\.scale") as error:
+        sliced(model, world, {"attention": "heads", "attention.query": "column"}, tensor_slices=SLICES)
+    assert error.value.code == "E_TENSOR_PLAN"
+
+
+def test_a_checkpointed_product_is_an_error(world: World) -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+    transform_model(model, StepConfig(recompute=("0",)), world.device)
+    with pytest.raises(InputError) as error:
+        sliced(model, world, {"0": "row"}, tensor_slices=SLICES)
+    assert error.value.code == "E_TENSOR_PLAN"
+
+
+@pytest.mark.parametrize(("strategy", "is_sync"), [("dp", False), ("auto", True)])
+def test_replicas_of_a_model_have_no_slices(world: World, strategy: StrategyName, *, is_sync: bool) -> None:
+    config = StepConfig(tensor_slices=SLICES, batch_norm="sync" if is_sync else "microbatch")
+    own_world = replace(world, strategy=StrategyConfig(name=strategy))
+    with pytest.raises(InputError) as error:
+        require_compatible(config, own_world, nn.BatchNorm1d(6), sync_batch_norm=is_sync)
+    assert error.value.code == "E_INCOMPATIBLE"
