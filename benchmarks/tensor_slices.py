@@ -49,9 +49,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example: python benchmarks/tensor_slices.py --width 256",
     )
-    parser.add_argument("--width", type=int, nargs="+", default=[128, 512], help="of the model (default: 128 and 512)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of each round (default: 4)")
+    parser.add_argument("--width", type=int, nargs="+", default=[128, 384], help="of the model (default: 128 and 384)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="of each round (default: 2)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "tensor_slices.json")
     options = parser.parse_args()
     machine = describe_machine()

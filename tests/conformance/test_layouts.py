@@ -112,7 +112,7 @@ def test_results_in_lower_precision(precision: str) -> None:
         for name, result in launch(ranks_layouts.in_precision, names, precision, processes=ranks).items():
             difference = distance(result["weights"], single["weights"])
             assert difference < (tolerance_tp if "tp" in name.split() else tolerance), name
-            if LAYOUTS[name][1].is_exact:
+            if LAYOUTS[name][1].is_exact(1):
                 assert difference == 0, name
 
 
