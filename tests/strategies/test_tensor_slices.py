@@ -42,8 +42,15 @@ def test_four_ranks_have_the_bits_of_one_process(tmp_path: Path, precision: str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_the_bits_of_one_process_in_every_layout(tmp_path: Path, model: str, precision: str) -> None:
-    layouts = [name for name in LAYOUTS if name != "tp (3)"]
+    layouts = [name for name in LAYOUTS if name not in ("tp (3)", "pp", "pp x tp")]
     require_equal(train(tmp_path, layouts, model, 4, precision=precision))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["layers", "timm vit", "bert"])
+def test_stages_have_the_bits_of_one_process(tmp_path: Path, model: str) -> None:
+    require_equal(train(tmp_path, ["single", "pp", "pp x tp"], model, 4))
 
 
 @pytest.mark.long

@@ -27,6 +27,8 @@ LAYOUTS: dict[str, tuple[int, StrategyConfig]] = {
     "ddp (4)": (4, StrategyConfig(name="ddp")),
     "hsdp": (4, StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2))),
     "ddp x tp": (4, StrategyConfig(name="ddp", mesh=MeshConfig(replicate=2, tensor=2))),
+    "pp": (2, StrategyConfig(name="pp")),
+    "pp x tp": (4, StrategyConfig(name="pp", mesh=MeshConfig(pipeline=2, tensor=2))),
     "fsdp x tp": (4, StrategyConfig(name="fsdp", mesh=MeshConfig(shard=2, tensor=2))),
 }
 
@@ -64,21 +66,24 @@ def _digest(
         samestep.CheckpointManager(folder / layout, engine, batches).save()
         values = engine.evaluate(samestep.loader(data, batch_size=30, microbatches=MICROBATCHES, world=world))
         result.update(repr(values).encode())
-        parameters, average = engine.local_parameters, engine.averaged
-        assert average is not None
-        for name, local in parameters.local.items():
-            tensors = [local.detach(), *parameters_state(engine, local)]
-            tensors += [average.tensors[name]] if name in average.tensors else []
-            for tensor in tensors:
-                result.update(parameters.full_tensor(name, tensor).contiguous().numpy().tobytes())
+        for tensor in full_tensors(engine):
+            result.update(tensor.contiguous().numpy().tobytes())
         for buffer in engine.model.buffers():
             result.update(buffer.contiguous().numpy().tobytes())
     return result.hexdigest()
 
 
-def parameters_state(engine: samestep.Engine, local: torch.Tensor) -> list[torch.Tensor]:
-    """Return the optimizer's state of a parameter."""
-    return [value for value in engine.optimizer.state.get(local, {}).values() if isinstance(value, torch.Tensor)]
+def full_tensors(engine: samestep.Engine) -> list[torch.Tensor]:
+    """Return parameters with optimizer state and average, each on every rank. A collective."""
+    parameters, average = engine.local_parameters, engine.averaged
+    assert average is not None
+    own: dict[str, dict[str, Any]] = {}
+    for name, local in parameters.local.items():
+        if not local.is_meta:
+            own[name] = {"": local.detach(), **engine.optimizer.state.get(local, {})}
+            own[name] |= {"average": average.tensors[name]} if name in average.tensors else {}
+    merged = parameters.merge_metadata(own)
+    return [parameters.full_tensor(name, value) for name in sorted(merged) for _, value in sorted(merged[name].items())]
 
 
 def _float(inputs: Any) -> Any:

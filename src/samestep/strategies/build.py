@@ -42,7 +42,7 @@ def divide_model(model: torch.nn.Module, world: World, config: StepConfig) -> Lo
     if world.mesh_shape.shard > 1:
         shard_model(model, world, is_exact=config.reduction == "exact")
     if world.mesh_shape.pipeline > 1:
-        return split_into_stages(model, world)
+        return split_into_stages(model, world, column_slices)
     return LocalParameters(model, world.device, column_slices)
 
 

@@ -86,18 +86,14 @@ class PipelineStages:
         partition: of the model.
         own: indices of this rank's stages.
         shared: weights that several stages use.
-
-    `checks_divided` checks the use of divided tensors, for models with a tensor axis.
     """
 
     shared: SharedWeights
 
-    def __init__(
-        self, model: nn.Module, partition: Partition, world: World, config: StrategyConfig, *, checks_divided: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, partition: Partition, world: World, config: StrategyConfig) -> None:
         self.world, self.partition = world, partition
         self.own = tuple(range(world.rank, partition.count, world.size))
-        self._model, self._schedule_name, self._checks_divided = model, config.schedule, checks_divided
+        self._model, self._schedule_name = model, config.schedule
         self._executors = {
             (training, stage): GraphExecutor(model, graphs[stage])
             for training, graphs in partition.graphs.items()
@@ -179,7 +175,7 @@ class PipelineStages:
         with work.around(slot, stage):
             if (states := self._states.pop((_RECEIVED, stage, chunk), None)) is not None:
                 self._format.set_states(stage - 1, states, training=training)
-            values = checked_forward(executor, *inputs) if self._checks_divided else executor(*inputs)
+            values = checked_forward(executor, *inputs)
             if stage == self.partition.count - 1:
                 # Not a view: schedules detach it in place. float32: torch before 2.13 needs the dtype in advance.
                 return (torch.stack([work.end(slot, values)]).float(),)

@@ -27,8 +27,10 @@ from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
 from samestep.strategies.strategy import DeferredStrategy, TensorFuture
 
 
-def split_into_stages(model: nn.Module, world: World) -> StageParameters:
+def split_into_stages(model: nn.Module, world: World, column_slices: Mapping[str, int]) -> StageParameters:
     """Partition `model` and remove the parameters of other ranks' stages, in place.
+
+    `column_slices` are those of `LocalParameters`.
 
     Raises:
         InputError: the model cannot be partitioned.
@@ -36,8 +38,8 @@ def split_into_stages(model: nn.Module, world: World) -> StageParameters:
     assert world.mesh is not None
     config, ranks = world.strategy, world.subworld(world.mesh.get_group("pipeline"))
     partition = partition_model(model, config.stages, stage_count(config, ranks.size))
-    stages = PipelineStages(model, partition, ranks, config, checks_divided=world.mesh_shape.tensor > 1)
-    return StageParameters(model, stages)
+    stages = PipelineStages(model, partition, ranks, config)
+    return StageParameters(model, stages, column_slices)
 
 
 class StageParameters(LocalParameters):
@@ -50,8 +52,8 @@ class StageParameters(LocalParameters):
 
     _own_axes = ("pipeline",)
 
-    def __init__(self, model: nn.Module, stages: PipelineStages) -> None:
-        super().__init__(model, stages.world.device)
+    def __init__(self, model: nn.Module, stages: PipelineStages, column_slices: Mapping[str, int]) -> None:
+        super().__init__(model, stages.world.device, column_slices)
         self.stages, self._pipeline = stages, stages.world
         size = self._pipeline.size
         self._ranks = {
