@@ -28,7 +28,9 @@ _DATA_OF_TORCHVISION = ("images", "image_list", "hub_images")
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     """Add `--strategy`, `--mesh` and `--shares`."""
-    group = parser.add_argument_group("strategy (results are equal: under tp without step.tensor_slices to rounding, otherwise to the bit)")
+    group = parser.add_argument_group(
+        "strategy (results are equal: under tp without step.tensor_slices to rounding, otherwise to the bit)"
+    )
     text = "parallel strategy instead of the recipe's (docs/guides/strategies/index.md)"
     group.add_argument("--strategy", choices=get_args(StrategyName), help=text)
     text = f"sizes of the axes {', '.join(AXES)}; the product is the number of processes"
