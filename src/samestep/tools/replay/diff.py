@@ -80,7 +80,7 @@ def _has_exact_strategy(run: Run) -> bool:
     if (run.folder / LOOP).is_file():
         return True
     recipe = make_recipe(run.recipe, (), origin=str(run.folder / "recipe.yaml"))
-    return recipe.strategy.is_exact and recipe.step.reduction == "exact"
+    return recipe.strategy.is_exact(recipe.step.tensor_slices) and recipe.step.reduction == "exact"
 
 
 def no_checksum(problem: str) -> InputError:
