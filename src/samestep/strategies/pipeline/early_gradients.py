@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.distributed.devices import is_accelerator
+from samestep.strategies.reduction import ExactReduction, MicrobatchTree, Reduction
 
 _LARGE_BYTES = 2**18  # of a parameter; below, a call costs more than a read from memory
 
@@ -30,6 +31,9 @@ class EarlyGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Reduction]) -> None:
         large = [p for p in parameters if p.nbytes >= _LARGE_BYTES and not isinstance(p, DTensor)]
         self.reductions = {parameter: build([parameter]) for parameter in large}
+        for parameter, reduction in self.reductions.items():
+            if isinstance(reduction, ExactReduction):
+                reduction.keeps_memory = not is_accelerator(parameter.device)
         self.taken: set[nn.Parameter] = set()
         self._seen: set[nn.Parameter] = set()
         self._is_first, self._has_parts = True, False
