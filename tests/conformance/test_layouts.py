@@ -60,7 +60,6 @@ def test_exact_layouts_give_the_bits_of_one_process(outcomes: Outcomes, name: st
 MODELS = [
     pytest.param("chain"),
     pytest.param("full", marks=pytest.mark.long),
-    pytest.param("without dropout", marks=pytest.mark.long),
 ]
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,8 @@ class Full(nn.Module):
         return logits
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"chain": Chain, "full": Full, "without dropout": partial(Full, 0.0)}
-# Dropout masks of pipeline stages differ from those of one process.
-LAYOUTS_OF_MODEL = {
-    "chain": list(LAYOUTS),
-    "full": [name for name in LAYOUTS if "pp" not in name],
-    "without dropout": [name for name in LAYOUTS if "pp" in name],
-}
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": Chain, "full": Full}
+LAYOUTS_OF_MODEL = {model: list(LAYOUTS) for model in MODELS}
 
 
 def build(world: World, model: str, precision: str = "fp64") -> tuple[samestep.Engine, Any, Any]:
