@@ -127,6 +127,7 @@ register_pytree_node(
 )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is functional.dropout:
         return _dropout(*args, **kwargs)
@@ -136,7 +137,6 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _elementwise(func, name, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs: Any) -> SlicedTensor:
     values = [*args, *kwargs.values()]
     sliced = [value for value in values if isinstance(value, SlicedTensor)]
@@ -156,7 +156,6 @@ def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs
     return SlicedTensor(results, first.slicing, first.divided_dim)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dropout(input: SlicedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> SlicedTensor:
     if not training or p == 0:
         return input
