@@ -82,7 +82,7 @@ class Draws(nn.Module):
 
 def wide() -> nn.Module:
     """Return a model with parameters that are large enough for early addition."""
-    layers = [layer for _ in range(4) for layer in (nn.Linear(300, 300), nn.ReLU(), nn.Dropout(0.1))]
+    layers = [layer for _ in range(7) for layer in (nn.Linear(300, 300), nn.ReLU(), nn.Dropout(0.1))]
     return nn.Sequential(nn.Linear(12, 300), *layers, nn.Linear(300, CLASSES))
 
 
