@@ -1,0 +1,130 @@
+"""Every layout of the ranks gives the bits of one process. `--exactness-page` writes docs/concepts/exactness.md.
+
+Layouts with a tensor axis are compared with one process that divides its products into as many slices.
+"""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from helpers.exactness_page import write_table
+from helpers.system import Running, here, steps_saved, weights
+from samestep.errors import EXIT_DONE
+
+# Settings of each recipe, then those of the division of its products.
+RECIPES = {
+    "digits": (
+        ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
+        ("step.tensor_plan={'head': row}",),
+    ),
+    "tokens": (("epochs=1", "data.options.lines=250", "metrics=[]"), ()),
+    "images": (
+        ("epochs=1", "batch_size=24", "microbatches=8", "metrics=[]", "model.name=torchvision:resnet18")
+        + ("data.options.image_size=64",),
+        ("step.tensor_plan={'fc': row}",),
+    ),
+    "language": (
+        ("data.options.train_tokens=4608", "data.options.evaluation_tokens=512", "batch_size=16", "microbatches=8")
+        + ("model.options={n_embd: 64, n_layer: 3, dropout: 0.1, block_size: 64}",),
+        (),
+    ),
+}
+SLICES = ("step.tensor_slices=4",)
+# Mesh by strategy and number of ranks.
+LAYOUTS = {
+    "ddp": {2: "", 3: "", 4: "", 8: ""},
+    "fsdp": {2: "", 3: "", 4: "", 8: ""},
+    "hsdp": {4: "shard=2,replicate=2", 8: "shard=4,replicate=2"},
+    "pp": {2: "", 3: "", 4: ""},
+    "tp": {2: "", 4: ""},
+    "ddp x tp": {4: "replicate=2,tensor=2", 8: "replicate=2,tensor=4"},
+    "fsdp x tp": {4: "shard=2,tensor=2"},
+    "ddp x pp": {4: "replicate=2,pipeline=2"},
+    "pp x tp": {4: "pipeline=2,tensor=2"},
+    "ddp x pp x tp": {8: "replicate=2,pipeline=2,tensor=2"},
+}
+IN_BF16 = (2, 4)
+CASES = [
+    (recipe, precision, layout, ranks)
+    for recipe in RECIPES
+    for precision in ("fp32", "bf16")
+    for layout, meshes in LAYOUTS.items()
+    for ranks in meshes
+    if precision == "fp32" or ranks in IN_BF16
+]
+_held: list[tuple[str, str, str, int]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.getoption("--exactness-page"):
+        assert _held == CASES, "the page is written from all cases"
+        write_table(list(RECIPES), list(LAYOUTS), _held)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures of two classes."""
+    path = tmp_path_factory.mktemp("layouts")
+    for number in range(60):
+        folder = path / "pictures" / ("dark" if number % 2 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(70 * 60))
+        Image.frombytes("L", (70, 60), data).convert("RGB").save(folder / f"{number:02}.png")
+    return path
+
+
+def settings(root: Path, recipe: str, precision: str, *, is_sliced: bool) -> list[str]:
+    values, plan = RECIPES[recipe]
+    sliced = (*SLICES, *plan) if is_sliced else ()
+    path = (f"data.options.path={root / 'pictures'}",) if recipe == "images" else ()
+    return [f"--set={value}" for value in (*values, *sliced, *path, f"step.precision={precision}")]
+
+
+def layout_options(layout: str, ranks: int) -> list[object]:
+    mesh = LAYOUTS[layout][ranks]
+    strategy = layout.partition(" ")[0]
+    # The strategy `pp` has a pipeline axis alone; products with it are those of `ddp`.
+    strategy = "ddp" if layout == "pp x tp" else strategy
+    return ["--processes", ranks, "--strategy", strategy, *(["--mesh", mesh] if mesh else [])]
+
+
+def trained(root: Path, recipe: str, precision: str, layout: str, ranks: int) -> tuple[str, str]:
+    """Return the SHA-256 of weights and optimizer state; a layout is trained once."""
+    is_sliced = "tp" in layout
+    name = f"{recipe}-{precision}-{layout}-{ranks}".replace(" ", "")
+    if not (root / "runs" / name).exists():
+        options = layout_options(layout, ranks) if ranks > 1 else []
+        arguments = settings(root, recipe, precision, is_sliced=is_sliced)
+        assert here("train", recipe, "--name", name, *options, *arguments, cwd=root) == EXIT_DONE
+    return weights(root / "runs" / name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "precision", "layout", "ranks"), CASES)
+def test_layout_has_the_bits_of_one_process(root: Path, recipe: str, precision: str, layout: str, ranks: int) -> None:
+    alone = trained(root, recipe, precision, "tp" if "tp" in layout else "ddp", 1)
+    assert trained(root, recipe, precision, layout, ranks) == alone
+    _held.append((recipe, precision, layout, ranks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["digits", "tokens", "language"])
+def test_run_killed_in_two_layouts_ends_with_the_same_bits(root: Path, recipe: str) -> None:
+    """Killed under fsdp on 3, resumed and killed under pp x tp on 4, ended under ddp on 1."""
+    arguments = [*settings(root, recipe, "fp32", is_sliced=True), "--set=epochs=3", "--checkpoint-every", 2]
+    name = f"{recipe}-killed"
+    assert here("train", recipe, "--name", f"{name}-not", *arguments, cwd=root) == EXIT_DONE
+    run = root / "runs" / name
+    fsdp, product = layout_options("fsdp", 3), layout_options("pp x tp", 4)
+    commands = (("train", recipe, "--name", name, *fsdp, *arguments), ("resume", run, *product))
+    for step, command in zip((3, 7), commands, strict=True):
+        with Running(*command, cwd=root) as running:
+            running.until(lambda: max(steps_saved(run), default=0) > step, "a checkpoint")  # noqa: B023
+            running.kill(signal.SIGKILL)
+    assert here("resume", run, "--processes", 1, "--strategy", "ddp", cwd=root) == EXIT_DONE
+    assert weights(run) == weights(root / "runs" / f"{name}-not")
