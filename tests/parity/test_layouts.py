@@ -14,24 +14,27 @@ from helpers.exactness_page import write_table
 from helpers.system import Running, here, steps_saved, weights
 from samestep.errors import EXIT_DONE
 
-# Settings of each recipe, then those of the division of its products.
+# Settings of each recipe, and the division of its products.
 RECIPES = {
-    "digits": (
-        ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
-        ("step.tensor_plan={'head': row}",),
-    ),
-    "tokens": (("epochs=1", "data.options.lines=250", "metrics=[]"), ()),
+    "digits": ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
+    "tokens": ("epochs=1", "data.options.lines=250", "metrics=[]"),
     "images": (
-        ("epochs=1", "batch_size=24", "microbatches=8", "metrics=[]", "model.name=torchvision:resnet18")
-        + ("data.options.image_size=64",),
-        ("step.tensor_plan={'fc': row}",),
+        "epochs=1",
+        "batch_size=24",
+        "microbatches=8",
+        "metrics=[]",
+        "model.name=torchvision:resnet18",
+        "data.options.image_size=64",
     ),
     "language": (
-        ("data.options.train_tokens=4608", "data.options.evaluation_tokens=512", "batch_size=16", "microbatches=8")
-        + ("model.options={n_embd: 64, n_layer: 3, dropout: 0.1, block_size: 64}",),
-        (),
+        "data.options.train_tokens=4608",
+        "data.options.evaluation_tokens=512",
+        "batch_size=16",
+        "microbatches=8",
+        "model.options={n_embd: 64, n_layer: 3, dropout: 0.1, block_size: 64}",
     ),
 }
+PLANS = {"digits": ("step.tensor_plan={'head': row}",), "images": ("step.tensor_plan={'fc': row}",)}
 SLICES = ("step.tensor_slices=4",)
 # Mesh by strategy and number of ranks.
 LAYOUTS = {
@@ -79,10 +82,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(root: Path, recipe: str, precision: str, *, is_sliced: bool) -> list[str]:
-    values, plan = RECIPES[recipe]
-    sliced = (*SLICES, *plan) if is_sliced else ()
+    sliced = (*SLICES, *PLANS.get(recipe, ())) if is_sliced else ()
     path = (f"data.options.path={root / 'pictures'}",) if recipe == "images" else ()
-    return [f"--set={value}" for value in (*values, *sliced, *path, f"step.precision={precision}")]
+    return [f"--set={value}" for value in (*RECIPES[recipe], *sliced, *path, f"step.precision={precision}")]
 
 
 def layout_options(layout: str, ranks: int) -> list[object]:

@@ -20,7 +20,7 @@ from samestep.microbatches import Cursor
 
 @dataclass
 class StateParts:
-    """What one rank adds to the checksum of a state.
+    """Contribution of one rank to the checksum of a state.
 
     Attributes:
         tensors: parts of tensors by name.
@@ -75,7 +75,7 @@ def checksums_by_name(engine: Engine, cursor: Cursor) -> dict[str, str]:
 
 
 def state_parts(engine: Engine, cursor: Cursor) -> StateParts:
-    """Return what this rank adds to the checksum: each element of the state is on one rank."""
+    """Return the contribution of this rank to the checksum: each element of the state is on one rank."""
     result, training, world = StateParts(), engine.training, engine.world
     for name, kind, value in _values_of_parameters(training):
         is_tensor = isinstance(value, torch.Tensor)

@@ -72,7 +72,7 @@ class MessageFormat:
         return torch.cat(states).to(self._world.device) if states else None
 
     def agree(self) -> bool:
-        """Share what is new with the other ranks; return whether anything was. A collective."""
+        """Share new entries with the other ranks; return whether there were any. A collective."""
         is_new = torch.tensor([float(bool(self._new))], device=self._world.device)
         self._world.all_reduce(is_new)
         if not is_new.item():
@@ -81,7 +81,7 @@ class MessageFormat:
         return True
 
     def learn(self) -> None:
-        """Add what is new on any rank to the format. A collective."""
+        """Add the new entries of all ranks to the format. A collective."""
         own, self._new = [[list(key), value] for key, value in self._new.items()], {}
         for rows in all_gather(own, self._world):
             for names, value in rows:

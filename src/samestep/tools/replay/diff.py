@@ -111,7 +111,7 @@ class Finding:
 
     Attributes:
         step: its step.
-        text: its location, or what the replays show.
+        text: its location, or the result of the replays.
         tensor: name of the tensor, if known.
         stage: stage of a step in the order of cause and effect, as in `samestep verify`; None without a difference
             between the replays.
