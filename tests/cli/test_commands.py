@@ -201,7 +201,7 @@ def test_events_have_the_documented_keys(trained: Trained) -> None:
     logged = [json.loads(line, parse_constant=refuse) for line in lines]
     documented = documented_keys()
     assert [event["step"] for event in logged if event["event"] == "step"] == list(range(1, STEPS + 1))
-    assert {"step", "evaluation", "checkpoint", "end"} == {event["event"] for event in logged}
+    assert {"step", "evaluation", "checkpoint", "checksum", "end"} == {event["event"] for event in logged}
     for event in logged:
         metrics = {"accuracy"} if event["event"] == "evaluation" else set()
         assert event.keys() == documented[event["event"]] | metrics
