@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.config import StepConfig
 from samestep.errors import InputError
-from workers.layouts import LAYOUTS, MODELS, strategy_for
+from workers.layouts import LAYOUTS, MODELS, PLANS, strategy_for
 
 BATCH, MICROBATCHES = 20, 5
 SAMPLES = {"chain": 62, "full": 71}  # the last batch has 2 samples, or 11 for batch norm
@@ -32,7 +32,7 @@ def train(name: str, model: str) -> dict[str, Any]:
         torch.manual_seed(0)
         net = MODELS[model]().double()
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        config = StepConfig(gather="global", clip_norm=0.4)
+        config = StepConfig(gather="global", clip_norm=0.4, tensor_plan=PLANS[model])
         engine = samestep.Engine(net, optimizer, pairs, world=world, config=config)
         batches = samestep.loader(data, batch_size=BATCH, microbatches=MICROBATCHES, shuffle=True, world=world)
         losses = [engine.step(batch).loss for _ in range(2) for batch in batches]

@@ -96,8 +96,11 @@ def build(world: World, model: str, precision: str = "fp64") -> tuple[samestep.E
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
     # Momentum, to have optimizer state. Adam would turn the rounding of a zero gradient into a full step.
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    plan = PLANS["chain" if model == "chain" else "full"]
-    config = StepConfig(clip_norm=0.4, precision="fp32" if precision == "fp64" else precision, tensor_plan=plan)  # type: ignore[arg-type]
+    config = StepConfig(
+        clip_norm=0.4,
+        precision="fp32" if precision == "fp64" else precision,  # type: ignore[arg-type]
+        tensor_plan=PLANS[model],
+    )
     engine = samestep.Engine(net, optimizer, nn.CrossEntropyLoss(), world=world, config=config, ema=0.9)
     microbatches = max(MICROBATCHES, world.mesh_shape.data_size)
     batches = samestep.loader(data, batch_size=BATCH, microbatches=microbatches, shuffle=True, world=world)
