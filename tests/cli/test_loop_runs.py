@@ -94,7 +94,7 @@ def test_killed_loop_continues_its_run_on_more_processes(tmp_path: Path, capfd: 
     assert len(curves.logged["tenth"]._points) == 3 * 30  # repeated steps are not stored twice
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_trackers_keep_their_run(tmp_path: Path) -> None:
     """The packages are imported in ranks only; both need seconds."""

@@ -128,7 +128,7 @@ def run(case: Case, processes: int, folder: Path) -> tuple[str, Sequence[Any], s
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=pytest.mark.long if "transformers" in case.name else pytest.mark.slow)
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if "lightning" in case.name else pytest.mark.long)
         for case in CASES
     ],
 )
