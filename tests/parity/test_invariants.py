@@ -14,21 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import answer, here, weights
 from samestep.errors import EXIT_DONE
 
 RECORDED = Path(__file__).with_name("invariants.json")
 WEIGHTS = {
-    "digits": ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
+    "digits": DIGITS,
     "tokens": ("epochs=1", "metrics=[]"),
-    "images": (
-        "epochs=1",
-        "batch_size=24",
-        "microbatches=8",
-        "metrics=[]",
-        "model.name=torchvision:resnet18",
-        "data.options.image_size=64",
-    ),
+    "images": IMAGES,
 }
 CERTIFICATES = {
     "digits": (),

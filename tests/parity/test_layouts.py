@@ -11,21 +11,15 @@ import pytest
 from PIL import Image
 
 from helpers.exactness_page import write_table
+from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import Running, here, steps_saved, weights
 from samestep.errors import EXIT_DONE
 
 # Settings of each recipe, and the division of its products.
 RECIPES = {
-    "digits": ("epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]"),
+    "digits": DIGITS,
     "tokens": ("epochs=1", "data.options.lines=250", "metrics=[]"),
-    "images": (
-        "epochs=1",
-        "batch_size=24",
-        "microbatches=8",
-        "metrics=[]",
-        "model.name=torchvision:resnet18",
-        "data.options.image_size=64",
-    ),
+    "images": IMAGES,
     "language": (
         "data.options.train_tokens=4608",
         "data.options.evaluation_tokens=512",

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small_recipes import DIGITS
 from helpers.system import events, here, weights
 from samestep.launcher.launch import launch
 from workers.short_batches import train_on_each
 
-SMALL = ("--set", "epochs=1", "model.options.width=8", "batch_size=128", "metrics=[]")
+SMALL = ("--set", *DIGITS)
 
 
 @pytest.mark.parametrize("shares", [(3, 1), (1, 2, 1)])

@@ -191,8 +191,8 @@ class LocalParameters:
 
         A collective if parameters are divided. No wait for the device.
         """
-        names_by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {} if self._divisions else {(): self._counted}
-        for name in self._counted if self._divisions else ():
+        names_by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
+        for name in self._counted:
             groups = self._divisions[name].groups if name in self._divisions else ()
             names_by_groups.setdefault(groups, []).append(name)
         squares = {groups: self._partial_squares(names) for groups, names in (names_by_groups or {(): []}).items()}
