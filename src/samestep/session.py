@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -46,6 +47,8 @@ from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 if TYPE_CHECKING:
     from samestep.launcher.worker import WorkerSpec
     from samestep.loggers.logger import Logger
+
+_RELEASE_SECONDS = 0.01
 
 
 @contextmanager
@@ -246,6 +249,8 @@ def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
         world.barrier()  # otherwise a watchdog could find the store gone
     world.context.status.finish()
     if own.is_adopted:
+        # The owner may exit now. Threads of gloo that still release the barrier's objects would abort the process.
+        time.sleep(_RELEASE_SECONDS)
         return
     if is_launched:
         process_state.finished_groups.append(dist.group.WORLD)

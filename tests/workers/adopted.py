@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import time
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ def _main() -> None:
         if arguments.group:  # and its owner still can communicate
             assert gather_numbers(world, [world.rank]) == [(rank,) for rank in range(world.size)]
         print(digest)
+    time.sleep(0.1)  # a process that exits while threads of gloo release objects of a collective can abort
     if arguments.destroy:
         dist.destroy_process_group()
 
