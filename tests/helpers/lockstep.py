@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from samestep.distributed.world import World
-from samestep.engine.batch_norm import StatisticsExchange, norm_layers, synchronize_layers
+from samestep.engine.batch_norm import norm_layers, synchronized_layers
 from samestep.engine.lockstep import Threads, Track, run_in_lockstep
 from samestep.engine.replicas import replicate
+from samestep.engine.statistics_exchange import StatisticsExchange
 from samestep.strategies.reduction import MicrobatchTree
 
 CPU = torch.device("cpu")
@@ -40,13 +41,13 @@ class Microbatches:
 
         def task(track: Track, number: int) -> None:
             module = self.replicas[number].module
-            synchronize_layers(module, track)
-            inputs = parts[number].clone().requires_grad_(parts[number].is_floating_point())
-            outputs = module(inputs)
-            self.outputs[number] = outputs.detach()
-            if slopes is not None:
-                outputs.backward(slopes[number])
-                self.slopes[number] = inputs.grad
+            with synchronized_layers(module, track):
+                inputs = parts[number].clone().requires_grad_(parts[number].is_floating_point())
+                outputs = module(inputs)
+                self.outputs[number] = outputs.detach()
+                if slopes is not None:
+                    outputs.backward(slopes[number])
+                    self.slopes[number] = inputs.grad
 
         threads = Threads("test")
         try:

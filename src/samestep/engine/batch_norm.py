@@ -6,192 +6,20 @@ Ioffe & Szegedy, "Batch Normalization" (2015). Moments of microbatches are combi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from samestep.distributed.world import World
-from samestep.engine.lockstep import Track
+from samestep.engine.statistics_exchange import Exchanging, Message
 from samestep.errors import InputError
-from samestep.strategies.reduction import MicrobatchTree
-
-Direction = Literal["forward", "backward"]
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-_DONE = 1  # 0 is a microbatch without samples
-_HEADER = 3  # code, count, and exchanges before a reading
-
-
-@dataclass(frozen=True)
-class Message:
-    """Contribution of one microbatch.
-
-    `combine` is the same function in all messages of an exchange: from counts `(V, 1)` and values `(V, n)` of all
-    microbatches to the result for every microbatch.
-    """
-
-    layer: int  # number of the norm layer
-    direction: Direction
-    count: int  # values per channel
-    values: torch.Tensor  # sums over these values, float64, one-dimensional
-    combine: Callable[[torch.Tensor, torch.Tensor], Any]
-
-    @property
-    def code(self) -> int:
-        """Layer and direction as one number."""
-        return _DONE + 1 + 2 * self.layer + _DIRECTIONS.index(self.direction)
-
-
-class StatisticsExchange:
-    """The exchanges of one step on one rank.
-
-    Each exchange is one all-reduce with as many elements as the widest layer needs: if microbatches of different ranks
-    were at different layers, the backend would otherwise add unrelated numbers or wait forever.
-
-    The host reads codes, counts and flags together at the end of a step, so that it does not wait for the device at
-    every layer. Until then a rank relies on the plan: the codes of its last complete step. At a code that is not in the
-    plan, it reads at once. If the codes of ranks differ, it takes part in exchanges until the others read, too.
-
-    Args:
-        world: all ranks.
-        group: the ranks with samples.
-        tree: the microbatches.
-        microbatches: those of this rank.
-        layers: names of the norm layers.
-        width: number of values of the widest message.
-        plan: `codes` of the last complete step of this rank; empty if there is none.
-
-    Attributes:
-        codes: codes of the exchanges of this rank.
-        bad: microbatches with non-finite values in the first exchange that had any.
-        bad_direction: direction of that exchange; None if all values were finite.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        group: dist.ProcessGroup | None,
-        tree: MicrobatchTree,
-        microbatches: Sequence[int],
-        layers: Sequence[str],
-        width: int,
-        plan: Sequence[int] = (),
-    ) -> None:
-        self._world, self._group, self._tree = world, group, tree
-        self._microbatches, self._layers, self._width = microbatches, layers, width
-        self._plan, self._follows_plan = plan, True
-        self._unread: list[torch.Tensor] = []  # codes, counts, exchanges before a reading, and flags
-        self.codes: list[int] = []
-        self.bad: list[int] = []
-        self.bad_direction: Direction | None = None
-
-    def __call__(self, messages: Sequence[Message | None]) -> Any:
-        """Return the combined result of one exchange of `messages`, one per microbatch of this rank; None if finished.
-
-        Raises:
-            InputError: the microbatches of all ranks are not at the same layer, or a layer receives one value.
-            PeerLostError: another rank ended.
-        """
-        codes = [_DONE if message is None else message.code for message in messages]
-        position, code = len(self.codes), codes[0]
-        self.codes.append(code)
-        is_planned = self._plan[position : position + 1] == [code] and len(set(codes)) == 1
-        self._follows_plan = self._follows_plan and is_planned
-        rows = self._reduce(codes, messages, self._exchanges_before_reading())
-        if self._is_reading(code) or not self._follows_plan:
-            self._check()
-        first = messages[0]
-        if first is None:
-            return None
-        return first.combine(rows[:, 1:2], rows[:, _HEADER : _HEADER + len(first.values)])
-
-    def _reduce(self, codes: Sequence[int], messages: Sequence[Message | None], remaining: int) -> torch.Tensor:
-        """Return the sum over ranks of the rows of all microbatches."""
-        shape = (self._tree.microbatches, _HEADER + self._width)
-        header = [[0] * _HEADER for _ in range(shape[0])]
-        for microbatch, code, message in zip(self._microbatches, codes, messages, strict=True):
-            header[microbatch] = [code, 0 if message is None else message.count, remaining]
-        rows = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
-        rows[:, :_HEADER].copy_(torch.tensor(header), non_blocking=True)
-        for microbatch, message in zip(self._microbatches, messages, strict=True):
-            if message is not None:
-                # Added, not copied: an all-reduce turns -0.0 into 0.0 on the other ranks too.
-                rows[microbatch, _HEADER : _HEADER + len(message.values)] += message.values
-        if self._world.size > 1 and (self._group is None or self._group.size() > 1):
-            reduce = partial(dist.all_reduce, rows, group=self._group)
-            self._world.run_collective(reduce, "an all-reduce of batch statistics")
-        non_finite = (~torch.isfinite(rows)).any(dim=1)
-        self._unread.append(torch.cat([rows[:, :_HEADER].T, non_finite.double().unsqueeze(0)]))
-        return rows
-
-    def end_of_forward(self, compute: Callable[..., Any]) -> Message:
-        """Return the message with which a microbatch receives the result of `compute` after all forwards."""
-        values = torch.empty(0, dtype=torch.float64, device=self._world.device)
-        return Message(len(self._layers), "forward", 0, values, compute)
-
-    def _is_reading(self, code: int) -> bool:
-        """Whether every rank reads at this code: at the end of a step, and before other collectives."""
-        return code == _DONE or (code - _DONE - 1) // 2 == len(self._layers)
-
-    def _exchanges_before_reading(self) -> int:
-        """Return the number of further exchanges of this rank until it reads."""
-        rest = self._plan[len(self.codes) - 1 :] if self._follows_plan else []
-        return next((number for number, code in enumerate(rest) if self._is_reading(code)), 0)
-
-    def _check(self) -> None:
-        unread, self._unread = torch.stack(self._unread), []
-        with self._world.context.status.waiting("batch statistics"):
-            exchanges = unread.tolist()
-        remaining = int(max(exchanges[-1][2]))
-        filled = [number for number in range(self._tree.microbatches) if self._tree.has_samples((number, number + 1))]
-        for codes_row, counts, _, flags in exchanges:
-            codes = {microbatch: int(codes_row[microbatch]) for microbatch in filled}
-            error = self._error(codes, sum(counts))
-            if error is not None:
-                for _ in range(remaining):  # the ranks that have not read yet expect them
-                    self._reduce([_DONE] * len(self._microbatches), [None] * len(self._microbatches), 0)
-                raise error
-            if self.bad_direction is None and any(flags):
-                self.bad = [microbatch for microbatch in filled if flags[microbatch]]
-                self.bad_direction = _DIRECTIONS[codes[filled[0]] % 2]
-
-    def _error(self, codes: dict[int, int], count: float) -> InputError | None:
-        """Return the error of an exchange, from the code of each microbatch and the number of values per channel."""
-        one, code = next(iter(codes.items()))
-        other = next((microbatch for microbatch in codes if codes[microbatch] != code), None)
-        if other is not None:
-            return InputError(
-                f"microbatch {one} {self._location(code)} while microbatch {other} {self._location(codes[other])}",
-                expected="under batch_norm: sync every microbatch calls the same norm layers in the same order",
-                fix="make the order of norm layers independent of the data, or set batch_norm: microbatch",
-                code="E_NORM_LAYER",
-            )
-        layer, direction = divmod(code - _DONE - 1, 2)
-        if self._is_reading(code) or direction or count > 1:
-            return None
-        return InputError(
-            f"the norm layer {self._layers[layer]!r} receives one value per channel from the whole global batch",
-            expected="batch statistics need at least two values per channel",
-            fix="set a larger batch_size, or one that leaves no single sample for the last batch",
-            code="E_NORM_LAYER",
-        )
-
-    def _location(self, code: int) -> str:
-        if code == _DONE:
-            return "is done"
-        layer, direction = divmod(code - _DONE - 1, 2)
-        if layer == len(self._layers):
-            return "is at the end of its forward"
-        return f"is at the {_DIRECTIONS[direction]} of the norm layer {self._layers[layer]!r}"
-
 
 _POSITION = "_samestep_position"
 
@@ -201,7 +29,7 @@ class LayerPosition(NamedTuple):
 
     number: int  # among the model's norm layers
     name: str
-    track: Track
+    microbatch: Exchanging
 
 
 class Moments(NamedTuple):
@@ -217,18 +45,26 @@ def norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
-def synchronize_layers(model: nn.Module, track: Track) -> None:
-    """Make the norm layers of `model`, a replica, use statistics of all microbatches in the lockstep of `track`.
+@contextmanager
+def synchronized_layers(model: nn.Module, microbatch: Exchanging) -> Iterator[None]:
+    """Make the norm layers of `model` use statistics of all microbatches; `microbatch` is that of the model.
 
     Raises:
         InputError: the forward of a layer was replaced.
     """
-    for number, (name, layer) in enumerate(norm_layers(model).items()):
-        if "forward" in vars(layer):
-            raise _unsupported_layer(name, layer)
-        kind: Any = type(layer)
-        layer.__class__ = _synchronized_class(kind)
-        vars(layer)[_POSITION] = LayerPosition(number, name, track)
+    layers = norm_layers(model)
+    kinds: dict[str, Any] = {name: type(layer) for name, layer in layers.items()}
+    try:
+        for number, (name, layer) in enumerate(layers.items()):
+            if "forward" in vars(layer):
+                raise _unsupported_layer(name, layer)
+            layer.__class__ = _synchronized_class(kinds[name])
+            vars(layer)[_POSITION] = LayerPosition(number, name, microbatch)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.__class__ = kinds[name]
+            vars(layer).pop(_POSITION, None)
 
 
 def sync_batch_norm(
@@ -249,7 +85,7 @@ def sync_batch_norm(
     with torch.no_grad():
         count, values = _moments(input, kind)
         combine = partial(_combine_moments, kind)
-        moments: Moments = position.track.exchange(Message(position.number, "forward", count, values, combine))
+        moments: Moments = position.microbatch.exchange(Message(position.number, "forward", count, values, combine))
         for running, now in ((running_mean, moments.mean), (running_var, moments.unbiased)):
             if running is not None:
                 running.copy_(momentum * now.to(running.dtype) + (1 - momentum) * running)
@@ -347,7 +183,7 @@ class _Normalize(torch.autograd.Function):
         count = data.numel() // data.shape[1]
         values = torch.cat([dot, total]).double()
         message = Message(ctx.position.number, "backward", count, values, partial(_mean_slopes, kind))
-        mean_dot, mean_slope = ctx.position.track.exchange(message)
+        mean_dot, mean_slope = ctx.position.microbatch.exchange(message)
         # dx = w / sigma * (dy - mean(dy) - xhat * mean(dy * xhat)); batch norm with fixed moments computes the last two
         # terms.
         by_input = functional.batch_norm(data, mean, variance, -mean_dot, -mean_slope, False, 0.0, eps).add_(slope)

@@ -29,7 +29,8 @@ from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, Step
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
-from samestep.engine.replicas import DataParallelRunner, SyncBatchNormRunner, build_buffers
+from samestep.engine.replicas import DataParallelRunner, build_buffers
+from samestep.engine.sync_batch_norm import SyncBatchNormRunner
 from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
 from samestep.strategies.build import build_strategy, divide_model, move_to_devices
@@ -102,7 +103,7 @@ def build_components(
     scaler = scaler if previous is None else previous.runner.scaler
 
     forward = _microbatch_forward(model, loss, config, world, callbacks)
-    strategy = build_strategy(model, local_parameters, config.reduction, world, concurrent=sync_batch_norm)
+    strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
     kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)

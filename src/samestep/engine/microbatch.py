@@ -35,6 +35,7 @@ TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
 ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
 
 
 class MicrobatchForward:
@@ -180,9 +181,6 @@ class MicrobatchForward:
         if self.function is not None:
             return losses[0]
         return self.loss.combine(losses, self._counts, sum(self._sizes), self._sizes[microbatch.number])
-
-
-_ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
 
 
 def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
@@ -338,18 +336,17 @@ class SequentialRunner(StepRunner):
     buffers: ForwardState
 
     def joins_check(self, batch: GlobalBatch) -> bool:
-        # An early message of a step could meet one of another operation.
-        communicates = self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates
-        is_shared_by_all = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.data.shares)
-        return is_shared_by_all and not communicates and not may_have_one_value(batch, self.model)
+        if self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates:
+            return False  # an early message of a step could meet one of another operation
+        shared = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.data.shares)
+        return shared and not may_have_one_value(batch, self.model)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
-        strategy, total = self.strategy, None
-        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
+        strategy, total, stats = self.strategy, None, LocalStats()
+        tree = MicrobatchTree(batch.microbatches, batch.size)
         microbatches = (*batch.local_microbatches, *batch.fillers)
         self.buffers.begin(batch.microbatches)
-        is_shared = may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
-        if is_shared:
+        if is_shared := self.shares_errors(batch):
             strategy.calls_plain_model = True  # in this step: no rank communicates before all have computed
         errors = one_value_errors(batch, self.world, is_shared=is_shared)
         with self.generators.preserved(), self.undo_on_failure(), errors:
@@ -361,8 +358,7 @@ class SequentialRunner(StepRunner):
                     loss = self._loss(microbatch, position)
                     if not microbatch.is_filler:
                         is_last = microbatch is batch.local_microbatches[-1]
-                        buffers = self.buffers.read(microbatch.number, last=is_last)
-                        stats.add(microbatch.number, loss, buffers)
+                        stats.add(microbatch.number, loss, self.buffers.read(microbatch.number, last=is_last))
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
@@ -374,6 +370,10 @@ class SequentialRunner(StepRunner):
                     self.require_gradients(self.names)
         self._is_checked = True
         return self.finish(tree, total or self.sum_stats(tree, stats, save))
+
+    def shares_errors(self, batch: GlobalBatch) -> bool:
+        """Return whether ranks exchange errors of norm layers before they communicate."""
+        return may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
         for callback in (callbacks := () if microbatch.is_filler else self.callbacks):

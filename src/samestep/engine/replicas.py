@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state
-from samestep.engine.batch_norm import Direction, StatisticsExchange, norm_layers, synchronize_layers
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers, Rule
-from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState
-from samestep.engine.gather import LocalOutputs, Roots
-from samestep.engine.global_loss import NO_LOSS, GlobalLoss, OutputGradients
-from samestep.engine.lockstep import Threads, ThreadState, Track, run_in_lockstep
+from samestep.engine.lockstep import Threads, ThreadState
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import TRAINING, SequentialRunner, StepRunner
-from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
+from samestep.engine.microbatch import SequentialRunner, StepRunner
 from samestep.engine.pipeline import PipelineRunner
-from samestep.engine.step_stats import LocalStats, StepStats
+from samestep.engine.step_stats import LocalStats
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
 
@@ -51,7 +45,7 @@ def replicate(
     Raises:
         InputError: a parameter has hooks, which would miss the gradients of a replica.
     """
-    _require_no_hooks(model)
+    require_no_hooks(model)
     modules = list(model.modules())
     copies: dict[nn.Module, nn.Module] = {module: module._replicate_for_data_parallel() for module in modules}
     parameters: dict[nn.Parameter, nn.Parameter] = {}
@@ -73,7 +67,12 @@ def replicate(
     return Replica(copies[model], parameters)
 
 
-def _require_no_hooks(model: nn.Module) -> None:
+def require_no_hooks(model: nn.Module) -> None:
+    """Refuse a model whose parameters have hooks.
+
+    Raises:
+        InputError: a parameter has.
+    """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise InputError(
@@ -107,7 +106,7 @@ Gradients = list[torch.Tensor | None]
 Computed = tuple[Loss, torch.Tensor | None, Gradients]
 
 
-def _set_gradients(
+def set_gradients(
     runner: StepRunner, batch: GlobalBatch, tree: MicrobatchTree, microbatch: Microbatch, gradients: Gradients
 ) -> None:
     """Pass the gradients of one microbatch to the strategy."""
@@ -179,7 +178,7 @@ class DataParallelRunner(SequentialRunner):
                     return None
                 for microbatch, (loss, buffers, gradients) in zip(group, computed, strict=True):
                     stats.add(microbatch.number, loss, buffers)
-                    _set_gradients(self, batch, tree, microbatch, gradients)
+                    set_gradients(self, batch, tree, microbatch, gradients)
             self.world.context.status.end_compute(len(batch.local_microbatches))
         return self.finish(tree, self.sum_stats(tree, stats, save))
 
@@ -225,133 +224,6 @@ class DataParallelRunner(SequentialRunner):
         self.require_gradients(copies)
         detached = Loss(loss.sum.detach(), loss.count)
         return detached, buffers, [None if copy.grad is None else copy.grad.to(self.world.device) for copy in copies]
-
-
-class SyncBatchNormRunner(StepRunner):
-    """Computes all microbatches in lockstep, each on a replica; gradients are reduced after the last microbatch."""
-
-    buffers: ForwardState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._threads = Threads("samestep-microbatch")
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._exchange: StatisticsExchange | None = None
-        self._plan: list[int] = []  # of exchanges
-        self._global_loss = GlobalLoss(self.forward, self.world.data)
-
-    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
-        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
-        gradients: dict[int, Gradients] = {}
-
-        def end_microbatch(microbatch: Microbatch, replica: Replica, loss: Loss, roots: Roots) -> None:
-            stats.add(microbatch.number, loss, self.buffers.read(microbatch.number, replica.module))
-            copies = {replica.parameters[parameter]: name for parameter, name in self.names.items()}
-            torch.autograd.backward(*roots)
-            require_untouched(list(self.names))
-            self.require_gradients(copies, microbatch.number)
-            gradients[microbatch.number] = [copy.grad for copy in copies]
-
-        if self.forward.gathers and batch.size == 1:  # norm layers may raise on one rank, while others gather outputs
-            raise InputError(
-                "a batch of one sample with step.gather: global and step.batch_norm: sync",
-                expected="at least 2 samples in each batch",
-                fix="drop_last=True in samestep.loader (data.drop_last in a recipe), or another batch size",
-                code="E_INCOMPATIBLE",
-            )
-        self.buffers.begin(batch.microbatches)
-        with self.undo_on_failure(), one_value_errors(batch, self.world, is_shared=batch.size == 1):
-            self._run(batch, tree, position, end_microbatch, self.callbacks)
-            self.world.context.status.end_compute(len(batch.local_microbatches))
-            for microbatch in batch.local_microbatches:
-                _set_gradients(self, batch, tree, microbatch, gradients.pop(microbatch.number))
-        return self.finish(tree, self.sum_stats(tree, stats, save))
-
-    def bad_losses(self, batch: GlobalBatch, stats: StepStats) -> list[int]:
-        """Return the microbatches with the first non-finite statistics: all others share them."""
-        bad = self._global_loss.bad_microbatches() if self.forward.gathers else stats.bad_microbatches
-        return self._first_bad(batch, "forward") or bad
-
-    def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
-        """Return the microbatches with the first non-finite statistics, or those whose own gradient is not finite."""
-        first_bad = self._first_bad(batch, "backward")
-        if first_bad:
-            return first_bad
-        bad: list[int] = []
-
-        def check_microbatch(microbatch: Microbatch, replica: Replica, loss: Loss, roots: Roots) -> None:
-            if not has_finite_gradient(*roots, [replica.parameters[parameter] for parameter in self.names]):
-                bad.append(microbatch.number)
-
-        self._run(batch, MicrobatchTree(batch.microbatches, batch.size), position, check_microbatch)
-        return flagged_by_any(bad, batch, self.world)
-
-    def _run(
-        self,
-        batch: GlobalBatch,
-        tree: MicrobatchTree,
-        position: int,
-        end: Callable[[Microbatch, Replica, Loss, Roots], None],
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        """Compute the forward of each microbatch of this rank and call `end`, in lockstep with all microbatches."""
-        group = self._active_group(tree)
-        computed: dict[int, LocalOutputs] = {}
-
-        def global_loss(*_: torch.Tensor) -> OutputGradients:
-            # Removed: graphs hold the tracks, which hold this function.
-            entries = [computed.pop(microbatch.number) for microbatch in batch.local_microbatches]
-            return self._global_loss.gradients(entries, batch, position, self.scaler)
-
-        if not batch.local_microbatches:
-            if self.forward.gathers:
-                global_loss()
-            return
-        layers = norm_layers(self.model)
-        width = 2 * max(layer.num_features for layer in layers.values())
-        numbers = [microbatch.number for microbatch in batch.local_microbatches]
-        exchange = StatisticsExchange(self.world, group, tree, numbers, list(layers), width, self._plan)
-        self._exchange = exchange
-
-        def on_track(microbatch: Microbatch, track: Track) -> None:
-            replica = replicate(self.model)
-            synchronize_layers(replica.module, track)
-            for callback in callbacks:
-                callback.begin_microbatch(microbatch)
-            if self.forward.gathers:
-                entry = computed[microbatch.number] = self.forward.outputs(
-                    replica.module, microbatch, TRAINING, position
-                )
-                outputs, loss = entry.outputs, NO_LOSS
-            else:
-                outputs, loss = self.forward(replica.module, microbatch, position)
-            for callback in callbacks:
-                callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
-            if self.forward.gathers:
-                result: OutputGradients = track.exchange(exchange.end_of_forward(global_loss))
-                end(microbatch, replica, result.loss_of(microbatch), result.roots(entry))
-            else:
-                end(microbatch, replica, loss, self.roots(loss.sum, batch.size))
-
-        tasks = [partial(on_track, microbatch) for microbatch in batch.local_microbatches]
-        run_in_lockstep(tasks, exchange, self.world.device, self._threads)
-        self._plan = exchange.codes
-
-    def _active_group(self, tree: MicrobatchTree) -> dist.ProcessGroup | None:
-        """Return the group of the ranks with samples in `tree`, None for all ranks; a collective of all ranks."""
-        covers = tree.covers(self.world.shares)
-        if all(covers):
-            return None
-        ranks = tuple(rank for rank, cover in enumerate(covers) if cover)
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=self.world.timeout)
-        return self._groups[ranks]
-
-    def _first_bad(self, batch: GlobalBatch, direction: Direction) -> list[int]:
-        """Return the microbatches with the first non-finite statistics, if these occurred in `direction`."""
-        exchange = self._exchange
-        is_first = batch.local_microbatches and exchange is not None and exchange.bad_direction == direction
-        return flagged_by_any(exchange.bad if exchange is not None and is_first else [], batch, self.world)
 
 
 def build_buffers(

@@ -6,6 +6,7 @@ import torch
 
 from samestep.config import Reduction as ReductionName
 from samestep.config import StepConfig
+from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.device_map import DeviceMap, apply_device_map
@@ -51,21 +52,23 @@ def build_strategy(
     local_parameters: LocalParameters,
     reduction: ReductionName,
     world: World,
-    *,
-    concurrent: bool = False,
 ) -> Strategy:
-    """Return the strategy for the layout of a world, after `divide_model`.
-
-    With `concurrent`, all microbatches of a rank are computed at the same time and communicate during forward.
-    """
+    """Return the strategy for the layout of a world, after `divide_model`."""
     if isinstance(local_parameters, StageParameters):
         return PipelineStrategy(model, local_parameters, reduction, world)
     parameters = list(local_parameters.names)
     sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
     if world.mesh_shape.shard > 1:
         return FsdpStrategy(model, local_parameters, sums, world)
-    if concurrent or world.mesh_shape.tensor > 1 or (world.strategy.name == "device_map" and world.size > 1):
+    is_divided = world.mesh_shape.tensor > 1 or world.strategy.name == "device_map"
+    if world.size > 1 and (is_divided or _is_refused_by_ddp(model, world)):
         return DeferredStrategy(model, local_parameters, sums, world)
     if world.size == 1:
         return SingleStrategy(world.mesh_shape.name, model, sums)
     return DdpStrategy(model, parameters, sums, world)
+
+
+def _is_refused_by_ddp(model: torch.nn.Module, world: World) -> bool:
+    """Return whether the model has layers that DDP refuses, although the engine replaces their forward."""
+    has_layers = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+    return has_layers and not is_accelerator(world.device)

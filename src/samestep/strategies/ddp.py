@@ -60,12 +60,15 @@ class DdpStrategy(Strategy):
     @property
     def forward_communicates(self) -> bool:
         # DDP builds its buckets anew, a collective, in the second forward that is followed by communication.
-        return not (self._is_deferred or self.calls_plain_model) and self._shared_forwards < 2
+        return not self._reduces_after_backward and self._shared_forwards < 2
+
+    @property
+    def _reduces_after_backward(self) -> bool:
+        return self._is_deferred or self.calls_plain_model or self.uses_replicas
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        is_deferred = self._is_deferred or self.calls_plain_model
-        is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not is_deferred
+        is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not self._reduces_after_backward
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
             with self._first_failure():
@@ -89,10 +92,10 @@ class DdpStrategy(Strategy):
         del self._ddp, self.module  # the reducer keeps shapes and types of parameters in the autograd graph
 
     def finish(self, tree: MicrobatchTree) -> None:
-        if self._is_deferred or self.calls_plain_model or not tree.is_shared_by_all(self._world.shares):
+        if self._reduces_after_backward or not tree.is_shared_by_all(self._world.shares):
             with self._first_failure():
                 reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
-        if self._is_first:  # all ranks must reduce in the same way
+        if self._is_first and not self.uses_replicas:  # all ranks must reduce in the same way
             has_parts = torch.tensor([float(self._has_parts)], device=self._world.device)
             with self._first_failure():
                 self._comm_stream.submit(lambda: self._all_reduced(has_parts)).wait()

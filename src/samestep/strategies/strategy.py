@@ -43,10 +43,12 @@ class Strategy(ABC):
         module: called by the training forward.
         defers_gradients: no gradient is visible before the last microbatch of this rank is complete.
         calls_plain_model: the forward receives the model without a wrapper, and may call its parts.
+        uses_replicas: in this step, gradients are those of replicas of the model.
     """
 
     defers_gradients = False
     calls_plain_model = False
+    uses_replicas = False
 
     def __init__(self, name: str, module: torch.nn.Module, reduction: Reduction) -> None:
         self.name, self.module, self._reduction = name, module, reduction

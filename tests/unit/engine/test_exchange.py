@@ -9,7 +9,7 @@ import torch
 
 from helpers.lockstep import ONE_RANK
 from helpers.waits import Waits
-from samestep.engine.batch_norm import Message, StatisticsExchange
+from samestep.engine.statistics_exchange import Message, StatisticsExchange
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
 

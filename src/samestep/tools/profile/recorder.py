@@ -80,7 +80,7 @@ class SpanRecorder(Callback):
         self._finished: list[tuple[int, tuple[_Mark, ...], tuple[Collective, ...], int]] = []  # with times of the clock
         self.is_sequential = True  # the training thread computes microbatches one after another
         self.joins_norms = False  # batch norm exchanges statistics between ranks
-        self.engine_waits = 1  # number of times per step that the engine waits for its device
+        self._waits = self.engine_waits = 1  # number of times per step that the engine waits for its device
         self._world, self._clock = world, Clock(world.device)
         self._thread = threading.get_ident()
         self._marks: list[_Mark] = []
@@ -140,11 +140,14 @@ class SpanRecorder(Callback):
         # In these cases microbatches are computed concurrently, or alternate on this rank.
         alternates = self.joins_norms or engine.config.gather == "global" or world.mesh_shape.pipeline > 1
         self.is_sequential = not (alternates or world.strategy.name == "dp")
-        self.engine_waits = 1 + self.joins_norms + engine.scaler.is_enabled() + isinstance(engine.loss, MultiLoss)
+        self._waits = 1 + self.joins_norms + engine.scaler.is_enabled() + isinstance(engine.loss, MultiLoss)
+        self.engine_waits = self._waits
         self._is_ddp = engine.strategy == "ddp" and world.size > 1
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
         self._microbatches, self._started = len(batch.local_microbatches), 0
+        if self.joins_norms and engine.world.size > 1 and batch.microbatches == engine.world.size:
+            self.engine_waits = self._waits + 1  # ranks compare their layers between forward and backward
         if not self.is_sequential:
             self.enter("computing")
         else:
