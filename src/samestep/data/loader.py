@@ -103,6 +103,8 @@ class Loader:
         lengths: one length per sample; samples of similar length share a global batch, to reduce padding. The order is
             then a function of seed, epoch, lengths and batch size.
         count_tokens: function from a collated microbatch to its numbers of tokens and of positions with padding.
+        prepare: function from a collated microbatch on the device to the data of the engine, such as a normalization of
+            images that are loaded as bytes. Runs in the rank, without random numbers of its own.
         keeps_microbatch_size: divide a last batch with fewer samples into fewer microbatches of the usual size, for the
             statistics of batch norm, instead of smaller ones. Default: true with `microbatches="auto"`.
 
@@ -133,6 +135,7 @@ class Loader:
         bad_samples: BadSamples = "stop",
         lengths: Sequence[int] | None = None,
         count_tokens: Callable[[Any], tuple[int, int]] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
         keeps_microbatch_size: bool | None = None,
     ) -> None:
         require_compatible(dataset, locals())
@@ -152,7 +155,7 @@ class Loader:
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.waits, self.planned_epochs = WaitClock(), 0  # 0 for an unknown number
         self.counts_tokens, self._count_tokens = count_tokens is not None, count_tokens
-        self._counts = (0, 0, 0)
+        self._counts, self._prepare = (0, 0, 0), prepare
         self.equal_counts = world.mesh_shape.forward_communicates
         self._pins, self._persistent, self._worker_init_fn = pin_memory, persistent_workers, worker_init_fn
         self._open(num_workers, DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor)
@@ -299,7 +302,7 @@ class Loader:
                 self._probed = key, probe.data
             for span, own in zip(spans, requests, strict=True):
                 with self.waits.wait():
-                    loaded = list(islice(microbatches, len(own)))
+                    loaded = [self._prepared(microbatch) for microbatch in islice(microbatches, len(own))]
                 yield GlobalBatch(
                     Cursor(epoch, span.start),
                     Cursor(epoch, span.stop) if span.stop < len(order) else Cursor(epoch + 1),
@@ -366,6 +369,9 @@ class Loader:
                 more_tokens, more_positions = self._count_tokens(item.data)
                 self._counts = (samples + item.size, tokens + more_tokens, positions + more_positions)
             yield item
+
+    def _prepared(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch if self._prepare is None else microbatch._replace(data=self._prepare(microbatch.data))
 
     def _items(self, requests: Sequence[MicrobatchRequest]) -> Iterator[Microbatch | FailedMicrobatch]:
         """Yield the items of requests from new workers, or from persistent ones that no other iteration uses."""

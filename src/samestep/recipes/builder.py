@@ -254,6 +254,7 @@ def _loaders(
         persistent_workers=True,
         bad_samples=recipe.data.bad_samples,
         count_tokens=splits.count_tokens,
+        prepare=splits.prepare,
     )
     # Batch norm has no variance of one sample.
     is_single = has_batch_norm and len(splits.train) % recipe.batch_size == 1 < len(splits.train)

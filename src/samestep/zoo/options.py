@@ -100,8 +100,10 @@ def require_stored(path: Path) -> int:
     return status.st_size
 
 
-def import_optional(module: str, needed_by: str) -> Any:
+def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:
     """Return a module of an optional library that is `needed_by` a part of the recipe, such as `model timm:resnet10t`.
+
+    The optional dependencies `extra` of Samestep contain the library.
 
     Raises:
         RecipeError: the library is not installed.
@@ -113,6 +115,6 @@ def import_optional(module: str, needed_by: str) -> Any:
         raise RecipeError(
             f"{needed_by} needs {error.name or module}: {error}",
             expected="an installed library; this one is optional",
-            fix="pip install 'samestep[zoo]'",
+            fix=f"pip install 'samestep[{extra}]'",
             code="E_NOT_INSTALLED",
         ) from error

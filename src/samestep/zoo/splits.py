@@ -30,6 +30,8 @@ class Splits:
         collate: function from a list of samples to batched inputs and targets.
         train_collate: collate function for training, such as mixup. May use the same generators as augmentation; their
             state is a function of the first sample of the microbatch.
+        prepare: function from a collated microbatch on its device to the data of the engine, such as the normalization
+            of bytes; without random numbers.
         train_lengths: length of each training sample, to group samples of similar length in a global batch.
         evaluation_lengths: length of each validation sample; evaluation then runs from short to long.
         model_options: model options that follow from the data, such as the vocabulary size. Options of the recipe take
@@ -46,6 +48,7 @@ class Splits:
     reads_files: bool = False
     collate: Collate = default_collate
     train_collate: Collate | None = None
+    prepare: Callable[[Any], Any] | None = None
     train_lengths: Sequence[int] | None = None
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)

@@ -11,7 +11,8 @@ import torch
 
 from samestep.config.validation import require
 from samestep.errors import DataError
-from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
+from samestep.zoo.images.decoders import Decoder, ReadImage
+from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_path
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
@@ -32,8 +33,8 @@ class Sample(NamedTuple):
 class ImageFiles:
     """Image files with class numbers, decoded and transformed on access."""
 
-    def __init__(self, samples: list[Sample], transform: Transform) -> None:
-        self._samples, self._transform = samples, transform
+    def __init__(self, samples: list[Sample], read: ReadImage, transform: Transform) -> None:
+        self._samples, self._read, self._transform = samples, read, transform
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -47,7 +48,7 @@ class ImageFiles:
                 fix="correct the row, or skip such rows: data.bad_samples: skip",
                 code="E_LABEL",
             )
-        return self._transform(read_image(file)), label
+        return self._transform(self._read(file, str(file))), label
 
 
 def load_images(
@@ -60,6 +61,7 @@ def load_images(
     interpolation: str = "bilinear",
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
+    decoder: Decoder = "pillow",
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a folder of class folders.
@@ -71,7 +73,7 @@ def load_images(
     Raises:
         InputError: a folder, its classes or their images are missing, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
     augmentation = parse_augment(augment)
     classes, train = _scan(Path(path))
     if evaluation_path is None:
@@ -97,12 +99,14 @@ def image_task(
     interpolation: str = "bilinear",
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
+    decoder: Decoder = "pillow",
 ) -> Task:
     """Return the task that classifies an image file."""
-    transform = ImageTransforms(image_size, crop_fraction, interpolation, mean, std).validation()
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
+    read, transform = transforms.reader(), transforms.validation()
     return Task(
         reads="an image file",
-        read=lambda path: transform(read_image(path)),
+        read=lambda path: transforms.normalize(transform(read(path, str(path)))),
         describe=lambda logits: top_classes(logits, classes, count=5),
     )
 
@@ -122,6 +126,7 @@ def load_image_list(
     interpolation: str = "bilinear",
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
+    decoder: Decoder = "pillow",
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a list; see `samestep.zoo.tables` for its formats, and `load_images` for common options.
@@ -133,7 +138,7 @@ def load_image_list(
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
     augmentation = parse_augment(augment)
     columns, rows = (path_column, label_column), read_table(Path(path))
     if labels is None:
@@ -176,12 +181,14 @@ def _splits(
     transforms: ImageTransforms,
     augmentation: Augment,
 ) -> Splits:
+    read = transforms.reader()
     return Splits(
-        train=ImageFiles(train, transforms.train(augmentation)),
-        evaluation=ImageFiles(validation, transforms.validation()),
+        train=ImageFiles(train, read, transforms.train(augmentation)),
+        evaluation=ImageFiles(validation, read, transforms.validation()),
         classes=tuple(classes),
         reads_files=True,
         train_collate=augmentation.collate(len(classes)),
+        prepare=transforms.normalize,
     )
 
 

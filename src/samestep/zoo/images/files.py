@@ -44,14 +44,21 @@ def decode(source: Path | BytesIO, name: str) -> Image.Image:
 @contextmanager
 def open_image(source: Path | BytesIO) -> Iterator[Image.Image]:
     """Yield the first image of a file, in the orientation of its camera; invalid files raise exceptions of any type."""
+    with open_header(source) as image:
+        # Cameras store the orientation separately from the pixels.
+        ImageOps.exif_transpose(image, in_place=True)
+        yield image
+
+
+@contextmanager
+def open_header(source: Path | BytesIO) -> Iterator[Image.Image]:
+    """Yield the first image of a file before its pixels are decoded, in the orientation of the file."""
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         image = Image.open(source, formats=_FORMATS)
     with image:
         width, height = image.size
         if width * height > _MAX_PIXELS:
             raise ValueError(f"the image has {width:,} x {height:,} pixels, more than {_MAX_PIXELS:,}")
-        # Cameras store the orientation separately from the pixels.
-        ImageOps.exif_transpose(image, in_place=True)
         yield image
 
 

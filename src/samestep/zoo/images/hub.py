@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from samestep.errors import DataError, RecipeError
-from samestep.zoo.images.files import decode, read_image
+from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import import_optional, require_path
 from samestep.zoo.splits import Splits, train_validation_split
@@ -26,6 +26,7 @@ class HubImages:
     rows: Sequence[int]  # numbers of the rows to use
     name: str  # name of the table, for errors
     columns: tuple[str, str]  # names of the image and label columns
+    read: ReadImage
     transform: Transform
 
     def __len__(self) -> int:
@@ -52,9 +53,9 @@ class HubImages:
                 code="E_LABEL",
             )
         if image["bytes"] is None:
-            return self.transform(read_image(Path(image["path"]))), label
+            return self.transform(self.read(Path(image["path"]), image["path"])), label
         name = f"{where} ({image['path']})" if image["path"] else where
-        return self.transform(decode(BytesIO(image["bytes"]), name)), label
+        return self.transform(self.read(BytesIO(image["bytes"]), name)), label
 
 
 def load_hub_images(
@@ -70,6 +71,7 @@ def load_hub_images(
     interpolation: str = "bilinear",
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
+    decoder: Decoder = "pillow",
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a dataset written by `save_to_disk`.
@@ -81,7 +83,7 @@ def load_hub_images(
     Raises:
         InputError: the dataset, a split or a column is missing, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
     augmentation = parse_augment(augment)
     columns = (image_column, label_column)
     tables = _load(path)
@@ -89,7 +91,8 @@ def load_hub_images(
     classes = _classes(table, label_column, path)
     labels = _labels(table, label_column, classes)
     name = f"{path}/{train_split}" if isinstance(tables, Mapping) else path
-    train = HubImages(table, labels, range(len(table)), name, columns, transforms.train(augmentation))
+    transform = transforms.train(augmentation)
+    train = HubImages(table, labels, range(len(table)), name, columns, transforms.reader(), transform)
     validation = replace(train, transform=transforms.validation())
     if evaluation_split is None or not isinstance(tables, Mapping):
         keys = [str(number) for number in range(len(table))]
@@ -105,6 +108,7 @@ def load_hub_images(
         classes=classes,
         reads_files=True,
         train_collate=augmentation.collate(len(classes)),
+        prepare=transforms.normalize,
     )
 
 

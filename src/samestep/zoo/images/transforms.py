@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config.validation import require
-from samestep.data.batch import Collate
+from samestep.data.batch import Collate, map_tensors
 from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.images.crops import CenterCrop, RandomCrop, RandomFlip, limit_aspect_ratio
+from samestep.zoo.images.decoders import Decoder, ReadImage, image_reader
 from samestep.zoo.options import call
 
 make_torchvision_importable()
@@ -25,10 +27,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _INTERPOLATIONS = ("bilinear", "bicubic")
 _POLICIES = ("imagenet", "cifar10", "svhn")
 _MAX_MAGNITUDE = 30
-# Longer images are cropped to this aspect ratio before their shorter side is resized.
-_MAX_ASPECT_RATIO = 4
 
-Transform = Callable[[Image.Image], torch.Tensor]
+Transform = Callable[[Any], torch.Tensor]  # of an image from `ImageTransforms.read`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,14 @@ class Augment:
         jitter: Any = self.color_jitter
         return list(jitter) if isinstance(jitter, list | tuple) else [jitter, jitter, jitter, 0.0]
 
-    def image_transforms(self) -> list[Callable[..., Any]]:
-        """Return the transforms of images with values from 0 to 255."""
-        transforms: list[Callable[..., Any]] = [v2.RandomHorizontalFlip(self.flip)]
+    @property
+    def changes_floats(self) -> bool:
+        """Whether normalized images are changed: erased, or mixed in a microbatch."""
+        return bool(self.random_erasing or self.mixup_alpha or self.cutmix_alpha)
+
+    def color_transforms(self) -> list[Callable[..., Any]]:
+        """Return the transforms of an image of Pillow after its crop and flip."""
+        transforms: list[Callable[..., Any]] = []
         if self.auto_augment is not None:
             transforms.append(v2.AutoAugment(v2.AutoAugmentPolicy(self.auto_augment)))
         if self.randaugment is not None:
@@ -141,7 +146,11 @@ def parse_augment(options: Mapping[str, Any] | None) -> Augment:
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """Resizing, cropping and normalization of images.
+    """Decoding, resizing, cropping and normalization of images.
+
+    The decoder `pillow` gives images of Pillow, and normalized floats. The decoder `simplejpeg` decodes JPEG files at a
+    reduced scale if the crop is large, resizes bytes with torch, and gives bytes: `normalize` converts batches on the
+    device. Random erasing, mixup and CutMix change normalized floats; with them the training images are floats too.
 
     Attributes:
         image_size: height and width in pixels.
@@ -150,6 +159,7 @@ class ImageTransforms:
         interpolation: `bilinear` or `bicubic`.
         mean: mean of each channel, for values in 0..1.
         std: standard deviation of each channel.
+        decoder: `pillow` or `simplejpeg`.
     """
 
     image_size: int
@@ -157,51 +167,80 @@ class ImageTransforms:
     interpolation: str
     mean: Sequence[float]
     std: Sequence[float]
+    decoder: Decoder = "pillow"
 
     def __post_init__(self) -> None:
         size, fraction, mean, std = self.image_size, self.crop_fraction, self.mean, self.std
         is_fraction = isinstance(fraction, int | float) and 0 < fraction <= 1
         is_interpolation = self.interpolation in _INTERPOLATIONS
         is_std = _is_triple(std) and all(number > 0 for number in std)
-        triple = "three numbers, for red, green and blue"
+        triple, decoders = "three numbers, for red, green and blue", get_args(Decoder)
         checks = {
             "image_size": (isinstance(size, int) and size >= 1, "a number of pixels", "224"),
             "crop_fraction": (is_fraction, "0 < crop_fraction <= 1", "0.875"),
             "interpolation": (is_interpolation, f"one of {', '.join(_INTERPOLATIONS)}", "bilinear"),
             "mean": (_is_triple(mean), triple, "[0.5, 0.5, 0.5]"),
             "std": (is_std, f"{triple}, above 0", "[0.5, 0.5, 0.5]"),
+            "decoder": (self.decoder in decoders, f"one of {', '.join(decoders)}", "pillow"),
         }
         _require_fields(self, "data.options", checks)
 
+    def reader(self) -> ReadImage:
+        """Return the function that reads an image file for the transforms.
+
+        Raises:
+            RecipeError: the library of the decoder is not installed.
+        """
+        return image_reader(self.decoder)
+
     def train(self, augment: Augment) -> Transform:
         """Return the transform of training images: a random crop and `augment`."""
-        interpolation = v2.InterpolationMode(self.interpolation)
-        crop = v2.RandomResizedCrop(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
-        erasing = [v2.RandomErasing(augment.random_erasing)] if augment.random_erasing else []
-        steps = [crop, *augment.image_transforms(), *self._normalized(), *erasing, v2.ToPureTensor()]
-        transform: Transform = v2.Compose(steps)
-        return transform
+        interpolation, scale = v2.InterpolationMode(self.interpolation), tuple(augment.scale)
+        is_pillow, colors = self.decoder == "pillow", augment.color_transforms()
+        crop, flip = (v2.RandomResizedCrop, v2.RandomHorizontalFlip) if is_pillow else (RandomCrop, RandomFlip)
+        steps = [crop(self.image_size, scale=scale, interpolation=interpolation), flip(augment.flip)]
+        if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
+            colors = [v2.ToPILImage(), *colors, v2.PILToTensor()]
+        steps += colors
+        if is_pillow or augment.changes_floats:
+            steps += self._normalized()
+        if augment.random_erasing:
+            steps.append(v2.RandomErasing(augment.random_erasing))
+        return _composed(steps)
 
     def validation(self) -> Transform:
         """Return the transform of validation images: resize and center crop."""
         size, interpolation = round(self.image_size / self.crop_fraction), v2.InterpolationMode(self.interpolation)
+        if self.decoder != "pillow":
+            return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
-        steps = [_limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized(), v2.ToPureTensor()]
-        transform: Transform = v2.Compose(steps)
-        return transform
+        return _composed([_limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+
+    def normalize(self, data: Any) -> Any:
+        """Return the data of a microbatch with images `(..., 3, H, W)` of bytes as normalized floats."""
+        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+
+        def normalized(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype != torch.uint8:
+                return tensor
+            factor, summand = (t.to(tensor.device, non_blocking=True) for t in (1 / (255 * std), -mean / std))
+            # A product of bytes and floats would make a second copy on CPUs.
+            return tensor.to(torch.float32).mul_(factor).add_(summand)
+
+        return map_tensors(data, normalized)
 
     def _normalized(self) -> list[Callable[..., Any]]:
         return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(self.mean), list(self.std))]
 
 
+def _composed(steps: list[Callable[..., Any]]) -> Transform:
+    return cast(Transform, v2.Compose([*steps, v2.ToPureTensor()]))
+
+
 def _limit_aspect_ratio(image: Image.Image) -> Image.Image:
-    """Return the center of a very long image; resizing an image of one pixel in width would need gigabytes."""
-    width, height = image.size
-    longest = _MAX_ASPECT_RATIO * min(width, height)
-    if max(width, height) <= longest:
-        return image
-    left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
-    return image.crop((left, top, left + min(width, longest), top + min(height, longest)))
+    top, left, height, width = limit_aspect_ratio(image.height, image.width)
+    is_whole = (height, width) == (image.height, image.width)
+    return image if is_whole else image.crop((left, top, left + width, top + height))
 
 
 def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, str]]) -> None:

@@ -1,0 +1,76 @@
+"""Crops of encoded images, decoded at a reduced scale if the crop has more pixels than the model input."""
+
+from __future__ import annotations
+
+import torch
+
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.images.decoders import SCALES, EncodedImage
+
+make_torchvision_importable()
+
+from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms.v2 import functional  # noqa: E402
+
+# Longer images are cropped to this aspect ratio before their shorter side is resized.
+_MAX_ASPECT_RATIO = 4
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+
+def limit_aspect_ratio(height: int, width: int) -> Box:
+    """Return the center of a very long image; resizing an image of one pixel in width would need gigabytes."""
+    longest = _MAX_ASPECT_RATIO * min(height, width)
+    return max(0, height - longest) // 2, max(0, width - longest) // 2, min(height, longest), min(width, longest)
+
+
+class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
+    """Random crop of an `EncodedImage` to `(3, size, size)` bytes, with the random numbers of the base class."""
+
+    def forward(self, image: EncodedImage) -> torch.Tensor:
+        """Return the resized crop."""
+        box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
+        height, width = self.size
+        pixels = _cropped(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
+        resized: torch.Tensor = functional.resize(pixels, self.size, interpolation=self.interpolation)
+        return resized
+
+
+class RandomFlip:
+    """Horizontal flip of a tensor with torchvision's random number, in a third of the time of torchvision's class."""
+
+    def __init__(self, probability: float) -> None:
+        self._probability = probability
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels or their mirror image."""
+        return pixels.flip(-1) if torch.rand(1).item() < self._probability else pixels
+
+
+class CenterCrop:
+    """Center `(3, size, size)` of an `EncodedImage`, after its shorter side is resized to `resized_size`."""
+
+    def __init__(self, size: int, resized_size: int, interpolation: v2.InterpolationMode) -> None:
+        self._size, self._resized_size, self._interpolation = size, resized_size, interpolation
+
+    def __call__(self, image: EncodedImage) -> torch.Tensor:
+        """Return the resized center as bytes."""
+        box = limit_aspect_ratio(image.height, image.width)
+        pixels = _cropped(image, box, self._resized_size, self._resized_size)
+        resized = functional.resize(pixels, [self._resized_size], interpolation=self._interpolation)
+        center: torch.Tensor = functional.center_crop(resized, [self._size, self._size])
+        return center
+
+
+def _cropped(image: EncodedImage, box: Box, height: int, width: int) -> torch.Tensor:
+    """Return the pixels of a box at the smallest scale with at least `height` x `width` pixels, else at full scale."""
+    scale = next((n for n in SCALES if box[2] >= n * height and box[3] >= n * width), 1)
+    pixels = image.pixels(scale)
+    rows = _scaled(box[0], box[2], image.height, pixels.shape[1])
+    columns = _scaled(box[1], box[3], image.width, pixels.shape[2])
+    # A contiguous copy with the channels last in memory is resized at once, without a conversion to planes.
+    return pixels[:, rows, columns].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def _scaled(start: int, length: int, full: int, decoded: int) -> slice:
+    """Return the pixels `start` to `start + length` of `full` ones in an image of `decoded` ones."""
+    return slice(round(start * decoded / full), max(1, round((start + length) * decoded / full)))

@@ -1,0 +1,105 @@
+"""Decoders of image files, called by their libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import torch
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from samestep.zoo.images.files import decode, file_errors, open_header
+from samestep.zoo.options import import_optional
+
+Decoder = Literal["pillow", "simplejpeg"]
+ReadImage = Callable[[Path | BytesIO, str], Any]  # from a file and its name in errors to an image for a transform
+SCALES = (8, 4, 2)  # divisors of height and width for which libjpeg-turbo has a fast reduced transform
+
+# EXIF orientation: whether height and width are exchanged, and which axes are flipped afterwards.
+_UPRIGHT: dict[int, tuple[bool, tuple[int, ...]]] = {
+    2: (False, (2,)),
+    3: (False, (1, 2)),
+    4: (False, (1,)),
+    5: (True, ()),
+    6: (True, (2,)),
+    7: (True, (1, 2)),
+    8: (True, (1,)),
+}
+
+
+def image_reader(decoder: Decoder) -> ReadImage:
+    """Return the function that reads images: as RGB images of Pillow, or as `EncodedImage`.
+
+    Raises:
+        RecipeError: the library of the decoder is not installed.
+    """
+    if decoder == "pillow":
+        return decode
+    library = import_optional(decoder, f"data.options.decoder {decoder}", extra="recipes")
+    return partial(EncodedImage, library.decode_jpeg)
+
+
+class EncodedImage:
+    """An image file in memory of which only the header is decoded, so that a crop can select the scale of its pixels.
+
+    RGB files of JPEG are decoded by simplejpeg. All other files, and damaged ones, are decoded by Pillow, with its
+    tolerance and its errors.
+
+    Attributes:
+        height: pixels of the upright image.
+        width: pixels of the upright image.
+
+    Raises:
+        DataError: the file is missing, damaged or no image; here, or when its pixels are decoded.
+        RunError: the disk or the network failed.
+    """
+
+    def __init__(self, decode_jpeg: Callable[..., Any], source: Path | BytesIO, name: str) -> None:
+        self._decode_jpeg, self._source, self._name = decode_jpeg, source, name
+        self._image: Image.Image | None = None
+        with file_errors(name, "an image"):
+            self._data = source.read_bytes() if isinstance(source, Path) else source.getvalue()
+            if self._reads_header():
+                is_transposed = _UPRIGHT.get(self._orientation, (False,))[0]
+                self.width, self.height = self._size[::-1] if is_transposed else self._size
+            else:
+                self._image = decode(source, name)
+                self.width, self.height = self._image.size
+
+    def _reads_header(self) -> bool:
+        """Read the header, and return whether simplejpeg supports the file."""
+        try:
+            with open_header(BytesIO(self._data)) as header:
+                is_supported = header.format in ("JPEG", "MPO") and header.mode == "RGB"
+                if is_supported:
+                    self._size, self._orientation = header.size, header.getexif().get(ExifTags.Base.Orientation, 1)
+                return is_supported
+        except UnidentifiedImageError:  # raised by `decode` with the name of the file
+            return False
+
+    def pixels(self, scale: int = 1) -> torch.Tensor:
+        """Return the upright RGB image `(3, height, width)` as unsigned bytes, with the channels last in memory.
+
+        Args:
+            scale: 1 or one of `SCALES`; height and width of a JPEG file are divided by it and rounded up. Other files
+                have their full size.
+        """
+        if self._image is None:
+            width, height = (-(-length // scale) for length in self._size)
+            try:
+                array = self._decode_jpeg(self._data, "RGB", min_height=height, min_width=width, min_factor=scale)
+                return _upright(torch.from_numpy(array).permute(2, 0, 1), self._orientation)
+            except ValueError:  # Pillow reads some damaged files, and has the errors of the others
+                self._image = decode(self._source, self._name)
+        return torch.from_numpy(numpy.array(self._image)).permute(2, 0, 1)
+
+
+def _upright(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Return `(3, height, width)` in the orientation of the camera; an unknown number is ignored, as by Pillow."""
+    is_transposed, flipped = _UPRIGHT.get(orientation, (False, ()))
+    pixels = pixels.transpose(1, 2) if is_transposed else pixels
+    return pixels.flip(flipped) if flipped else pixels
