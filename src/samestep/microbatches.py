@@ -61,6 +61,11 @@ def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
     return range(microbatches * before // total, microbatches * (before + shares[rank]) // total)
 
 
+def most_owned(microbatches: int, shares: Shares) -> int:
+    """Return the largest number of microbatches that a rank owns."""
+    return max(len(owned_microbatches(microbatches, shares, rank)) for rank in range(rank_count(shares)))
+
+
 def rank_count(shares: Shares) -> int:
     """Return the number of ranks that have the shares."""
     return shares if isinstance(shares, int) else len(shares)

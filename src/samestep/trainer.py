@@ -23,6 +23,7 @@ from samestep.data.loader import Loader
 from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
+from samestep.engine.merged import SEPARATE
 from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
@@ -93,6 +94,7 @@ class Trainer:
         self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
+        self._separate_reason: str | None = None  # as logged
         self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, engine.world.context.status.heartbeat)
         self._last_evaluation: dict[str, float] = {}
 
@@ -224,6 +226,9 @@ class Trainer:
             samples_per_second=round(self._timer.last_speed, 1),
             data_seconds=round(self._timer.last_wait, 6),
         )
+        if (reason := self._engine.separate_reason) != self._separate_reason:
+            self._separate_reason = reason
+            self.logger.log_event("note", text=f"{SEPARATE}: {reason}")
         if self._checksum_every and result.step % self._checksum_every == 0:
             self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
 

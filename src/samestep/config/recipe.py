@@ -170,6 +170,8 @@ class StepConfig(Constrained):
         seed: seed of every random state (microbatches, samples, order, initial weights).
         reduction: `exact` adds partial sums in one canonical tree: the same bits for every number of ranks; `fast` uses
             the backend's all-reduce: equal to rounding.
+        merge: with `reduction: fast`, `auto` computes the microbatches of a rank in one forward and backward, if the
+            model then computes each as alone, to rounding; `off` computes one after another, with less memory.
         batch_norm: `microbatch` normalizes each microbatch by its own statistics and averages running statistics over
             microbatches; `sync` normalizes by the statistics of the global batch.
         gather: `microbatch` computes the loss of each microbatch and adds them; `global` computes one loss from the
@@ -196,6 +198,7 @@ class StepConfig(Constrained):
 
     seed: Annotated[int, Ge(0), Lt(2**64)] = 0
     reduction: Reduction = "exact"
+    merge: Literal["auto", "off"] = "auto"
     batch_norm: BatchNorm = "microbatch"
     gather: Literal["microbatch", "global"] = "microbatch"
     clip_norm: Annotated[float, Gt(0)] | None = None

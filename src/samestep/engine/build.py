@@ -25,6 +25,7 @@ from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.loss import LossFunction
+from samestep.engine.merged import MergedRunner, why_separate
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
@@ -99,16 +100,16 @@ def build_components(
     consistency = _compare_ranks(
         model, optimizer, world, check_every, averaged, callbacks, is_whole=not local_parameters.is_divided
     )
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
-    scaler = scaler if previous is None else previous.runner.scaler
+    scaler = _scaler(config, world) if previous is None else previous.runner.scaler
 
     forward = _microbatch_forward(model, loss, config, world, callbacks)
     strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
-    kind = _runner_class(strategy, world, config, sync_batch_norm=sync_batch_norm)
+    kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
+    runner.separate_reason = reason
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
     witness = Witness(witness_every, runner, world, previous and previous.witness) if witness_every else None
     return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency, witness)
@@ -146,6 +147,10 @@ def _compare_ranks(
     return consistency
 
 
+def _scaler(config: StepConfig, world: World) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+
+
 def _evaluation_outputs(
     model: torch.nn.Module, forward: MicrobatchForward, strategy: Strategy, world: World
 ) -> EvaluationOutputs:
@@ -154,14 +159,23 @@ def _evaluation_outputs(
     return EvaluationOutputs(model, forward, world.data)
 
 
-def _runner_class(strategy: Strategy, world: World, config: StepConfig, *, sync_batch_norm: bool) -> type[StepRunner]:
+def _runner_class(
+    strategy: Strategy, world: World, config: StepConfig, witness_every: int | None, *, sync_batch_norm: bool
+) -> tuple[type[StepRunner], str | None]:
+    """Return the class of the runner, and the reason for which it computes no microbatches together, if it could."""
+    merges = config.reduction == "fast" and config.merge == "auto"
+    is_witnessed = witness_every is not None
+    reason = why_separate(config, world, strategy, sync_batch_norm=sync_batch_norm, is_witnessed=is_witnessed)
+    kind: type[StepRunner] = MergedRunner if merges and reason is None else SequentialRunner
     if isinstance(strategy, PipelineStrategy):
-        return PipelineRunner
-    if world.strategy.name == "dp":
-        return DataParallelRunner
-    if sync_batch_norm:
-        return SyncBatchNormRunner
-    return GlobalLossRunner if config.gather == "global" else SequentialRunner
+        kind = PipelineRunner
+    elif world.strategy.name == "dp":
+        kind = DataParallelRunner
+    elif sync_batch_norm:
+        kind = SyncBatchNormRunner
+    elif config.gather == "global":
+        kind = GlobalLossRunner
+    return kind, reason if merges else None
 
 
 def _averaged_weights(

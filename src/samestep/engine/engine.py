@@ -32,6 +32,7 @@ from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_
 from samestep.engine.witness import Witness
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
+from samestep.microbatches import most_owned
 from samestep.strategies.local_parameters import closure_error
 
 
@@ -94,6 +95,7 @@ class Engine:
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
+        self._most_owned = 0  # microbatches of a rank in the present step
         self._metrics = metrics
         objects = as_metrics(deepcopy(metrics), ignore_index=as_step_loss(loss).ignore_index)
         self._training_values = TrainingValues(objects) if objects else None
@@ -177,6 +179,7 @@ class Engine:
             self._set_forward(forward)
             number = self.world.context.engine_numbers.step(self._index)
             self.number = number if self._number is None else self._number
+            self._most_owned = most_owned(batch.microbatches, self.world.data.shares)
             result = self._step(batch, save)
             self._components.consistency.end_step(result.step)
             return result
@@ -197,6 +200,11 @@ class Engine:
         runner.forward.function = function
         # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
         runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
+
+    @property
+    def separate_reason(self) -> str | None:
+        """Reason for which `merge: auto` computed the microbatches of a rank one after another in the last step."""
+        return self._components.runner.separate_reason if self._most_owned > 1 else None
 
     @property
     def _witness(self) -> Witness | None:

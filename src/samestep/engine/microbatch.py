@@ -229,6 +229,7 @@ class StepRunner(ABC):
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
+        self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another
         self.generators = SeededGenerators(self.world.device)
         self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 

@@ -13,6 +13,7 @@ from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
+from samestep.engine.merged import SEPARATE
 from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
@@ -52,6 +53,7 @@ class LoopEvents(Callback):
         self._position: dict[str, int] = {}  # epoch of the last batch with a loader, and its number of steps
         self._local_samples = 0
         self._has_config = self._is_stopped = False
+        self._separate_reason: str | None = None  # as logged
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -115,6 +117,9 @@ class LoopEvents(Callback):
         if is_due or result.skipped:
             self._logged[name] = now
             self._flush()
+        if (reason := engine.separate_reason) != self._separate_reason:
+            self._separate_reason = reason
+            self._logger.log_event("note", text=f"{SEPARATE}: {reason}")
         if self._checksum_every and result.step % self._checksum_every == 0:
             self._log_checksum(engine)
 

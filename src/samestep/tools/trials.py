@@ -203,7 +203,7 @@ def rank_speeds(recipe: Recipe, options: RunOptions, steps: int) -> list[float] 
     Each rank has at least two microbatches. Loading counts in proportion to the number of microbatches. Return None if
     a stop was requested.
     """
-    timer = _MicrobatchTimer()
+    timer, recipe = _MicrobatchTimer(), replace(recipe, step=replace(recipe.step, merge="off"))
     process_state.callbacks.append(timer)
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)

@@ -1,0 +1,165 @@
+"""Several microbatches of a rank in one forward and backward, under `reduction: fast`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from samestep.config import StepConfig
+from samestep.data.batch import GlobalBatch, Microbatch, channels_last
+from samestep.distributed.rng import derive_seed, generator_state
+from samestep.distributed.world import World, all_gather
+from samestep.engine.batch_statistics import may_have_one_value, uses_batch_statistics
+from samestep.engine.buffers import copy_tensors
+from samestep.engine.joined_rows import join, split, why_not_joined
+from samestep.engine.loss import Loss
+from samestep.engine.merge_check import MergeCheck
+from samestep.engine.merged_functions import MergedFunctions
+from samestep.engine.microbatch import TRAINING, SequentialRunner, call_model
+from samestep.engine.step_stats import LocalStats
+from samestep.errors import InputError
+from samestep.microbatches import most_owned
+from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.reduction import MicrobatchTree
+from samestep.strategies.strategy import SingleStrategy, Strategy
+
+SEPARATE = "the microbatches of a rank are computed one after another"
+
+
+class MergedRunner(SequentialRunner):
+    """Computes the microbatches of a rank in one forward and backward, if the model computes them as each alone.
+
+    The first step with several microbatches on a rank decides. A step whose inputs have different shapes, or in which a
+    microbatch has no samples, is computed one microbatch after another.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._is_merged: bool | None = None  # None: not decided
+
+    def joins_check(self, batch: GlobalBatch) -> bool:
+        return super().joins_check(batch) and not self._decides(batch)
+
+    def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
+        if self.forward.function is not None:
+            self.separate_reason = "a forward function"
+        if self._decides(batch):
+            self._decide(batch, position)
+        if self._is_merged and self._fits(batch):
+            return self._compute_merged(batch, position, save=save)
+        return super().compute(batch, position, save=save)
+
+    def _decides(self, batch: GlobalBatch) -> bool:
+        """Return whether the ranks decide in this step; equal on every rank."""
+        is_candidate = self._is_merged is None and self.forward.function is None
+        return is_candidate and most_owned(batch.microbatches, self.world.data.shares) > 1
+
+    def _decide(self, batch: GlobalBatch, position: int) -> None:
+        """Check the model with samples of this rank, and decide for all ranks; a collective."""
+        microbatches = [one for one in batch.local_microbatches if one.size]
+        own: str | None = ""  # not checked
+        if len(microbatches) > 1 and self._has_statistics(batch):
+            self.buffers.begin(batch.microbatches)
+            with self.generators.preserved(), self.undo_on_failure():
+                own = MergeCheck(self.model, self.forward, position).reason(microbatches)
+            self.buffers.restore()
+        reasons = all_gather(own, self.world.data)
+        self.separate_reason = next(filter(None, reasons), None)
+        if self.separate_reason is not None or None in reasons:  # some rank has checked
+            self._is_merged = self.separate_reason is None
+
+    def _has_statistics(self, batch: GlobalBatch) -> bool:
+        """Return whether each microbatch of this rank has enough samples for batch norm."""
+        if may_have_one_value(batch, self.model):
+            return False
+        return all(one.size > 1 for one in batch.local_microbatches) or not uses_batch_statistics(self.model)
+
+    def _fits(self, batch: GlobalBatch) -> bool:
+        microbatches = batch.local_microbatches
+        if self.forward.function is not None or batch.fillers or len(microbatches) < 2:
+            return False
+        if not all(one.size for one in microbatches) or not self._has_statistics(batch):
+            return False
+        inputs, sizes = [one.pair[0] for one in microbatches], [one.size for one in microbatches]
+        return why_not_joined(inputs, sizes) is None
+
+    def _compute_merged(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
+        strategy, total = self.strategy, None
+        tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
+        self.buffers.begin(batch.microbatches)
+        merged = strategy.microbatch(tree, batch.local_microbatches[-1].number, last=True)
+        with self.generators.preserved(), self.undo_on_failure(), merged:
+            losses = self._losses(batch.local_microbatches, position, stats)
+            self.world.context.status.end_compute(len(batch.local_microbatches))
+            total = self.sum_stats(tree, stats, save) if self._is_checked else None
+            roots = [self.roots(loss.sum, batch.size) for loss in losses]
+            torch.autograd.backward(
+                [tensor for tensors, _ in roots for tensor in tensors],
+                [gradient for _, gradients in roots for gradient in gradients],
+            )
+            if not strategy.defers_gradients:
+                self.require_gradients(self.names)
+        self._is_checked = True
+        return self.finish(tree, total or self.sum_stats(tree, stats, save))
+
+    def _losses(self, microbatches: Sequence[Microbatch], position: int, stats: LocalStats) -> list[Loss]:
+        """Return the loss of each microbatch, and add statistics and buffers of each to `stats`."""
+        for microbatch in microbatches:
+            for callback in self.callbacks:
+                callback.begin_microbatch(microbatch)
+        forward, losses = self.forward, list[Loss]()
+        sizes = [microbatch.size for microbatch in microbatches]
+        functions = MergedFunctions(
+            sizes, [derive_seed(TRAINING, forward.seed, position, microbatch.number) for microbatch in microbatches]
+        )
+        inputs = join([microbatch.pair[0] for microbatch in microbatches])
+        inputs = channels_last(inputs) if forward.config.channels_last else inputs
+        with forward.outside.unchanged(None), forward.context(TRAINING, position, microbatches[0].number):
+            before = generator_state()
+            with functions:
+                outputs = call_model(self.strategy.module, inputs)
+            parts = split(outputs, sizes)
+            for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
+                losses.append(forward.combine(microbatch, forward.losses_of_outputs(microbatch, part)))
+                self._add(stats, microbatch, losses[-1], functions, number, last=microbatch is microbatches[-1])
+            if generator_state() != before:
+                raise _random_error()
+        for microbatch, part, loss in zip(microbatches, parts, losses, strict=True):
+            for callback in self.callbacks:
+                callback.end_microbatch(forward.with_targets(microbatch), part, loss)
+        return losses
+
+    def _add(
+        self, stats: LocalStats, microbatch: Microbatch, loss: Loss, functions: MergedFunctions, row: int, *, last: bool
+    ) -> None:
+        with torch.no_grad():
+            pairs = [pair for running in functions.running for pair in running.rows(row)]
+            copy_tensors([buffer for buffer, _ in pairs], [values for _, values in pairs])
+        stats.add(microbatch.number, loss, self.buffers.read(microbatch.number, last=last))
+
+
+def why_separate(
+    config: StepConfig, world: World, strategy: Strategy, *, sync_batch_norm: bool, is_witnessed: bool
+) -> str | None:
+    """Return the option for which the microbatches of a rank are computed one after another; None if there is none."""
+    options = {
+        f"strategy {strategy.name}": not isinstance(strategy, SingleStrategy | DdpStrategy),
+        f"strategy {world.strategy.name}": world.strategy.name in ("dp", "device_map"),
+        "step.batch_norm: sync": sync_batch_norm,
+        "step.gather: global": config.gather == "global",
+        "step.compile": config.compile,
+        "step.recompute": bool(config.recompute),
+        "step.tensor_slices": config.tensor_slices > 1,
+        "witnessed steps": is_witnessed,
+    }
+    return next((option for option, is_set in options.items() if is_set), None)
+
+
+def _random_error() -> InputError:
+    return InputError(
+        "the forward of several microbatches drew random numbers that the first step did not draw",
+        expected="random functions of torch for tensors with the samples in the first dimension",
+        fix="StepConfig(merge='off') (step.merge: off in a recipe)",
+        code="E_MERGE",
+    )
