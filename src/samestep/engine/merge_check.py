@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     name: str
     outputs: list[torch.Tensor]
-    has_drawn: bool  # from the generators of the process
+    effects: tuple[bool, bool]  # so far: draws from the generators of the process, and reads by the host
 
 
 class Computed(NamedTuple):
@@ -94,7 +94,7 @@ class MergeCheck:
         outputs, states, gradients, start = [], [], list[list[torch.Tensor | None]](), _buffers(replica.module)
         for microbatch in microbatches:
             _set_buffers(replica.module, start)
-            with self._context(microbatch), _recorded_calls(names, calls.append, self._device):
+            with self._context(microbatch), _recorded_calls(names, calls.append, lambda: (False, False)):
                 outputs.append(call_model(replica.module, microbatch.pair[0]))
             gradients.append(_gradients(self._loss(microbatch, outputs[-1]), replica))
             states.append(_state(replica.module))
@@ -107,21 +107,25 @@ class MergeCheck:
         seeds = [
             derive_seed(TRAINING, self._forward.seed, self._position, microbatch.number) for microbatch in microbatches
         ]
-        functions, recorded = MergedFunctions(sizes, seeds), list[list[Call]]()
+        functions, recorded = MergedFunctions(replica.module, sizes, seeds), list[list[Call]]()
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         with self._context(microbatches[0]):
             before = _random_state(self._device)
-            with _recorded_calls(names, recorded.append, self._device), functions:
+
+            def effects() -> tuple[bool, bool]:
+                return _random_state(self._device) != before, functions.has_read
+
+            with _recorded_calls(names, recorded.append, effects), functions:
                 outputs = call_model(replica.module, inputs)
             calls += recorded[0]
-            if _random_state(self._device) != before:
-                name = next((call.name for call in calls if call.has_drawn), "the model")
-                return f"{name} draws random numbers for all samples together"
+            if any(effects()):
+                name, what = next((call.name, call.effects) for call in calls if any(call.effects))
+                return f"{name} {'draws random numbers' if what[0] else 'reads values'} for all samples at once"
             if not has_rows(outputs, sum(sizes)):
                 return "the outputs are not tensors with rows for each sample"
             parts = split(outputs, sizes)
             losses = [self._loss(one, part) for one, part in zip(microbatches, parts, strict=True)]
-            if _random_state(self._device) != before:
+            if effects()[0]:
                 return "the loss draws random numbers"
         state, states = _state(replica.module), []
         buffers = {id(buffer): name for name, buffer in replica.module.named_buffers()}
@@ -200,17 +204,17 @@ def _random_state(device: torch.device) -> tuple[object, ...]:
 
 @contextmanager
 def _recorded_calls(
-    names: Mapping[nn.Module, str], add: Callable[[list[Call]], None], device: torch.device
+    names: Mapping[nn.Module, str], add: Callable[[list[Call]], None], effects: Callable[[], tuple[bool, bool]]
 ) -> Iterator[None]:
     """Record the calls of modules inside the block, in the order of their ends."""
-    calls, before = list[Call](), _random_state(device)
+    calls = list[Call]()
 
     def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             tensors = [tensor.detach().clone() for tensor in tensors_of(outputs)]
             name = names.get(module)
             label = f"the layer {name} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-            calls.append(Call(label, tensors, _random_state(device) != before))
+            calls.append(Call(label, tensors, effects()))
 
     handles = [module.register_forward_hook(record) for module in names]
     try:

@@ -110,9 +110,8 @@ class MergedRunner(SequentialRunner):
                 callback.begin_microbatch(microbatch)
         forward, losses = self.forward, list[Loss]()
         sizes = [microbatch.size for microbatch in microbatches]
-        functions = MergedFunctions(
-            sizes, [derive_seed(TRAINING, forward.seed, position, microbatch.number) for microbatch in microbatches]
-        )
+        seeds = [derive_seed(TRAINING, forward.seed, position, microbatch.number) for microbatch in microbatches]
+        functions = MergedFunctions(self.model, sizes, seeds)
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         inputs = channels_last(inputs) if forward.config.channels_last else inputs
         with forward.outside.unchanged(None), forward.context(TRAINING, position, microbatches[0].number):
@@ -123,8 +122,8 @@ class MergedRunner(SequentialRunner):
             for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
                 losses.append(forward.combine(microbatch, forward.losses_of_outputs(microbatch, part)))
                 self._add(stats, microbatch, losses[-1], functions, number, last=microbatch is microbatches[-1])
-            if generator_state() != before:
-                raise _random_error()
+            if functions.has_read or generator_state() != before:
+                raise _changed_error(has_read=functions.has_read)
         for microbatch, part, loss in zip(microbatches, parts, losses, strict=True):
             for callback in self.callbacks:
                 callback.end_microbatch(forward.with_targets(microbatch), part, loss)
@@ -143,10 +142,11 @@ def why_separate(
     config: StepConfig, world: World, strategy: Strategy, *, sync_batch_norm: bool, is_witnessed: bool
 ) -> str | None:
     """Return the option for which the microbatches of a rank are computed one after another; None if there is none."""
+    is_replicated = isinstance(strategy, SingleStrategy | DdpStrategy)
     options = {
-        f"strategy {strategy.name}": not isinstance(strategy, SingleStrategy | DdpStrategy),
-        f"strategy {world.strategy.name}": world.strategy.name in ("dp", "device_map"),
         "step.batch_norm: sync": sync_batch_norm,
+        "several devices of a rank": world.strategy.name in ("dp", "device_map"),
+        f"strategy {strategy.name}": not is_replicated,
         "step.gather: global": config.gather == "global",
         "step.compile": config.compile,
         "step.recompute": bool(config.recompute),
@@ -156,10 +156,12 @@ def why_separate(
     return next((option for option, is_set in options.items() if is_set), None)
 
 
-def _random_error() -> InputError:
+def _changed_error(*, has_read: bool) -> InputError:
     return InputError(
-        "the forward of several microbatches drew random numbers that the first step did not draw",
-        expected="random functions of torch for tensors with the samples in the first dimension",
+        f"the forward of several microbatches {'read values' if has_read else 'drew random numbers'} for all of them "
+        "at once, which the first step did not",
+        expected="random functions of torch for tensors with the samples in the first dimension, and no branch that "
+        "depends on values of samples, such as `if x.max() > 1:`",
         fix="StepConfig(merge='off') (step.merge: off in a recipe)",
         code="E_MERGE",
     )

@@ -7,6 +7,7 @@ functions with the random state of each microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from torch.overrides import TorchFunctionMode
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.strategies.random_functions import is_random
 
+# Reads of values by the host, on which its control flow can depend.
+_READS = {
+    *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__contains__),
+    *(torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose),
+}
 _CREATED = {torch.rand, torch.randn}  # random functions of a size
 _INPLACE = 3  # position of the argument `inplace` of dropout functions
 _DROPOUTS = {
@@ -47,15 +54,18 @@ class MergedFunctions(TorchFunctionMode):
     function draws for tensors with the samples in the first dimension. Others draw from the process's generators.
 
     Args:
+        model: the model, whose own state may be read by the host.
         sizes: samples of each microbatch.
         seeds: seed of the random state of each microbatch.
 
     Attributes:
         running: running statistics of layers, in the order of their calls; the layers' own stay unchanged.
+        has_read: the host has read values that can depend on samples of several microbatches.
     """
 
-    def __init__(self, sizes: Sequence[int], seeds: Sequence[int]) -> None:
+    def __init__(self, model: torch.nn.Module, sizes: Sequence[int], seeds: Sequence[int]) -> None:
         super().__init__()
+        self._model, self.has_read = model, False
         self._sizes, self._seeds = list(sizes), seeds
         self._samples = sum(sizes)
         self._running: dict[int, Running] = {}
@@ -75,6 +85,9 @@ class MergedFunctions(TorchFunctionMode):
             return self._created(func, args, kwargs)
         if is_random(func, args, kwargs):
             return self._random(func, args, kwargs)
+        if func in _READS:
+            own = chain(self._model.buffers(), self._model.parameters())
+            self.has_read |= not any(tensor is args[0] for tensor in own)
         return func(*args, **kwargs)
 
     def _batch_norm(
