@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.distributed.allocator import keep_freed_memory
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -98,6 +99,7 @@ def start(
     else:
         own = _create_process_group(worker, device, timeout, status, strategy, share_gpu=share_gpu)
     _set_determinism(reduction, threads)
+    keep_freed_memory()
     stop = _stop_request(worker)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     context = RunContext(status, stop, check, callbacks=process_state.callbacks)

@@ -194,7 +194,7 @@ def differences(folder: Path, parts: Sequence[str]) -> dict[str, tuple[str, str]
     return {part: one and (one["quantity"], one["cause"]) for part, one in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_first_difference_from_one_process(tmp_path: Path) -> None:
     parts = ("batch", "dropout", "scale")
     expected = {part: CAUSES[part] for part in parts}

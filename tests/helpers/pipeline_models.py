@@ -80,12 +80,6 @@ class Draws(nn.Module):
         return outputs
 
 
-def wide() -> nn.Module:
-    """Return a model with parameters that are large enough for early addition."""
-    layers = [layer for _ in range(7) for layer in (nn.Linear(300, 300), nn.ReLU(), nn.Dropout(0.1))]
-    return nn.Sequential(nn.Linear(12, 300), *layers, nn.Linear(300, CLASSES))
-
-
 class SharedFunction(nn.Module):
     """Model with a function of a parameter that several stages use, and a parameter that several stages use twice."""
 
@@ -130,7 +124,6 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
     "layouts": (Layouts, points, {}),
     "draws": (lambda: nn.Sequential(*(Draws(12) for _ in range(3)), nn.Linear(12, CLASSES)), points, {}),
     "shared function": (SharedFunction, points, {}),
-    "wide": (wide, points, {}),
     "first frozen": (partial(HalfFrozen, ("blocks.4", "last")), points, {}),
     "last frozen": (partial(HalfFrozen, ("first", "norm", "blocks.0")), points, {}),
 }

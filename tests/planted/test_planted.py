@@ -72,8 +72,8 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 
 
 def marked(names: Sequence[str]) -> list[Any]:
-    """Mark every sixth test as slow, the others as long."""
-    marks = {name: pytest.mark.long if index % 6 else pytest.mark.slow for index, name in enumerate(names)}
+    """Mark every ninth test as slow, the others as long."""
+    marks = {name: pytest.mark.long if index % 9 else pytest.mark.slow for index, name in enumerate(names)}
     return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
 
 

@@ -120,9 +120,6 @@ class _Work:
         self.results[slot] = (outputs, losses)
         return losses[0].sum
 
-    def begin_backward(self, slot: int) -> None:
-        """Prepare the backward of one stage; an evaluation has none."""
-
     def end_backward(self, slot: int, stage: int) -> None:
         """Take the gradients of one stage; an evaluation has none."""
 
@@ -158,12 +155,9 @@ class _TrainingWork(_Work):
         # At the scale of a mean, as in `StepRunner.backward`; the engine corrects the divisor to the count.
         return self._runner.scaler.scale(loss.sum) * (1 / self._tree.samples)
 
-    def begin_backward(self, slot: int) -> None:
-        self._runner.strategy.begin_backward(self._tree, self._microbatches[slot].number)
-
     def end_backward(self, slot: int, stage: int) -> None:
         number, strategy = self._microbatches[slot].number, self._runner.strategy
-        self._runner.require_gradients(strategy.required(stage), number)
+        self._runner.require_gradients(strategy.stage_names[stage], number)
         strategy.end_backward(self._tree, number, slot, stage)
 
 

@@ -321,31 +321,13 @@ class Reduction(ABC):
 
 
 class ExactReduction(Reduction):
-    """Sum in one fixed tree over microbatches: the bits do not depend on the number of ranks.
-
-    With `keeps_memory`, sums of a step are in the memory of those of the step before. The allocator of a CPU returns
-    freed memory to the system, and new pages cost more than the additions.
-    """
-
-    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
-        super().__init__(world, parameters)
-        self.keeps_memory = False
-        self._free: list[Tensors] = []
+    """Sum in one fixed tree over microbatches: the bits do not depend on the number of ranks."""
 
     def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
         # Early addition bounds the memory to one set of gradients per level of the tree. Earlier sums come last: a
         # filler, which has the number of a microbatch, must not replace its gradients.
         leaf, gradients = (microbatch, microbatch + 1), self._take_gradients()
-        before = list(self._sums.values())
         self._sums = self._merge(tree, {leaf: gradients, **self._sums}, _add_to_left)
-        if not self.keeps_memory:
-            return
-        kept = [id(tensors) for tensors in self._sums.values()]
-        self._free += [tensors for tensors in before if id(tensors) not in kept]
-        if self._sums.get(leaf) is gradients and self._free:
-            # The next gradients reuse the memory of these, which is in the cache of the processor.
-            torch._foreach_copy_(self._free[-1], gradients)
-            self._sums[leaf] = self._free.pop()
 
     def reduce_bucket(
         self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor

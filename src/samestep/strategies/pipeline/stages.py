@@ -71,9 +71,6 @@ class StageWork(Protocol):
     def end(self, slot: int, outputs: Any) -> torch.Tensor:
         """Return the scalar loss from the model's outputs; called on the rank of the last stage."""
 
-    def begin_backward(self, slot: int) -> None:
-        """Prepare the backward of one stage."""
-
     def end_backward(self, slot: int, stage: int) -> None:
         """Take the gradients of one stage from `.grad`."""
 
@@ -232,8 +229,6 @@ class PipelineStages:
 
     def begin_backward(self, stage: int, chunk: int) -> None:
         """Receive the gradients of shared weights from later stages."""
-        assert self._work is not None
-        self._work.begin_backward(self._slots[chunk])
         self.shared.receive(stage, self._slots[chunk])
 
     def end_backward(self, stage: int, chunk: int) -> None:

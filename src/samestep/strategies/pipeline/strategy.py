@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from samestep.errors import InputError
 from samestep.strategies.buckets import flatten, unflatten
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
-from samestep.strategies.pipeline.early_gradients import EarlyGradients
 from samestep.strategies.pipeline.partition import partition_model
 from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.shared_weights import SharedWeights, pipeline_group
 from samestep.strategies.pipeline.stages import PipelineStages
-from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
+from samestep.strategies.reduction import MicrobatchTree, Node
 from samestep.strategies.strategy import DeferredStrategy, TensorFuture
 
 
@@ -175,11 +173,11 @@ class PipelineStrategy(DeferredStrategy):
     """Microbatches pass through the stages; then ranks with the same stage sum its gradients.
 
     The gradients of each microbatch are taken at the end of its backward in a stage and added in the order of the
-    reduction; those of large parameters during the backward, while they are in the processor's cache. A weight that
-    several stages use belongs to the first of them.
+    reduction. A weight that several stages use belongs to the first of them.
 
     Attributes:
         stages: of this rank.
+        stage_names: trained parameters of each stage of this rank as the model has them, with the model's names.
     """
 
     defers_gradients = True
@@ -192,15 +190,13 @@ class PipelineStrategy(DeferredStrategy):
         self.stages, self._pipeline = local_parameters.stages, local_parameters.stages.world
         used = self.stages.partition.gradient_stages
         modules = {name: parameter for parameter, name in local_parameters.module_names.items()}
-        self._names = {
+        self.stage_names = {
             stage: {p: name for name, p in modules.items() if used[name][0] == stage} for stage in self.stages.own
         }
-        self._early = EarlyGradients([p for name, p in modules.items() if len(used[name]) == 1], build)
-        self._reductions = {}
-        for stage, of_stage in self._names.items():
-            late = [local_parameters.local[name] for p, name in of_stage.items() if p not in self._early.reductions]
-            if late:
-                self._reductions[stage] = build(late)
+        self._reductions = {
+            stage: build([local_parameters.local[name] for name in of_stage.values()])
+            for stage, of_stage in self.stage_names.items()
+        }
         self.stages.shared = SharedWeights(used, modules, local_parameters.trained, self._pipeline, world)
         self._copies = []
         owner = {name: stages[0] for name, stages in used.items()}
@@ -209,27 +205,11 @@ class PipelineStrategy(DeferredStrategy):
             if group is not None:
                 self._copies.append(([local_parameters.local[name] for name in names], source, group))
 
-    def begin_backward(self, tree: MicrobatchTree, microbatch: int) -> None:
-        """Prepare the backward of a microbatch in one stage."""
-        self._early.begin(tree, microbatch)
-
-    def required(self, stage: int) -> dict[nn.Parameter, str]:
-        """Return the parameters of a stage with their names whose gradients are not yet taken."""
-        return {p: name for p, name in self._names[stage].items() if p not in self._early.taken}
-
     def end_backward(self, tree: MicrobatchTree, microbatch: int, slot: int, stage: int) -> None:
         """Move the gradients of a microbatch in one stage from `.grad` to the sums of this rank."""
-        self._early.end()
         self._local_parameters.take_gradients()
         self.stages.shared.send(stage, slot)
-        for reduction in self._of_stage(stage):
-            reduction.accumulate(tree, microbatch)
-
-    def _of_stage(self, stage: int) -> Iterator[Reduction]:
-        """Iterate over the reductions of a stage, without those that have the gradients of the microbatch already."""
-        if stage in self._reductions:
-            yield self._reductions[stage]
-        yield from (self._early.reductions[p] for p in self.required(stage) if p in self._early.reductions)
+        self._reductions[stage].accumulate(tree, microbatch)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         if vectors:
@@ -239,21 +219,16 @@ class PipelineStrategy(DeferredStrategy):
             vectors = dict(zip(vectors, rows, strict=True))
         return super().sum_vectors(tree, vectors, length)
 
-    def close(self) -> None:
-        self._early.close()
-
     def abandon(self) -> None:
-        for reduction in chain(self._reductions.values(), self._early.reductions.values()):
+        for reduction in self._reductions.values():
             reduction.clear()
-        self._early.end()
         self.stages.shared.clear()
         super().abandon()
 
     def finish(self, tree: MicrobatchTree) -> None:
         self.stages.shared.finish()
-        for reduction in chain(self._reductions.values(), self._early.reductions.values()):
+        for reduction in self._reductions.values():
             reduction.set_total(tree)
-        self._early.end_step()
         for parameters, source, group in self._copies:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = flatten(gradients, parameters)
