@@ -98,8 +98,7 @@ def start(
         own = adopt_process_group(device, timeout, strategy, share_gpu=share_gpu)
     else:
         own = _create_process_group(worker, device, timeout, status, strategy, share_gpu=share_gpu)
-    _set_determinism(reduction, threads)
-    keep_freed_memory()
+    _configure_process(reduction, threads)
     stop = _stop_request(worker)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     context = RunContext(status, stop, check, callbacks=process_state.callbacks)
@@ -342,7 +341,8 @@ def _select_devices(
     return device, [] if share_gpu else gpu_uuids(device, per_rank)
 
 
-def _set_determinism(reduction: Reduction, threads: int) -> None:
+def _configure_process(reduction: Reduction, threads: int) -> None:
+    keep_freed_memory()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(reduction == "exact")
     # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
