@@ -1,24 +1,57 @@
-"""What `batch_norm: sync` costs beside `microbatch`: the same steps by turns, in the same processes."""
+"""What `batch_norm: sync` costs beside `microbatch`: the same steps by turns, in the same processes.
+
+Also the bare cost of as many small all-gathers as a step has exchanges, by the backend and by the sockets of
+`samestep.distributed.local_sockets`: the lower limit of `sync`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import resource
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from machine import Spread, describe_machine, machine_line, markdown_table, save
 from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
 from samestep.config import BatchNorm, StepConfig
+from samestep.distributed.local_sockets import connect_locally
+from samestep.distributed.world import World, all_gather
+from samestep.engine.batch_norm import norm_layers
 
 WORDS: tuple[BatchNorm, ...] = ("microbatch", "sync")
 Found = dict[str, Any]
 
 
-def measure(model: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Found:
+def processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Turn:
+    """Seconds, and processor seconds of all ranks, of a block that all ranks run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> Turn:
+        self._world.barrier()
+        self._began, self._processor = time.perf_counter(), processor_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._world.barrier()
+        self.seconds = time.perf_counter() - self._began
+        self.processor = sum(all_gather(processor_seconds() - self._processor, self._world))
+
+
+def measure(model: str, batch_size: int, per_rank: int, rounds: int, steps: int) -> Found:
     """Seconds a step, by word and round, on rank 0; what `samestep.launch` runs in each rank."""
     with samestep.start(device="cpu") as world:
         contenders = {}
@@ -27,7 +60,7 @@ def measure(model: str, batch_size: int, microbatches: int, rounds: int, steps: 
             rules = StepConfig(batch_norm=word)
             engine = samestep.Engine(net, build_optimizer(net), samestep.cross_entropy, world=world, config=rules)
             loader = samestep.loader(
-                build_dataset(), batch_size=batch_size, microbatches=microbatches, world=world, num_workers=0
+                build_dataset(), batch_size=batch_size, microbatches=per_rank * world.size, world=world, num_workers=0
             )
             batches = [batch for batch, _ in zip(loader, range(steps), strict=False)]
             contenders[word] = (engine, batches)
@@ -37,23 +70,63 @@ def measure(model: str, batch_size: int, microbatches: int, rounds: int, steps: 
                 engine.step(batch)
             peaks[word] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         times: dict[str, list[float]] = {word: [] for word in WORDS}
-        for turn in range(rounds):
-            for word in WORDS if turn % 2 == 0 else WORDS[::-1]:
+        processor: dict[str, list[float]] = {word: [] for word in WORDS}
+        bare: dict[str, list[float]] = {}
+        gathers = all_gathers(world, contenders["sync"][0].model, per_rank)
+        for number in range(rounds):
+            for word in WORDS if number % 2 == 0 else WORDS[::-1]:
                 engine, batches = contenders[word]
-                world.barrier()
-                began = time.perf_counter()
-                for batch in batches:
-                    engine.step(batch)
-                world.barrier()
-                times[word].append((time.perf_counter() - began) / steps)
-        return {"times": times, "growth": peaks["sync"] - peaks["microbatch"]}
+                with Turn(world) as turn:
+                    for batch in batches:
+                        engine.step(batch)
+                times[word].append(turn.seconds / steps)
+                processor[word].append(turn.processor / steps)
+            for name, gather in gathers.items():
+                with Turn(world) as turn:
+                    gather()
+                bare.setdefault(name, []).append(turn.processor)
+        growth = peaks["sync"] - peaks["microbatch"]
+        return {"times": times, "processor": processor, "bare": bare, "growth": growth}
 
 
-def row(found: Found, name: str) -> list[str]:
-    times = found["times"]
-    ratio = Spread.of([sync / microbatch for microbatch, sync in zip(times["microbatch"], times["sync"], strict=True)])
+def all_gathers(world: World, model: torch.nn.Module, rows: int) -> dict[str, Callable[[], None]]:
+    """Return the bare all-gathers of a step, which has two for each norm layer, by transport."""
+    layers = norm_layers(model)
+    width = 2 * max(layer.num_features for layer in layers.values())
+    own = torch.zeros(rows, width, dtype=torch.float64)
+    received = torch.zeros(world.size, rows, width, dtype=torch.float64)
+    sockets, ranks, count = connect_locally(world), range(world.size), 2 * len(layers)
+
+    def by_backend() -> None:
+        for _ in range(count):
+            dist.all_gather(list(received), own)
+
+    def by_sockets() -> None:
+        assert sockets is not None
+        for _ in range(count):
+            sockets.all_gather(own, received, ranks)
+
+    return {"backend": by_backend, "sockets": by_sockets} if world.size > 1 else {}
+
+
+def row(found: Found, name: str, per_rank: int) -> list[str]:
+    times, processor = found["times"], found["processor"]
     medians = [f"{1000 * Spread.of(times[word]).median:.0f}" for word in WORDS]
-    return [name, *medians, f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})", f"{found['growth']:+.0f}"]
+    bare = [f"{1000 * Spread.of(found['bare'][name]).median:.0f}" for name in ("backend", "sockets") if found["bare"]]
+    return [
+        name,
+        str(per_rank),
+        *medians,
+        ratios(times),
+        ratios(processor),
+        *(bare or ["", ""]),
+        f"{found['growth']:+.0f}",
+    ]
+
+
+def ratios(values: dict[str, list[float]]) -> str:
+    ratio = Spread.of([sync / other for other, sync in zip(values["microbatch"], values["sync"], strict=True)])
+    return f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})"
 
 
 def main() -> None:
@@ -61,36 +134,40 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--models", nargs="+", default=["resnet", "small"])
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--per-rank", type=int, nargs="+", default=[1, 2], help="microbatches of each process")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=3, help="steps a turn")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "batch_norm.json")
     options = parser.parse_args()
     machine = describe_machine()
-    results: dict[str, dict[int, Found]] = {}
-    header = ["processes", "microbatch, ms a step", "sync, ms a step", "ratio, median (quartiles)", "MiB a rank more"]
+    results: dict[str, dict[str, Found]] = {}
+    header = [
+        "processes",
+        "microbatches per process",
+        "microbatch, ms a step",
+        "sync, ms a step",
+        "ratio, median (quartiles)",
+        "ratio of processor time",
+        "bare all-gathers of gloo, processor ms",
+        "by sockets",
+        "MiB a rank more",
+    ]
     parts = [
         "# Batch norm over all microbatches beside batch norm by microbatch",
         machine_line(machine),
-        f"Global batch {options.batch_size} in {options.microbatches} microbatches, one thread a process, `exact`, "
-        f"{options.rounds} rounds in which\nboth have a turn of some steps in the same processes. "
-        "Ratios are taken round by round. The last column is\nby how much the first steps with `sync` raised "
-        "the peak memory of rank 0 above that of `microbatch`.",
+        f"Global batch {options.batch_size}, one thread a process, `exact`, {options.rounds} rounds in which both have "
+        "a turn of some steps in the same processes. Ratios are taken\nround by round; processor time is that of all "
+        "processes. `Bare all-gathers` are as many small messages as a step has exchanges, without a step.\n"
+        "The last column is by how much the first steps with `sync` raised the peak memory of rank 0 above that of "
+        "`microbatch`.",
     ]
     for model in options.models:
-        results[model] = {
-            processes: samestep.launch(
-                measure,
-                model,
-                options.batch_size,
-                options.microbatches,
-                options.rounds,
-                options.steps,
-                processes=processes,
-            )
-            for processes in options.processes
-        }
-        rows = [row(found, str(processes)) for processes, found in results[model].items()]
+        results[model], rows = {}, []
+        for processes, per_rank in product(options.processes, options.per_rank):
+            arguments = (model, options.batch_size, per_rank, options.rounds, options.steps)
+            found = samestep.launch(measure, *arguments, processes=processes)
+            results[model][f"{processes} x {per_rank}"] = found
+            rows.append(row(found, str(processes), per_rank))
         parts += [f"## {model}", markdown_table(header, rows)]
         print(parts[-2], parts[-1], sep="\n\n", flush=True)
     settings = {key: value for key, value in vars(options).items() if key != "output"}

@@ -2,6 +2,8 @@
 
 The same small net on the same data, started by `samestep train`, by `samestep.launch`, by torchrun (a hand-written
 DDP loop) and by `accelerate launch` (its own loop). Contenders take turns; ratios are taken pair by pair within a turn.
+`samestep resume` continues a run that was interrupted before, up to the end of its next step. `samestep --help` is
+timed on its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from machine import Spread, describe_machine, machine_line, markdown_table, save
-from run_events import first_step_event
+from run_events import first_step_event, step_event_after
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "startup_scripts"
 OURS, OURS_LATE, COMMAND = "samestep.launch", "samestep.launch, late torch", "samestep train"
+RESUME = "samestep resume"
 PEERS = ("torchrun", "accelerate")
 POLL_SECONDS = 0.002
 
@@ -39,11 +42,13 @@ class Contender:
     Attributes:
         command: from the number of processes and the file for the mark to what is run.
         first_step: the time of the first step, from the folder the command runs in, or None if it is not done yet.
+        prepare: called before, with the number of processes, the folder and the environment.
     """
 
     name: str
     command: Callable[[int, Path], list[str]]
     first_step: Callable[[Path, int], float | None]
+    prepare: Callable[[int, Path, dict[str, str]], None] = lambda processes, folder, environment: None
 
 
 def script(name: str) -> str:
@@ -77,6 +82,30 @@ def train_command(processes: int, mark: Path) -> list[str]:
     return [tool("samestep"), "train", recipe, "--processes", str(processes), "--set", f"microbatches={processes}"]
 
 
+def interrupt_run(processes: int, folder: Path, environment: dict[str, str]) -> None:
+    """Train in `folder`, stop after the first step, and write the time to the mark."""
+    command = [*train_command(processes, folder / "mark"), "epochs=1000"]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while first_step_event(folder, processes) is None:
+        if process.poll() is not None:
+            raise SystemExit(f"error: {shlex.join(command)} ended with {process.returncode} before its first step")
+        time.sleep(POLL_SECONDS)
+    process.terminate()  # the command saves a checkpoint
+    process.wait()
+    (folder / "interrupted").write_text(str(time.time()))
+
+
+def resume_command(processes: int, mark: Path) -> list[str]:
+    (run,) = (mark.parent / "runs").iterdir()
+    return [tool("samestep"), "resume", str(run), "--processes", str(processes)]
+
+
+def resumed_step(folder: Path, processes: int) -> float | None:
+    return step_event_after(folder, float((folder / "interrupted").read_text()))
+
+
 def mark_time(folder: Path, processes: int) -> float | None:
     """What `first_step_done` wrote, if it did; refuses a script that ran in another number of processes."""
     mark = folder / "mark"
@@ -91,6 +120,7 @@ def mark_time(folder: Path, processes: int) -> float | None:
 def contenders() -> list[Contender]:
     return [
         Contender(COMMAND, train_command, first_step_event),
+        Contender(RESUME, resume_command, resumed_step, interrupt_run),
         Contender(OURS, partial(samestep_command, "with_samestep"), mark_time),
         Contender(OURS_LATE, partial(samestep_command, "with_samestep_late"), mark_time),
         Contender("torchrun", torchrun_command, mark_time),
@@ -102,8 +132,9 @@ def time_to_first_step(contender: Contender, processes: int, timeout: float) -> 
     """Start the contender in an empty folder, wait for its first step, and see it to its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = contender.command(processes, folder / "mark")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(SCRIPTS)}
+        contender.prepare(processes, folder, environment)
+        command = contender.command(processes, folder / "mark")
         with (folder / "output").open("wb") as output:
             began = time.time()
             process = subprocess.Popen(
@@ -194,14 +225,36 @@ def table(results: list[dict[str, Any]]) -> str:
     return markdown_table(header, rows)
 
 
-def page(machine: dict[str, Any], repeats: int, results: list[dict[str, Any]]) -> str:
+def help_seconds(repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds, and processor seconds, of `samestep --help`."""
+    seconds, processor = [], []
+    for _ in range(repeats + 1):
+        before, began = os.times(), time.perf_counter()
+        subprocess.run([tool("samestep"), "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = os.times()
+        seconds.append(time.perf_counter() - began)
+        children = (after.children_user + after.children_system, before.children_user + before.children_system)
+        processor.append(children[0] - children[1])
+    return {
+        "seconds": Spread.of(seconds[1:]).rounded(3),
+        "processor": Spread.of(processor[1:]).rounded(3),
+    }
+
+
+def page(
+    machine: dict[str, Any], repeats: int, results: list[dict[str, Any]], help_text: dict[str, dict[str, float]]
+) -> str:
     return (
         "# From the command to the end of the first step\n\n"
         f"{machine_line(machine)}\n\n"
         f"{repeats} turns in which the contenders alternate, after one that is not counted. Ratios are medians over\n"
         "turns of ours divided by the peer's; below 1 ours is sooner. `late torch` is a script whose first process\n"
         "does not import torch.\n\n"
-        f"{table(results)}\n"
+        f"{table(results)}\n\n"
+        "`samestep resume` continues a run that was stopped after its first step; its ratios are to the first\n"
+        "step of a new run of the peer. "
+        f"`samestep --help` takes {help_text['seconds']['median']:.3f} s "
+        f"({help_text['processor']['median']:.3f} s of the processor), medians of {repeats}.\n"
     )
 
 
@@ -227,11 +280,11 @@ def main() -> None:
     for processes in options.processes:
         turns = list(take_turns(found, processes, options.repeats, options.timeout))
         results.append(summarise(processes, names, turns))
-    settings = {"repeats": options.repeats}
+    settings, help_text = {"repeats": options.repeats}, help_seconds(options.repeats)
     save(
         options.output,
-        {"machine": machine, "settings": settings, "results": results},
-        page(machine, options.repeats, results),
+        {"machine": machine, "settings": settings, "results": results, "help": help_text},
+        page(machine, options.repeats, results, help_text),
     )
     print(f"\n{table(results)}\n\nwritten to {options.output} and {options.output.with_suffix('.md')}")
 

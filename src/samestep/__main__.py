@@ -28,6 +28,11 @@ def entry() -> int:
     open_standard_descriptors()
     # The summary on standard output waits for its reader: the run is complete by then.
     protect_output(stdout_seconds=None)
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        from samestep.cli.commands import print_help
+
+        print_help()
+        return 0
     from samestep.cli.main import main
 
     signal.signal(signal.SIGINT, before)

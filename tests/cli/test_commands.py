@@ -22,7 +22,9 @@ from PIL import Image
 import samestep as package
 from helpers.system import Done, Running, events, here, samestep, state_of, steps_saved, tree, weights
 from helpers.terminal import Screen
-from samestep.cli.main import main
+from samestep.cli import commands as command_table
+from samestep.cli.commands import print_help
+from samestep.cli.main import build_parser, main
 from samestep.recipes.recipe_files import load_recipe, read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -397,3 +399,16 @@ def test_terminal_shows_one_progress_line_and_completed_epochs(tmp_path: Path) -
         "epoch 3/3",
     ]
     assert any(line.startswith("evaluated") for line in final)
+
+
+def test_help_without_imports_equals_that_of_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    print_help()
+    assert capsys.readouterr().out == build_parser().format_help()
+
+
+@pytest.mark.parametrize("name", command_table.COMMANDS)
+def test_parser_of_one_command_has_all_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([name, "--help"])
+    expected = capsys.readouterr().out
+    assert help_text(capsys, name) == expected

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.commands import COMMANDS
 from samestep.cli.launch_options import PRELOAD, gpu_names, parse_process_count
 from samestep.cli.options import add_number, add_options, option_conflict, print_json, progress
 from samestep.distributed.devices import visible_devices
@@ -35,7 +36,7 @@ def add_doctor(commands: Any) -> None:
     """Add `samestep doctor`."""
     parser = commands.add_parser(
         "doctor",
-        help="check this machine before training",
+        help=COMMANDS["doctor"].summary,
         description="Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short "
         "self-test. Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed.",
         epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4 --worker-memory 2GiB; "

@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from samestep.cli import audit, doctor, measure, models, replay, runs, train, verify
+from samestep.cli.commands import COMMANDS, build_root
 from samestep.cli.external_launcher import (
     ReportedError,
     exit_if_rank,
@@ -25,26 +26,6 @@ from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 
-_COMMANDS = (
-    train.add_train,
-    train.add_resume,
-    models.add_eval,
-    models.add_predict,
-    models.add_export,
-    models.add_push,
-    models.add_convert,
-    train.add_run,
-    runs.add_top,
-    runs.add_report,
-    replay.add_diff,
-    replay.add_replay,
-    verify.add_verify,
-    audit.add_audit,
-    measure.add_bench,
-    measure.add_profile,
-    measure.add_tune,
-    doctor.add_doctor,
-)
 _OPTION = re.compile(r"--[\w-]+")
 _NAME = re.compile(r"--?[A-Za-z]")
 _TYPO = 0.75
@@ -54,21 +35,19 @@ _RECIPE_MODULES = frozenset(("PIL", "jinja2", "sklearn", "tensorboard", "torchme
 _WRITES_RUN = ("train", "resume", "run")
 
 
-def build_parser() -> CommandParser:
-    """Return the parser of the command with all subcommands."""
-    parser = CommandParser(
-        prog="samestep",
-        description="Train PyTorch models on one or many devices with the same result.",
-        epilog="example: samestep train digits --processes auto",
-    )
-    parser.add_argument("--version", action="version", version=f"samestep {version('samestep')}")
-    text = "given by torch.distributed.launch; the environment variable LOCAL_RANK has the same value"
-    parser.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help=text)
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for add_command in _COMMANDS:
-        add_command(commands)
-    for command in commands.choices.values():
-        command.set_defaults(command_parser=command)
+def build_parser(arguments: Sequence[str] | None = None) -> CommandParser:
+    """Return the parser of the command; with `arguments`, only subcommands that these name have their options.
+
+    The modules of a command take most of the time of its start.
+    """
+    parser, commands = build_root(CommandParser, version("samestep"))
+    for name, command in COMMANDS.items():
+        if arguments is None or name in arguments:
+            getattr(import_module(f"samestep.cli.{command.module}"), f"add_{name}")(commands)
+        else:
+            commands.add_parser(name, help=command.summary)
+    for subparser in commands.choices.values():
+        subparser.set_defaults(command_parser=subparser)
     return parser
 
 
@@ -80,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         with reported_by_rank_0():
-            parsed = parse_arguments(build_parser(), sys.argv[1:] if arguments is None else arguments)
+            arguments = sys.argv[1:] if arguments is None else arguments
+            parsed = parse_arguments(build_parser(arguments), arguments)
             if parsed.local_rank is not None:
                 require_local_rank(parsed.local_rank)
         configure_logging()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.files import replacing
+from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, LaunchOptions, gpu_names
 from samestep.cli.options import (
@@ -52,7 +53,7 @@ def add_bench(commands: Any) -> None:
     """Add `samestep bench`."""
     parser = commands.add_parser(
         "bench",
-        help="compare ways to run a recipe on this machine",
+        help=COMMANDS["bench"].summary,
         description="Train a recipe on one device, with nn.DataParallel and with DDP on several devices, with several "
         "microbatches per rank, in bf16, with compressed gradients, with sync batch norm and with additional "
         "strategies; then time all of them in turn. Variants that cannot run here are listed with the reason.",
@@ -101,7 +102,7 @@ def add_profile(commands: Any) -> None:
     """Add `samestep profile`."""
     parser = commands.add_parser(
         "profile",
-        help="measure the phases of a step, and possible savings",
+        help=COMMANDS["profile"].summary,
         description="Train some steps of a recipe or a script and measure their phases: data loading, forward, "
         "backward, communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible "
         "savings. Writes traces for Perfetto and TensorBoard.",
@@ -135,7 +136,7 @@ def add_tune(commands: Any) -> None:
     """Add `samestep tune`."""
     parser = commands.add_parser(
         "tune",
-        help="find the number of loader processes for a recipe on this machine",
+        help=COMMANDS["tune"].summary,
         description="Find by short trials the number of loader processes and the prefetch of a recipe on this machine, "
         "check that microbatches fit into memory, and measure the effect of threads, channels-last and compilation. "
         "Settings that change no result are saved, and train and resume use them; the others are only reported.",

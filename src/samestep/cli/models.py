@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
 from samestep.cli.launch_options import LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
@@ -47,7 +48,7 @@ def add_eval(commands: Any) -> None:
     """Add `samestep eval`."""
     parser = commands.add_parser(
         "eval",
-        help="evaluate a checkpoint, or a file of weights",
+        help=COMMANDS["eval"].summary,
         description="Evaluate a checkpoint of a run, or a file of weights with a recipe. Every sample counts once, on "
         "any number of processes.",
         epilog="example: samestep eval runs/first --checkpoint best",
@@ -69,7 +70,7 @@ def add_predict(commands: Any) -> None:
     """Add `samestep predict`."""
     parser = commands.add_parser(
         "predict",
-        help="predict with a trained model",
+        help=COMMANDS["predict"].summary,
         description="Predict with the model of a run for files (images or texts, depending on the recipe), or complete "
         "a prompt with a language model. The training data is not needed.",
         epilog="example: samestep predict runs/first picture.png",
@@ -87,7 +88,7 @@ def add_export(commands: Any) -> None:
     """Add `samestep export`."""
     parser = commands.add_parser(
         "export",
-        help="write a trained model for other programs",
+        help=COMMANDS["export"].summary,
         description="Write the model of a run as weights (safetensors), as a torch.export program, or as ONNX, "
         "and compare outputs of the file with the model.",
         epilog="example: samestep export runs/first --format onnx --like picture.png",
@@ -105,7 +106,7 @@ def add_push(commands: Any) -> None:
     """Add `samestep push`."""
     parser = commands.add_parser(
         "push",
-        help="upload a trained model to the Hugging Face Hub",
+        help=COMMANDS["push"].summary,
         description="Upload the weights of a checkpoint with recipe, model card and, by choice, a certificate of "
         "samestep verify to a repository of the Hugging Face Hub. The Hub's client reads the token: hf auth login.",
         epilog="example: samestep push runs/first me/digits --certificate certificate/certificate.json",
@@ -123,7 +124,7 @@ def add_convert(commands: Any) -> None:
     """Add `samestep convert`."""
     parser = commands.add_parser(
         "convert",
-        help="convert recipes and weights of PaddleViT",
+        help=COMMANDS["convert"].summary,
         description="Convert a YAML file of PaddleViT's ViT to a recipe, with a line for every key, or .pdparams "
         "weights to safetensors with timm's names. A .pdparams file is a pickle; no code in the file is executed.",
         epilog="example: samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml",

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, LaunchOptions
 from samestep.cli.options import add_number, add_options, add_run_argument, print_json, progress, require_absent
@@ -29,7 +30,7 @@ def add_replay(commands: Any) -> None:
     """Add `samestep replay`."""
     parser = commands.add_parser(
         "replay",
-        help="compute a step of a run again",
+        help=COMMANDS["replay"].summary,
         description="Compute a run again from the nearest checkpoint, or from the beginning, up to a step, and compare "
         "the checksums of the state with those of the run. The run is only read.",
         epilog="example: samestep replay runs/first --step 120 --processes 2. "
@@ -51,7 +52,7 @@ def add_diff(commands: Any) -> None:
     """Add `samestep diff`."""
     parser = commands.add_parser(
         "diff",
-        help="find the first difference of two runs",
+        help=COMMANDS["diff"].summary,
         description="Compare recipes and environments of two runs, find the first step with different checksums of the "
         "state, and compute this step of both runs again to find the first different tensor. The runs are only read.",
         epilog="example: samestep diff runs/first runs/second. "

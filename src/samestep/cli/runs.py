@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from samestep.checkpoint.files import replacing
+from samestep.cli.commands import COMMANDS
 from samestep.cli.options import add_options, add_run_argument, output_errors, print_json
 from samestep.errors import EXIT_DONE, InputError, printable
 from samestep.tools.top.display import render, render_svg
@@ -34,7 +35,7 @@ def add_top(commands: Any) -> None:
     """Add `samestep top`."""
     parser = commands.add_parser(
         "top",
-        help="show the state of a run",
+        help=COMMANDS["top"].summary,
         description="Show the state of each rank of a run, read from the run's directory: before, during and after the "
         "run. Ctrl-C ends the view. Without a terminal, one picture is printed.",
         epilog="example: samestep top runs/first --once",
@@ -52,7 +53,7 @@ def add_report(commands: Any) -> None:
     """Add `samestep report`."""
     parser = commands.add_parser(
         "report",
-        help="write an HTML page about one or several runs",
+        help=COMMANDS["report"].summary,
         description="Write one HTML file about one or several runs: curves, ranks, classes, certificate, recipes and "
         "their differences, environment and checkpoints. The file needs no other file and no network. Runs can be "
         "unfinished.",

@@ -12,6 +12,7 @@ from typing import Any
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process, run_as_rank
 from samestep.cli.launch_options import (
     LaunchOptions,
@@ -60,7 +61,7 @@ def add_train(commands: Any) -> None:
     """Add `samestep train`."""
     parser = commands.add_parser(
         "train",
-        help="train a recipe",
+        help=COMMANDS["train"].summary,
         description="Train a recipe on any number of processes, with the same result.",
         epilog="example: samestep train digits --processes 2 --set epochs=5 --name first",
     )
@@ -78,7 +79,7 @@ def add_resume(commands: Any) -> None:
     """Add `samestep resume`."""
     parser = commands.add_parser(
         "resume",
-        help="resume a run",
+        help=COMMANDS["resume"].summary,
         description="Resume a run from a checkpoint, on any number of processes, with the same result.",
         epilog="example: samestep resume runs/first --processes 3",
     )
@@ -95,7 +96,7 @@ def add_run(commands: Any) -> None:
     """Add `samestep run`."""
     parser = commands.add_parser(
         "run",
-        help="run a script on several processes",
+        help=COMMANDS["run"].summary,
         description="Run a script on several processes of this machine: a script with samestep.start(), or one written "
         "for torchrun, whose variables are set. The output of ranks other than 0 is written to files.",
         epilog="example: samestep run --processes 2 train.py --epochs 3",

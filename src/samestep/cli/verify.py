@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD
 from samestep.cli.options import (
@@ -37,7 +38,7 @@ def add_verify(commands: Any) -> None:
     """Add `samestep verify`."""
     parser = commands.add_parser(
         "verify",
-        help="show that N processes compute the same as one",
+        help=COMMANDS["verify"].summary,
         description="Run the first steps, the last batch of the epoch and one evaluation of a recipe (or a complete "
         "script) on several numbers of processes, compare all results with those of the first number, and write a "
         "certificate. If results differ, find the cause by experiments.",

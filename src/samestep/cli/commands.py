@@ -1,0 +1,59 @@
+"""Names of the commands, and the parser of `samestep --help`, without the imports of any command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple, TypeVar
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
+class Command(NamedTuple):
+    """A command of `samestep`; the function `add_NAME` of its module adds its parser."""
+
+    module: str  # in samestep.cli
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("train", "train a recipe"),
+    "resume": Command("train", "resume a run"),
+    "eval": Command("models", "evaluate a checkpoint, or a file of weights"),
+    "predict": Command("models", "predict with a trained model"),
+    "export": Command("models", "write a trained model for other programs"),
+    "push": Command("models", "upload a trained model to the Hugging Face Hub"),
+    "convert": Command("models", "convert recipes and weights of PaddleViT"),
+    "run": Command("train", "run a script on several processes"),
+    "top": Command("runs", "show the state of a run"),
+    "report": Command("runs", "write an HTML page about one or several runs"),
+    "diff": Command("replay", "find the first difference of two runs"),
+    "replay": Command("replay", "compute a step of a run again"),
+    "verify": Command("verify", "show that N processes compute the same as one"),
+    "audit": Command("audit", "find mistakes of distributed training in any training command"),
+    "bench": Command("measure", "compare ways to run a recipe on this machine"),
+    "profile": Command("measure", "measure the phases of a step, and possible savings"),
+    "tune": Command("measure", "find the number of loader processes for a recipe on this machine"),
+    "doctor": Command("doctor", "check this machine before training"),
+}
+
+
+def build_root(kind: type[Parser], version: str = "") -> tuple[Parser, Any]:
+    """Return the parser without commands, and the action to which commands are added."""
+    parser = kind(
+        prog="samestep",
+        description="Train PyTorch models on one or many devices with the same result.",
+        epilog="example: samestep train digits --processes auto",
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {version}")
+    text = "given by torch.distributed.launch; the environment variable LOCAL_RANK has the same value"
+    parser.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help=text)
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    return parser, commands
+
+
+def print_help() -> None:
+    """Print the text of `samestep --help`."""
+    parser, commands = build_root(argparse.ArgumentParser)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.summary)
+    parser.print_help()
