@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import interpolate
 
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.decoders import SCALES, EncodedImage
@@ -31,8 +32,7 @@ class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
         box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
         height, width = self.size
         pixels = _cropped(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
-        resized: torch.Tensor = functional.resize(pixels, self.size, interpolation=self.interpolation)
-        return resized
+        return _resized(pixels, height, width, self.interpolation)
 
 
 class RandomFlip:
@@ -54,9 +54,10 @@ class CenterCrop:
 
     def __call__(self, image: EncodedImage) -> torch.Tensor:
         """Return the resized center as bytes."""
-        box = limit_aspect_ratio(image.height, image.width)
-        pixels = _cropped(image, box, self._resized_size, self._resized_size)
-        resized = functional.resize(pixels, [self._resized_size], interpolation=self._interpolation)
+        box, shorter = limit_aspect_ratio(image.height, image.width), self._resized_size
+        pixels = _cropped(image, box, shorter, shorter)
+        height, width = (max(shorter, shorter * length // min(box[2:])) for length in box[2:])
+        resized = _resized(pixels, height, width, self._interpolation)
         center: torch.Tensor = functional.center_crop(resized, [self._size, self._size])
         return center
 
@@ -67,8 +68,18 @@ def _cropped(image: EncodedImage, box: Box, height: int, width: int) -> torch.Te
     pixels = image.pixels(scale)
     rows = _scaled(box[0], box[2], image.height, pixels.shape[1])
     columns = _scaled(box[1], box[3], image.width, pixels.shape[2])
-    # A contiguous copy with the channels last in memory is resized at once, without a conversion to planes.
-    return pixels[:, rows, columns].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    return pixels[:, rows, columns]
+
+
+def _resized(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+    """Return the pixels `(3, height, width)`; torch resizes bytes fastest with the channels last in memory."""
+    channels, rows, columns = pixels.shape
+    bytes_of_image = pixels.permute(1, 2, 0).contiguous()
+    # An explicit stride of the batch dimension marks one image as channels-last, so that the result is too.
+    image = bytes_of_image.as_strided((1, channels, rows, columns), (pixels.numel(), 1, channels * columns, channels))
+    if (rows, columns) == (height, width):
+        return image[0]
+    return interpolate(image, (height, width), mode=interpolation.value, antialias=True)[0]
 
 
 def _scaled(start: int, length: int, full: int, decoded: int) -> slice:
