@@ -6,18 +6,18 @@ import ctypes
 
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_BYTES = 2**30
-_LARGEST_MMAP_THRESHOLD = 2**25  # of glibc before 2.35
+_KEPT_BYTES = 2**28
+# The largest value of the threshold that glibc adapts. Larger blocks are mapped: in the heap they could fragment it.
+_MAPPED_BYTES = 2**25
 
 
 def keep_freed_memory() -> bool:
-    """Let the process keep freed memory of up to 1 GiB for its next allocations; return whether glibc accepted it.
+    """Let the process keep 256 MiB of freed memory for its next allocations; return whether the C library accepted it.
 
     Each step allocates and frees tensors of equal sizes. With its defaults, glibc returns their memory to the system,
     which fills it with zeros again, page by page: up to a tenth of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
-    if mallopt is None:
-        return False
-    is_set = mallopt(_MMAP_THRESHOLD, _BYTES) or mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-    return bool(is_set and mallopt(_TRIM_THRESHOLD, _BYTES))
+    return mallopt is not None and bool(
+        mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    )
