@@ -21,7 +21,14 @@ settings.load_profile("samestep")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torch_environment() -> None:
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Use a key for signatures of runs, and a folder of caches, that are not those of this account."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_environment(state_folder: None) -> None:
     """Set once what the first launch would set anyway, and start the server of which ranks are forks.
 
     It imports beside the first tests, and what recipes need too: else each rank would.
@@ -30,12 +37,6 @@ def torch_environment() -> None:
     silence_torch_warnings()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_RECIPES])
     start_server()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Use a key for signatures of runs that is not the one of this account."""
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

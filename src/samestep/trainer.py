@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,8 @@ from samestep.microbatches import require_position
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
+
+_MAX_CACHE_REPORTS = 20  # per epoch; damage can concern all entries of a disk
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Trainer:
         metrics: metrics of an evaluation.
         best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
+        take_cache_reports: function that returns the new reports of the cache of this rank's samples, if there is a
+            cache on all ranks.
         loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
     """
 
@@ -82,11 +86,12 @@ class Trainer:
         recipe: dict[str, Any],
         epochs: int,
         options: RunOptions,
+        take_cache_reports: Callable[[], list[str]] | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
         self.logger = RunLogger(loggers if engine.world.is_main else ())
-        self._epochs, self._best = epochs, best
+        self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
         self._progress = Progress(step=0, recipe=recipe)
         self._timer = StepTimer(train.waits)
         self._interval = CheckpointInterval(options.max_lost_work)
@@ -240,6 +245,7 @@ class Trainer:
         self._last_evaluation = values
         self._log_skipped("training", self._train)
         self._log_skipped("evaluation", self._evaluation)
+        self._log_cache()
         self._log_tokens()
         progress = self._progress
         is_best = self._best.is_best(values, progress.best)
@@ -304,6 +310,14 @@ class Trainer:
                 reasons += f"; and {len(samples) - _MAX_SKIPPED_IN_TEXT} more"
             text = f"left out {plural(len(samples), 'sample')} of the {split} data: {reasons}"
             self.logger.log_event("skipped", split=split, count=len(samples), samples=samples, text=text)
+
+    def _log_cache(self) -> None:
+        """Log the reports about the cache since the last call; a collective."""
+        if self._take_cache_reports is None:
+            return
+        reports = all_gather(self._take_cache_reports(), self._engine.world.data)
+        for text in sorted({text for part in reports for text in part})[:_MAX_CACHE_REPORTS]:
+            self.logger.log_event("cache", text=f"warning: {text}")
 
     def _log_tokens(self) -> None:
         """Log the tokens trained on since the last call; a collective."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Command("measure", "compare ways to run a recipe on this machine"),
     "profile": Command("measure", "measure the phases of a step, and possible savings"),
     "tune": Command("measure", "find the number of loader processes for a recipe on this machine"),
+    "cache": Command("cache", "list or remove the caches of images"),
     "doctor": Command("doctor", "check this machine before training"),
 }
 

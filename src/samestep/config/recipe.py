@@ -48,12 +48,17 @@ class DataConfig(NamedConfig):
         bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample out of its
             microbatch, and counts and logs the sample.
         drop_last: leave out the last batch of a training epoch if it has fewer samples than `batch_size`.
+        cache: store the images of files on the local disk in the first epoch, for all ranks and later runs: `decoded`
+            pixels, `encoded` files (for slow network disks), or `none`. No result depends on the cache.
+        cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of the disk.
     """
 
     key_prefix: ClassVar[str] = "data."
 
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
+    cache: Literal["none", "decoded", "encoded"] = "none"
+    cache_gb: Annotated[float, Gt(0), Lt(math.inf)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

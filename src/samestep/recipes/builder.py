@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.config import NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
+from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
 from samestep.data.loader import Loader
 from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
@@ -38,6 +38,7 @@ from samestep.recipes.parameter_groups import apply_layer_decay, freeze, paramet
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
+from samestep.zoo.cache.samples import SampleCache
 from samestep.zoo.library import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.segmentation.losses import resolve_foreground_weight
@@ -141,6 +142,8 @@ class Built:
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
+    cache: SampleCache | None  # cache of the samples, if the recipe has one
+    cache_note: str  # announcement of the cache on rank 0; otherwise empty
 
 
 def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
@@ -152,6 +155,7 @@ def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[W
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe. A collective operation."""
     splits = _splits(recipe.data)
+    cache, cache_note = _open_cache(recipe.data, splits, world)
     ignore_index = recipe.loss.options.get("ignore_index", -100)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=ignore_index)
     receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
@@ -182,7 +186,8 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         witness_every=options.witness_every,
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
-    return Built(engine, train, evaluation, metrics, notes, DatasetInfo(splits.classes, splits.model_options))
+    info = DatasetInfo(splits.classes, splits.model_options)
+    return Built(engine, train, evaluation, metrics, notes, info, cache, cache_note)
 
 
 def has_batch_norm(recipe: Recipe) -> bool:
@@ -207,6 +212,19 @@ def _splits(config: NamedConfig) -> Splits:
             code="E_VALUE",
         )
     return splits
+
+
+def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[SampleCache | None, str]:
+    if config.cache == "none":
+        return None, ""
+    if splits.open_cache is None:
+        raise RecipeError(
+            f"data.cache is {config.cache} and data {config.name!r} has no cache",
+            expected="data with image files: images, image_list or segmentation",
+            fix="--set data.cache=none",
+            code="E_VALUE",
+        )
+    return splits.open_cache(config, announces=world.is_main)
 
 
 def build_model(

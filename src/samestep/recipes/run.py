@@ -21,6 +21,7 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import MANY_WORKERS, map_tensors, move
 from samestep.distributed.devices import set_tf32
+from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
 from samestep.engine.microbatch import autocast, call_model
@@ -171,6 +172,7 @@ def train(
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
             options=options,
+            take_cache_reports=built.cache.take_reports if built.cache is not None else None,
             loggers=create_loggers(options.loggers, run, held.locate(), first_step=first_step, quiet=options.quiet),
         )
         if world.is_main:
@@ -186,6 +188,8 @@ def train(
                 update_recipe(run / "recipe.yaml", recipe)
         for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
+        if built.cache_note:
+            trainer.logger.log_event("cache", text=built.cache_note)
         rank_monitor.follow(lambda: trainer.rank_progress)
         return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
 
@@ -213,8 +217,12 @@ def evaluate(
         else:
             load_all(model, checkpoint)
         if report is not None:
-            return _evaluate_by_class(built, recipe, report / "overlays")
-        return built.engine.evaluate(built.evaluation, built.metrics)
+            values = _evaluate_by_class(built, recipe, report / "overlays")
+        else:
+            values = built.engine.evaluate(built.evaluation, built.metrics)
+        for text in built.cache.take_reports() if built.cache is not None else ():
+            logger.warning(text)
+        return values
 
 
 def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
 from samestep.errors import DataError
+from samestep.zoo.cache.samples import SampleCache
 
 Answer = dict[str, Any]
 
@@ -40,6 +41,8 @@ class Splits:
         notes: messages for the user, one line each.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
+        open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
+            without a cache.
     """
 
     train: SizedDataset
@@ -55,6 +58,7 @@ class Splits:
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
+    open_cache: Callable[..., tuple[SampleCache, str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

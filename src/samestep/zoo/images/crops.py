@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import interpolate
 
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.decoders import SCALES, EncodedImage
+from samestep.zoo.images.decoders import SCALES, DecodedImage, LazyImage, as_pixels
 
 make_torchvision_importable()
 
@@ -27,12 +29,35 @@ def limit_aspect_ratio(height: int, width: int) -> Box:
 class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
     """Random crop of an `EncodedImage` to `(3, size, size)` bytes, with the random numbers of the base class."""
 
-    def forward(self, image: EncodedImage) -> torch.Tensor:
+    def forward(self, image: LazyImage) -> torch.Tensor:
         """Return the resized crop."""
         box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
         height, width = self.size
         pixels = _cropped(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
         return _resized(pixels, height, width, self.interpolation)
+
+
+@dataclass(frozen=True)
+class PlainCrop:
+    """Random crop without a resize, and a horizontal flip. Draws three numbers of torch's generator.
+
+    Only the pixels of the crop are read, so the cost does not depend on the size of a cached image.
+
+    Attributes:
+        size: height and width in pixels.
+        flip: probability of a flip.
+    """
+
+    size: int
+    flip: float
+
+    def __call__(self, image: DecodedImage) -> torch.Tensor:
+        """Return the bytes `(3, size, size)`, with the channels last in memory."""
+        pixels = as_pixels(image).permute(1, 2, 0)
+        top, left, side = torch.rand(3, dtype=torch.float64).tolist()
+        top, left = (int(at * (length - self.size + 1)) for at, length in zip((top, left), pixels.shape, strict=False))
+        crop = pixels[top : top + self.size, left : left + self.size]
+        return (crop.flip(1) if side < self.flip else crop.clone()).permute(2, 0, 1)
 
 
 class RandomFlip:
@@ -52,17 +77,22 @@ class CenterCrop:
     def __init__(self, size: int, resized_size: int, interpolation: v2.InterpolationMode) -> None:
         self._size, self._resized_size, self._interpolation = size, resized_size, interpolation
 
-    def __call__(self, image: EncodedImage) -> torch.Tensor:
+    def __call__(self, image: LazyImage) -> torch.Tensor:
         """Return the resized center as bytes."""
-        box, shorter = limit_aspect_ratio(image.height, image.width), self._resized_size
-        pixels = _cropped(image, box, shorter, shorter)
-        height, width = (max(shorter, shorter * length // min(box[2:])) for length in box[2:])
-        resized = _resized(pixels, height, width, self._interpolation)
+        resized = resize_shorter_side(image, self._resized_size, self._interpolation)
         center: torch.Tensor = functional.center_crop(resized, [self._size, self._size])
         return center
 
 
-def _cropped(image: EncodedImage, box: Box, height: int, width: int) -> torch.Tensor:
+def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+    """Return the bytes `(3, H, W)` of an image with a shorter side of `length` pixels; very long ones are cropped."""
+    box = limit_aspect_ratio(image.height, image.width)
+    pixels = _cropped(image, box, length, length)
+    height, width = (max(length, length * side // min(box[2:])) for side in box[2:])
+    return _resized(pixels, height, width, interpolation)
+
+
+def _cropped(image: LazyImage, box: Box, height: int, width: int) -> torch.Tensor:
     """Return the pixels of a box at the smallest scale with at least `height` x `width` pixels, else at full scale."""
     scale = next((n for n in SCALES if box[2] >= n * height and box[3] >= n * width), 1)
     pixels = image.pixels(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from samestep.config.validation import require
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
+from samestep.zoo.images.source import open_cache
 from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_path
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
@@ -62,6 +64,7 @@ def load_images(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
     decoder: Decoder = "pillow",
+    shorter_side: int | None = None,
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a folder of class folders.
@@ -73,7 +76,7 @@ def load_images(
     Raises:
         InputError: a folder, its classes or their images are missing, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation = parse_augment(augment)
     classes, train = _scan(Path(path))
     if evaluation_path is None:
@@ -100,9 +103,10 @@ def image_task(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
     decoder: Decoder = "pillow",
+    shorter_side: int | None = None,
 ) -> Task:
     """Return the task that classifies an image file."""
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     read, transform = transforms.reader(), transforms.validation()
     return Task(
         reads="an image file",
@@ -127,6 +131,7 @@ def load_image_list(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
     decoder: Decoder = "pillow",
+    shorter_side: int | None = None,
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a list; see `samestep.zoo.tables` for its formats, and `load_images` for common options.
@@ -138,7 +143,7 @@ def load_image_list(
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation = parse_augment(augment)
     columns, rows = (path_column, label_column), read_table(Path(path))
     if labels is None:
@@ -182,6 +187,7 @@ def _splits(
     augmentation: Augment,
 ) -> Splits:
     read = transforms.reader()
+    files = [sample.file for sample in (*train, *validation) if sample.label is not None]
     return Splits(
         train=ImageFiles(train, read, transforms.train(augmentation)),
         evaluation=ImageFiles(validation, read, transforms.validation()),
@@ -189,6 +195,7 @@ def _splits(
         reads_files=True,
         train_collate=augmentation.collate(len(classes)),
         prepare=transforms.normalize,
+        open_cache=partial(open_cache, read, files),
     )
 
 

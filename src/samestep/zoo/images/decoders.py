@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy
 import torch
@@ -18,6 +18,49 @@ from samestep.zoo.options import import_optional
 Decoder = Literal["pillow", "simplejpeg"]
 ReadImage = Callable[[Path | BytesIO, str], Any]  # from a file and its name in errors to an image for a transform
 SCALES = (8, 4, 2)  # divisors of height and width for which libjpeg-turbo has a fast reduced transform
+
+
+class LazyImage(Protocol):
+    """Image whose pixels are read at a scale that depends on their use.
+
+    Attributes:
+        height: pixels of the upright image.
+        width: pixels of the upright image.
+    """
+
+    height: int
+    width: int
+
+    def pixels(self, scale: int = 1) -> torch.Tensor:
+        """Return RGB bytes `(3, H, W)`; height and width can be divided by `scale`."""
+
+
+DecodedImage = Image.Image | LazyImage
+
+
+class StoredImage:
+    """Pixels `(3, height, width)` at one scale, such as those of a cache."""
+
+    def __init__(self, pixels: torch.Tensor) -> None:
+        self._pixels = pixels
+        _, self.height, self.width = pixels.shape
+
+    def pixels(self, scale: int = 1) -> torch.Tensor:
+        """Return all pixels, at any scale."""
+        return self._pixels
+
+
+def as_image(image: DecodedImage) -> Image.Image:
+    """Return an image of Pillow."""
+    return image if isinstance(image, Image.Image) else Image.fromarray(image.pixels().permute(1, 2, 0).numpy())
+
+
+def as_pixels(image: DecodedImage) -> torch.Tensor:
+    """Return the bytes `(3, H, W)` of an image."""
+    if isinstance(image, Image.Image):
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+    return image.pixels()
+
 
 # EXIF orientation: whether height and width are exchanged, and which axes are flipped afterwards.
 _UPRIGHT: dict[int, tuple[bool, tuple[int, ...]]] = {
@@ -95,7 +138,7 @@ class EncodedImage:
                 return _upright(torch.from_numpy(array).permute(2, 0, 1), self._orientation)
             except ValueError:  # Pillow reads some damaged files, and has the errors of the others
                 self._image = decode(self._source, self._name)
-        return torch.from_numpy(numpy.array(self._image)).permute(2, 0, 1)
+        return as_pixels(self._image)
 
 
 def _upright(pixels: torch.Tensor, orientation: int) -> torch.Tensor:

@@ -72,6 +72,7 @@ def load_hub_images(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
     decoder: Decoder = "pillow",
+    shorter_side: int | None = None,
     augment: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the images of a dataset written by `save_to_disk`.
@@ -83,7 +84,7 @@ def load_hub_images(
     Raises:
         InputError: the dataset, a split or a column is missing, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder)
+    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation = parse_augment(augment)
     columns = (image_column, label_column)
     tables = _load(path)

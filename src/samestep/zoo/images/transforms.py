@@ -13,8 +13,9 @@ from torch.utils.data import default_collate
 from samestep.config.validation import require
 from samestep.data.batch import Collate, map_tensors
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.crops import CenterCrop, RandomCrop, RandomFlip, limit_aspect_ratio
-from samestep.zoo.images.decoders import Decoder, ReadImage, image_reader
+from samestep.zoo.images.crops import CenterCrop, PlainCrop, RandomCrop, RandomFlip, limit_aspect_ratio
+from samestep.zoo.images.decoders import Decoder, as_image
+from samestep.zoo.images.source import ImageSource
 from samestep.zoo.options import call
 
 make_torchvision_importable()
@@ -28,7 +29,7 @@ _INTERPOLATIONS = ("bilinear", "bicubic")
 _POLICIES = ("imagenet", "cifar10", "svhn")
 _MAX_MAGNITUDE = 30
 
-Transform = Callable[[Any], torch.Tensor]  # of an image from `ImageTransforms.read`
+Transform = Callable[[Any], torch.Tensor]  # of an image from `ImageTransforms.reader()`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,9 @@ class Augment:
 
     Attributes:
         scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al., "Going deeper with
-            convolutions", 2015).
+            convolutions", 2015), which is resized to `image_size`; None for a random crop of `image_size` pixels
+            without a resize, from images whose shorter side has a fixed length (Krizhevsky et al., "ImageNet
+            classification with deep convolutional neural networks", 2012).
         flip: probability of a horizontal flip.
         auto_augment: AutoAugment policy `imagenet`, `cifar10` or `svhn` (Cubuk et al., 2019), or None.
         randaugment: magnitude of RandAugment, 0 to 30 (Cubuk et al., 2020), or None.
@@ -49,7 +52,7 @@ class Augment:
         cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for each microbatch.
     """
 
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, float] | None = (0.08, 1.0)
     flip: float = 0.5
     auto_augment: str | None = None
     randaugment: int | None = None
@@ -63,13 +66,13 @@ class Augment:
         scale, jitter, magnitude, policy = self.scale, self._jitter, self.randaugment, self.auto_augment
         operations, probability, at_least_0 = self.randaugment_ops, "a probability, 0 to 1", "a number, at least 0"
         is_pair = isinstance(scale, list | tuple) and len(scale) == 2 and all(map(_is_number, scale))
-        is_ordered = is_pair and 0 < scale[0] <= scale[1] <= 1
+        is_ordered = scale is not None and is_pair and 0 < scale[0] <= scale[1] <= 1
         is_jitter = len(jitter) == 4 and all(map(_is_number, jitter)) and jitter[3] <= 0.5
         jitter_rule = "one number for brightness, contrast and saturation; or four numbers, the fourth for the hue"
         is_magnitude = isinstance(magnitude, int) and _is_number(magnitude, _MAX_MAGNITUDE)
         is_count = isinstance(operations, int) and _is_number(operations) and operations >= 1
         checks = {
-            "scale": (is_ordered, "two numbers, 0 < first <= second <= 1", "[0.08, 1.0]"),
+            "scale": (scale is None or is_ordered, "two numbers, 0 < first <= second <= 1, or null", "[0.08, 1.0]"),
             "flip": (_is_number(self.flip, 1), probability, "0.25"),
             "random_erasing": (_is_number(self.random_erasing, 1), probability, "0.25"),
             "mixup_alpha": (_is_number(self.mixup_alpha), at_least_0, "0.2"),
@@ -160,6 +163,7 @@ class ImageTransforms:
         mean: mean of each channel, for values in 0..1.
         std: standard deviation of each channel.
         decoder: `pillow` or `simplejpeg`.
+        shorter_side: length to which the shorter side of an image is resized before all transforms, or None.
     """
 
     image_size: int
@@ -168,12 +172,15 @@ class ImageTransforms:
     mean: Sequence[float]
     std: Sequence[float]
     decoder: Decoder = "pillow"
+    shorter_side: int | None = None
 
     def __post_init__(self) -> None:
         size, fraction, mean, std = self.image_size, self.crop_fraction, self.mean, self.std
         is_fraction = isinstance(fraction, int | float) and 0 < fraction <= 1
         is_interpolation = self.interpolation in _INTERPOLATIONS
         is_std = _is_triple(std) and all(number > 0 for number in std)
+        side = self.shorter_side
+        is_side = side is None or (isinstance(side, int) and isinstance(size, int) and side >= size)
         triple, decoders = "three numbers, for red, green and blue", get_args(Decoder)
         checks = {
             "image_size": (isinstance(size, int) and size >= 1, "a number of pixels", "224"),
@@ -182,23 +189,35 @@ class ImageTransforms:
             "mean": (_is_triple(mean), triple, "[0.5, 0.5, 0.5]"),
             "std": (is_std, f"{triple}, above 0", "[0.5, 0.5, 0.5]"),
             "decoder": (self.decoder in decoders, f"one of {', '.join(decoders)}", "pillow"),
+            "shorter_side": (is_side, "a number of pixels, at least image_size, or null", size),
         }
         _require_fields(self, "data.options", checks)
 
-    def reader(self) -> ReadImage:
+    def reader(self) -> ImageSource:
         """Return the function that reads an image file for the transforms.
 
         Raises:
             RecipeError: the library of the decoder is not installed.
         """
-        return image_reader(self.decoder)
+        return ImageSource(self.decoder, self.shorter_side, self.interpolation)
 
     def train(self, augment: Augment) -> Transform:
         """Return the transform of training images: a random crop and `augment`."""
-        interpolation, scale = v2.InterpolationMode(self.interpolation), tuple(augment.scale)
-        is_pillow, colors = self.decoder == "pillow", augment.color_transforms()
-        crop, flip = (v2.RandomResizedCrop, v2.RandomHorizontalFlip) if is_pillow else (RandomCrop, RandomFlip)
-        steps = [crop(self.image_size, scale=scale, interpolation=interpolation), flip(augment.flip)]
+        interpolation = v2.InterpolationMode(self.interpolation)
+        is_pillow, colors = self.decoder == "pillow" and augment.scale is not None, augment.color_transforms()
+        if augment.scale is None:
+            require(
+                self.shorter_side is not None,
+                f"{AUGMENT_KEY}.scale is null and data.options.shorter_side is not set",
+                "shorter_side, at least image_size, for crops without a resize",
+                f"--set data.options.shorter_side={round(self.image_size / self.crop_fraction)}",
+            )
+            steps: list[Callable[..., Any]] = [PlainCrop(self.image_size, augment.flip)]
+        else:
+            resized = v2.RandomResizedCrop if is_pillow else RandomCrop
+            crop = resized(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
+            flip = (v2.RandomHorizontalFlip if is_pillow else RandomFlip)(augment.flip)
+            steps = [as_image, crop, flip] if is_pillow else [crop, flip]
         if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
             colors = [v2.ToPILImage(), *colors, v2.PILToTensor()]
         steps += colors
@@ -214,7 +233,7 @@ class ImageTransforms:
         if self.decoder != "pillow":
             return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
-        return _composed([_limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+        return _composed([as_image, _limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized()])
 
     def normalize(self, data: Any) -> Any:
         """Return the data of a microbatch with images `(..., 3, H, W)` of bytes as normalized floats."""
@@ -243,7 +262,7 @@ def _limit_aspect_ratio(image: Image.Image) -> Image.Image:
     return image if is_whole else image.crop((left, top, left + width, top + height))
 
 
-def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, str]]) -> None:
+def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, object]]) -> None:
     """Raise an error unless each field is valid; a check has the validity, the rule and an example."""
     for name, (is_valid, expected, example) in checks.items():
         key = f"{prefix}.{name}"

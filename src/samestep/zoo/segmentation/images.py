@@ -15,7 +15,9 @@ from PIL import Image
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.images.decoders import as_image
 from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
+from samestep.zoo.images.source import ImageSource, open_cache
 from samestep.zoo.images.transforms import MEAN, STD
 from samestep.zoo.options import require_option
 from samestep.zoo.segmentation.masks import (
@@ -132,15 +134,15 @@ class MaskedImages:
     ignored.
     """
 
-    def __init__(self, pairs: Sequence[Pair], code: MaskCode, transform: JointTransform) -> None:
-        self._pairs, self._code, self._transform = pairs, code, transform
+    def __init__(self, pairs: Sequence[Pair], source: ImageSource, code: MaskCode, transform: JointTransform) -> None:
+        self._pairs, self._source, self._code, self._transform = pairs, source, code, transform
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self._pairs[index]
-        image, mask = read_image(pair.image), read_mask(pair.mask, self._code)
+        image, mask = as_image(self._source(pair.image, str(pair.image))), read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
             raise DataError(
                 f"{pair.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, {pair.image} has "
@@ -187,14 +189,16 @@ def load_segmentation(
     pairs, evaluation_pairs, notes = split_pairs(
         IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix, unpaired
     )
-    train = MaskedImages(pairs, code, JointTransform(image_size, fit, Augment(flips, scale, jitter)))
+    source = ImageSource()
+    train = MaskedImages(pairs, source, code, JointTransform(image_size, fit, Augment(flips, scale, jitter)))
     return Splits(
         train=train,
-        evaluation=MaskedImages(evaluation_pairs, code, evaluation_transform),
+        evaluation=MaskedImages(evaluation_pairs, source, code, evaluation_transform),
         classes=code.classes,
         reads_files=True,
         notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
+        open_cache=partial(open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]),
     )
 
 

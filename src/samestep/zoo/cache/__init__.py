@@ -1,0 +1,1 @@
+"""Cache of decoded or encoded samples on the local disk."""

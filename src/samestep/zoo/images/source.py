@@ -1,0 +1,231 @@
+"""Images of files, prepared by a fixed resize and read from a cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from io import BytesIO
+from pathlib import Path
+
+import numpy
+import PIL
+import torch
+from PIL import Image, features
+
+from samestep.config.recipe import DataConfig
+from samestep.distributed.env import cache_folder
+from samestep.errors import DataError
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.units import plural
+from samestep.zoo.cache.parts import Key
+from samestep.zoo.cache.samples import CachedSample, SampleCache, cache_name, file_key
+from samestep.zoo.images.crops import limit_aspect_ratio, resize_shorter_side
+from samestep.zoo.images.decoders import (
+    DecodedImage,
+    Decoder,
+    LazyImage,
+    ReadImage,
+    StoredImage,
+    as_pixels,
+    image_reader,
+)
+from samestep.zoo.images.files import file_errors, open_header
+
+make_torchvision_importable()
+
+from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms.v2 import functional  # noqa: E402
+
+_MAX_SAMPLED = 64  # files whose size is read for an estimate
+_CHANNELS = 3
+
+
+class ImageSource:
+    """Reader of image files: decodes, resizes, and uses a cache.
+
+    Args:
+        decoder: decoder of the files.
+        shorter_side: length to which the shorter side of every image is resized, or None.
+        interpolation: `bilinear` or `bicubic`.
+
+    Raises:
+        RecipeError: the library of the decoder is not installed.
+    """
+
+    def __init__(
+        self, decoder: Decoder = "pillow", shorter_side: int | None = None, interpolation: str = "bilinear"
+    ) -> None:
+        self._decoder, self._shorter_side, self._interpolation = decoder, shorter_side, interpolation
+        self._decode = image_reader(decoder)
+        self._cache: SampleCache | None = None
+        self._kind = "none"
+
+    def __call__(self, source: Path | BytesIO, name: str) -> DecodedImage:
+        """Return the image of a file, which has `name` in errors.
+
+        Raises:
+            DataError: the file is missing, damaged or no image; a `LazyImage` can raise this error later.
+            RunError: the disk or the network failed.
+        """
+        if self._cache is None or not isinstance(source, Path):
+            return self._prepared(self._decode(source, name))
+        with file_errors(name, "an image"):
+            status = os.stat(source)
+        if self._kind == "encoded":
+            return self._prepared(self._encoded(self._cache, source, status, name))
+        if self._decoder != "pillow" and self._shorter_side is None:
+            return _CachedScales(self._cache, self._decode, source, status, name)
+        key = file_key(source, status)
+        sample = self._cache.get(key, name)
+        if sample is not None:
+            return StoredImage(_tensor(sample))
+        image = self._prepared(self._decode(source, name))
+        _add_pixels(self._cache, key, as_pixels(image), source, status)
+        return image
+
+    def use_cache(self, cache: SampleCache, kind: str) -> None:
+        """Read files from a cache of `kind`, `decoded` or `encoded`, and write missing images to the cache."""
+        self._cache, self._kind = cache, kind
+
+    def expected_bytes(self, path: Path, kind: str) -> int:
+        """Return the size of the cached image of a file, from its header.
+
+        Raises:
+            DataError: the file is missing, damaged or no image.
+        """
+        with file_errors(path, "an image"):
+            if kind == "encoded":
+                return path.stat().st_size
+            with open_header(path) as image:
+                width, height = image.size
+        if self._shorter_side is not None:
+            scale = self._shorter_side / min(width, height)
+            width, height = round(width * scale), round(height * scale)
+        return width * height * _CHANNELS
+
+    def description(self, kind: str) -> dict[str, object]:
+        """Return the facts on which the bytes of a cache of `kind` depend."""
+        if kind == "encoded":
+            return {"kind": kind}
+        names = ("libjpeg_turbo", "jpg", "zlib", "webp", "libtiff")
+        libraries = {"pillow": PIL.__version__, **{name: features.version(name) for name in names}}
+        size = None if self._shorter_side is None else f"{self._shorter_side} {self._interpolation}"
+        if self._decoder != "pillow":
+            libraries[self._decoder] = version(self._decoder)
+            if size is not None:  # torch resizes, with instructions of the processor
+                libraries["torch"] = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+        return {"kind": kind, "decoder": self._decoder, "libraries": libraries, "shorter_side": size}
+
+    def _prepared(self, image: DecodedImage) -> DecodedImage:
+        if self._shorter_side is None:
+            return image
+        mode = v2.InterpolationMode(self._interpolation)
+        if not isinstance(image, Image.Image):
+            return StoredImage(resize_shorter_side(image, self._shorter_side, mode))
+        top, left, height, width = limit_aspect_ratio(image.height, image.width)
+        center = image.crop((left, top, left + width, top + height))
+        resized: Image.Image = functional.resize(center, [self._shorter_side], interpolation=mode)
+        return resized
+
+    def _encoded(self, cache: SampleCache, path: Path, status: os.stat_result, name: str) -> DecodedImage:
+        key = file_key(path, status)
+        sample = cache.get(key, name)
+        if sample is not None:
+            return self._decode(BytesIO(sample.data), name)  # type: ignore[no-any-return]
+        with file_errors(name, "an image"):
+            data = path.read_bytes()
+        try:
+            image = self._decode(BytesIO(data), name)
+        except DataError:
+            return self._decode(path, name)  # type: ignore[no-any-return]  # raises the error that names the file
+        if len(data) == status.st_size and _is_unchanged(path, status):
+            cache.add(key, memoryview(data))
+        return image  # type: ignore[no-any-return]
+
+
+class _CachedScales:
+    """Image of a decoder with several scales: its size, and the pixels of each scale that was used, are entries."""
+
+    def __init__(self, cache: SampleCache, decode: ReadImage, path: Path, status: os.stat_result, name: str) -> None:
+        self._cache, self._decode, self._file, self._name = cache, decode, (path, status), name
+        self._image: LazyImage | None = None
+        key = file_key(path, status, variant=0)
+        size = cache.get(key, name)
+        if size is None:
+            self._image = decode(path, name)
+            self.height, self.width = self._image.height, self._image.width
+            cache.add(key, memoryview(b"\0"), self.height, self.width)
+        else:
+            self.height, self.width = size.height, size.width
+
+    def pixels(self, scale: int = 1) -> torch.Tensor:
+        """Return the pixels of a scale, as the decoder does."""
+        path, status = self._file
+        key = file_key(path, status, variant=scale)
+        sample = self._cache.get(key, self._name)
+        if sample is not None:
+            return _tensor(sample)
+        self._image = self._image or self._decode(path, self._name)
+        pixels = self._image.pixels(scale)
+        _add_pixels(self._cache, key, pixels, path, status)
+        return pixels
+
+
+def _tensor(sample: CachedSample) -> torch.Tensor:
+    pixels = torch.frombuffer(sample.data, dtype=torch.uint8)
+    return pixels.view(sample.height, sample.width, _CHANNELS).permute(2, 0, 1)
+
+
+def _add_pixels(cache: SampleCache, key: Key, pixels: torch.Tensor, path: Path, status: os.stat_result) -> None:
+    if _is_unchanged(path, status):
+        array = pixels.permute(1, 2, 0).contiguous().numpy()
+        cache.add(key, array.data.cast("B"), *array.shape[:2])
+
+
+def _is_unchanged(path: Path, status: os.stat_result) -> bool:
+    """Return whether a file is the one of `status`: it may have been replaced while it was read."""
+    try:
+        now = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (now.st_size, now.st_mtime_ns, now.st_ino) == (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def open_cache(
+    source: ImageSource, files: Sequence[Path], config: DataConfig, *, announces: bool
+) -> tuple[SampleCache, str]:
+    """Let `source` use the cache of a recipe, and return the cache with its announcement.
+
+    Args:
+        source: source of the images.
+        files: files of the training and validation images.
+        config: the keys `cache` and `cache_gb`.
+        announces: estimate the size; the announcement is empty otherwise.
+    """
+    kind = config.cache
+    root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]))
+    description = source.description(kind)
+    limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
+    folder = cache_folder() / cache_name(root, description)
+    cache = SampleCache(folder, {"source": str(root), **description}, limit=limit, samples=len(files))
+    source.use_cache(cache, kind)
+    return cache, _announcement(cache, config, source, files) if announces else ""
+
+
+def _announcement(cache: SampleCache, config: DataConfig, source: ImageSource, files: Sequence[Path]) -> str:
+    sampled = [files[number] for number in numpy.linspace(0, len(files) - 1, min(len(files), _MAX_SAMPLED), dtype=int)]
+    sizes = []
+    for file in sampled:
+        try:
+            sizes.append(source.expected_bytes(file, config.cache))
+        except DataError:  # reported with the sample of the file
+            continue
+    expected = sum(sizes) / max(1, len(sizes)) * len(files)
+    size = f"{plural(len(files), 'file')}, about {expected / 1e9:.3g} GB"
+    text = f"cache: {config.cache} images of {size}, in {cache.folder}"
+    if cache.entries:
+        text += f"; already there: {cache.entries:,} entries, {cache.bytes / 1e9:.3g} GB"
+    if config.cache_gb is not None and config.cache_gb * 1e9 < expected:
+        text += f"; data.cache_gb {config.cache_gb:g} is enough for about {config.cache_gb * 1e9 / expected:.0%}"
+    return text

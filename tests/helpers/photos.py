@@ -1,0 +1,43 @@
+"""A small folder of photographs, and a small model, for runs with a cache."""
+
+import os
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+
+SMALL = (
+    "data.options.image_size=32",
+    "model.name=helpers.photos:SmallNet",
+    "batch_size=8",
+    "microbatches=4",
+    "epochs=2",
+    "metrics=[]",
+)
+
+
+class SmallNet(torch.nn.Sequential):
+    """A convolution, batch norm and a linear layer."""
+
+    def __init__(self, num_classes: int) -> None:
+        layers = (torch.nn.Conv2d(3, 8, 5, stride=3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        super().__init__(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, num_classes))
+
+
+def write_photos(root: Path, count: int = 24) -> None:
+    """Write JPEG files of two classes."""
+    generator = numpy.random.default_rng(0)
+    for number in range(count):
+        folder = root / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        values = generator.integers(0, 256, (60, 80, 3), dtype=numpy.uint8)
+        Image.fromarray(values).save(folder / f"{number:02}.jpg")
+
+
+def make_unreadable(root: Path) -> None:
+    """Replace the contents of all files, but neither their sizes nor their times."""
+    for file in root.rglob("*.jpg"):
+        status = file.stat()
+        file.write_bytes(bytes(status.st_size))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
