@@ -72,10 +72,13 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
         accelerator_module().manual_seed(seed)
 
 
-def generator_state() -> tuple[object, ...]:
-    """Return the state of the generators that all threads of this process share; equal while no thread draws."""
+def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
+    """Return the state of the generators of this process and of a GPU; equal while no thread draws."""
     kind, key, *others = numpy.random.get_state(legacy=True)
-    return random.getstate(), kind, bytes(memoryview(key)), *others, torch.get_rng_state().numpy().tobytes()  # type: ignore[arg-type]
+    states = [torch.get_rng_state()]
+    if is_accelerator(device):
+        states.append(accelerator_module().get_rng_state(device))
+    return random.getstate(), kind, bytes(memoryview(key)), *others, *map(_bytes, states)  # type: ignore[arg-type]
 
 
 class IsolatedGenerators:

@@ -38,6 +38,11 @@ class ModuleAttributes:
         self._large: set[str] = set()  # with a warning
 
     @property
+    def are_changed_by_forward(self) -> bool:
+        """Whether a step has changed attributes."""
+        return bool(self._names)
+
+    @property
     def has_changed_late(self) -> bool:
         """Whether an attribute that earlier steps left unchanged has changed on this rank."""
         return self._names is not None and not self._changed.issubset(self._names)

@@ -18,6 +18,7 @@ from samestep.config.validation import match_patterns
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batched import BatchedRunner
 from samestep.engine.buffers import Rule
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.consistency import ConsistencyCheck
@@ -108,6 +109,7 @@ def build_components(
     kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
+    kind = BatchedRunner if kind is SequentialRunner and config.reduction == "exact" else kind
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     runner.separate_reason = reason
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)

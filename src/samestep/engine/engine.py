@@ -236,6 +236,7 @@ class Engine:
             warn_of_evaluation_mode()
         if witness is not None:
             witness.begin_step(batch, self.steps)
+        runner.is_witnessed = witness is not None
         total = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
             reduce_requests(batch.microbatches, total, world)

@@ -70,8 +70,8 @@ class ForwardState:
         self._modules = list(model.modules())
         devices = (tensor.device for tensor in chain(model.buffers(), model.parameters()))
         self._device = next(devices, torch.device("cpu"))
-        self._active: list[str] = []  # names of state that some step has changed
-        self._is_first, self._attributes = True, ModuleAttributes(model)
+        self.active: list[str] = []  # names of state that some step has changed
+        self._is_first, self.attributes = True, ModuleAttributes(model)
         self._places: dict[str, Place] = {}
         self._locate()
         self.declared_parameters = [name for name, place in self._places.items() if place.kind == "_parameters"]
@@ -80,12 +80,12 @@ class ForwardState:
     @property
     def length(self) -> int:
         """Number of elements of the vector of a microbatch."""
-        return self.control_length + sum(size_of(self._start[n]) for n in self._active if self._rule(n) in _SUMMED)
+        return self.control_length + sum(size_of(self._start[n]) for n in self.active if self._rule(n) in _SUMMED)
 
     @property
     def control_length(self) -> int:
         """Number of the first elements of the vector, which `combine` needs as numbers."""
-        return len(self._inexact) + 2 + self._hash_count(self._active)
+        return len(self._inexact) + 2 + self._hash_count(self.active)
 
     def begin(self, microbatches: int) -> None:
         """Copy the state at the beginning of a step of `microbatches` microbatches."""
@@ -94,16 +94,16 @@ class ForwardState:
         if self._is_first:
             self._add_attributes(lambda key: True)
         self.parameters.begin(digests=self._is_first)
-        self._attributes.begin()
+        self.attributes.begin()
         self._microbatches = microbatches
         self._objects = {name: place.value() for name, place in self._places.items()}
         tensors = {n: tensor for n, value in self._objects.items() if (tensor := as_tensor(value)) is not None}
         self._start = dict(zip(tensors, copies(list(tensors.values())), strict=True))
         self._versions = {name: version_of(self._objects[name]) for name in self._start}
-        self._active = [name for name in self._active if name in self._start]
+        self.active = [name for name in self.active if name in self._start]
         tensors = {n: start for n, start in self._start.items() if self._places[n].kind != "__dict__"}
-        self._inexact = [name for name in self._active if name in tensors and tensors[name].dtype in _INEXACT]
-        self._inactive = {name: start for name, start in tensors.items() if name not in self._active}
+        self._inexact = [name for name in self.active if name in tensors and tensors[name].dtype in _INEXACT]
+        self._inactive = {name: start for name, start in tensors.items() if name not in self.active}
         self._large = {name for name, start in self._inactive.items() if start.numel() > _SMALL}
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values with which each microbatch may have ended
         self._touched: set[str] = set()  # by the last microbatch
@@ -115,7 +115,7 @@ class ForwardState:
         """Set the state to that at the beginning of the step."""
         self._put({})
         self._dirty = None
-        self._attributes.restore()
+        self.attributes.restore()
 
     def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor | None:
         """Return the contribution of a microbatch after its forward: `length` elements in float64; None for zeros.
@@ -139,10 +139,10 @@ class ForwardState:
         self._dirty = {*self._touched, *unusable}
         self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
         is_last = number == self._microbatches - 1
-        self._problems.update(self._attributes.read(module, is_last=is_last))
-        if not (self._start or self._problems or self._attributes.has_changed_late):
+        self._problems.update(self.attributes.read(module, is_last=is_last))
+        if not (self._start or self._problems or self.attributes.has_changed_late):
             return None
-        kept = [n for n in self._active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
+        kept = [n for n in self.active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
         kept = list(dict.fromkeys([*kept, *self._touched]))
         ends = [values[name] for name in kept]
         self._kept[number] = dict(zip(kept, copies(ends) if module is None else ends, strict=True))
@@ -151,14 +151,14 @@ class ForwardState:
             control[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
         if compared := [name for name in self._inactive if name in self._touched]:
             control[-2:-1].copy_(any_differs([values[n] for n in compared], [self._start[n] for n in compared]))
-        if self._attributes.has_changed_late:
+        if self.attributes.has_changed_late:
             control[-2:-1].fill_(1.0)
         if self._problems:
             control[-1:].fill_(1.0)
         elif last and module is None and (names := self._unobserved()):
             objects = [self._objects[name].detach() for name in names]
             control[-1:].copy_(any_differs(objects, [self._start[name] for name in names]))
-        return torch.cat([control, self._encode(number, values, self._active)])
+        return torch.cat([control, self._encode(number, values, self.active)])
 
     def combine(
         self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
@@ -175,8 +175,8 @@ class ForwardState:
         Raises:
             InputError: the forward changed state for which there is no rule, or microbatches differ.
         """
-        if not (self._active or self._is_first or any(control)):
-            return self._attributes.combine(world, (), may_grow=False)
+        if not (self.active or self._is_first or any(control)):
+            return self.attributes.combine(world, (), may_grow=False)
         count = len(self._inexact)
         (is_changed, has_problem), hashes = control[count : count + 2], control[count + 2 :]
         if has_problem != 0:
@@ -188,27 +188,27 @@ class ForwardState:
         if self._is_first:
             self._is_first = False
             self._keep_attributes(changed)
-        results = self._decode(self._active, hashes, total[self.control_length :], tree, world)
+        results = self._decode(self.active, hashes, total[self.control_length :], tree, world)
         results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
-        new = [name for name in self._places if name in changed and name not in self._active]
+        new = [name for name in self._places if name in changed and name not in self.active]
         if new:
             vectors = {(n, n + 1): self._encode(n, {**self._start, **ends}, new) for n, ends in self._kept.items()}
             count = self._hash_count(new)
             length = count + sum(size_of(self._start[name]) for name in new if self._rule(name) in _SUMMED)
             second = strategy.sum_vectors(tree, vectors, length).wait()
-            self._active += new
+            self.active += new
             results |= self._decode(new, second[:count].tolist(), second[count:], tree, world)
         self._results = results | self._received(tree, world)
-        self._attributes.combine(world, changed, may_grow=bool(is_changed))
+        self.attributes.combine(world, changed, may_grow=bool(is_changed))
 
     def commit(self) -> None:
         """Set the state to that at the end of the step."""
         self._put(self._results)
-        self._attributes.commit()
+        self.attributes.commit()
 
     def _locate(self) -> None:
         """Find all buffers, the frozen parameters with a rule, and the attributes that are known to change."""
-        active_attributes = {name for name in self._active if self._places[name].kind == "__dict__"}
+        active_attributes = {name for name in self.active if self._places[name].kind == "__dict__"}
         tensors: dict[str, tuple[torch.nn.Module, str, str, Kind, torch.Tensor]] = {}
         for path, module in self._model.named_modules():
             prefix = f"{path}." if path else ""
@@ -349,8 +349,8 @@ class ForwardState:
     def _received(self, tree: MicrobatchTree, world: World) -> dict[str, torch.Tensor]:
         """Return the state that is that of the last microbatch, which the last rank owns."""
         own = self._kept[max(self._kept)] if self._kept else {}
-        equal = [name for name in self._active if self._rule(name) == "equal"]
-        last = [name for name in self._active if self._rule(name) == "last"]
+        equal = [name for name in self.active if self._rule(name) == "equal"]
+        last = [name for name in self.active if self._rule(name) == "last"]
         results = {name: own.get(name, self._start[name]) for name in (*equal, *last)}
         sent = last if tree.is_shared_by_all(world.shares) else [*equal, *last]  # some ranks have no microbatch
         if sent and world.size > 1:
@@ -367,7 +367,7 @@ class ForwardState:
         if not self._start:
             return
         targets, sources = [], []
-        for name in self._start if self._dirty is None else self._dirty.union(self._active):
+        for name in self._start if self._dirty is None else self._dirty.union(self.active):
             place, target, value = self._places.get(name), self._objects[name], results.get(name, self._start[name])
             if place is None:  # an attribute that the first step did not change
                 continue

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from samestep.config import Precision, StepConfig
+from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, seed_device, seed_generators
@@ -23,6 +23,7 @@ from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState
 from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
+from samestep.engine.model_call import autocast, call_model
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.step_stats import LocalStats, StepStats, vector_length
@@ -34,7 +35,6 @@ from samestep.strategies.strategy import Strategy, TensorFuture, sparse_error
 TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
 ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
 
 
@@ -187,26 +187,6 @@ def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
     return [Loss(loss.sum * 0.0, 0.0) for loss in losses]
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """Return the autocast context of a precision."""
-    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def call_model(module: torch.nn.Module, inputs: Any) -> Any:
-    """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
-    positional, named = as_arguments(inputs)
-    return module(*positional, **named)
-
-
-def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return inputs as positional and named arguments."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
-
-
 @dataclass(eq=False, repr=False)
 class StepRunner(ABC):
     """Computes the microbatches of a rank in one step.
@@ -215,6 +195,9 @@ class StepRunner(ABC):
         model: the model before the strategy wraps it.
         names: the trained parameters that receive gradients in the backward, with their names in the model.
         observe: surrounds forward and backward of each microbatch, for a witness.
+        is_witnessed: a witness observes the present step.
+        computes_together: whether the microbatches of a rank are computed together; None if this is not known yet.
+        separate_reason: why they are computed one after another, if they could be computed together.
     """
 
     model: torch.nn.Module
@@ -229,7 +212,9 @@ class StepRunner(ABC):
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
-        self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another
+        self.is_witnessed = False
+        self.computes_together: bool | None = None
+        self.separate_reason: str | None = None
         self.generators = SeededGenerators(self.world.device)
         self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 
@@ -364,7 +349,7 @@ class SequentialRunner(StepRunner):
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.
                         total = self.sum_stats(tree, stats, save) if self._is_checked and not is_shared else None
-                    torch.autograd.backward(*self.roots(loss.sum, batch.size))
+                    self._backward(microbatch, loss, batch.size)
                     if not strategy.defers_gradients:
                         self.require_gradients(self.names, microbatch.number)
                 if last and strategy.defers_gradients:
@@ -379,10 +364,17 @@ class SequentialRunner(StepRunner):
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
         for callback in (callbacks := () if microbatch.is_filler else self.callbacks):
             callback.begin_microbatch(microbatch)
-        outputs, loss = self.forward(self.strategy.module, microbatch, position)
+        outputs, loss = self._outputs(microbatch, position)
         for callback in callbacks:
             callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
         return loss
+
+    def _outputs(self, microbatch: Microbatch, position: int) -> tuple[Any, Loss]:
+        return self.forward(self.strategy.module, microbatch, position)
+
+    def _backward(self, microbatch: Microbatch, loss: Loss, samples: int) -> None:
+        """Leave the gradient of a microbatch of a global batch of `samples` samples in `.grad`."""
+        torch.autograd.backward(*self.roots(loss.sum, samples))
 
     def bad_gradients(self, batch: GlobalBatch, position: int) -> list[int] | None:
         """Compute the microbatches of this rank again, one at a time, and check each gradient."""

@@ -17,7 +17,8 @@ from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner, as_arguments
+from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner
+from samestep.engine.model_call import as_arguments
 from samestep.engine.step_stats import LocalStats
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy

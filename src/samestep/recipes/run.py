@@ -24,7 +24,7 @@ from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
-from samestep.engine.microbatch import autocast, call_model
+from samestep.engine.model_call import autocast, call_model
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
 from samestep.loggers.rank_monitor import RankMonitor

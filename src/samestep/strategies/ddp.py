@@ -32,6 +32,8 @@ class DdpStrategy(Strategy):
     several parts, as from reentrant activation checkpointing of a shared layer: DDP would send the first part.
     """
 
+    batchable = slice(None, -1)  # the backward of the last one reduces gradients
+
     def __init__(
         self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, world: World
     ) -> None:

@@ -17,7 +17,7 @@ from samestep.data.batch import Microbatch, MicrobatchDataset, map_tensors
 from samestep.distributed.rng import derive_seed, preserved_generators
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.engine import Engine
-from samestep.engine.microbatch import call_model
+from samestep.engine.model_call import call_model
 from samestep.tools.verify.tensors import digest_any
 from samestep.tools.verify.trials import Interventions
 

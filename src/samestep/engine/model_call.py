@@ -1,0 +1,33 @@
+"""Call of a model with the inputs of a microbatch, and the context of its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from samestep.config import Precision
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """Return the autocast context of a precision."""
+    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def call_model(module: torch.nn.Module, inputs: Any) -> Any:
+    """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
+    positional, named = as_arguments(inputs)
+    return module(*positional, **named)
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
