@@ -97,6 +97,7 @@ class Trainer:
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
         self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
+        self._computes_together: bool | None = None  # as logged last
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
         self._separate_reason: str | None = None  # as logged
@@ -234,6 +235,9 @@ class Trainer:
         if (reason := self._engine.separate_reason) != self._separate_reason:
             self._separate_reason = reason
             self.logger.log_event("note", text=f"{SEPARATE}: {reason}")
+        if (together := self._engine.computes_together) != self._computes_together:
+            self._computes_together, reason = together, self._engine.alone_reason
+            self.logger.log_event("microbatches", step=result.step, together=together, reason=reason)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
 

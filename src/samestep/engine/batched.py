@@ -186,13 +186,13 @@ class BatchedRunner(SequentialRunner):
             NotBatchable: some differ.
         """
         pairs: dict[str, tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]] = {}
-        pairs["the outputs"] = (list(tensors_of(alone.outputs)), list(tensors_of(together.outputs)))
-        pairs["the loss"] = ([alone.loss.sum], [together.loss.sum])
+        pairs["outputs"] = (list(tensors_of(alone.outputs)), list(tensors_of(together.outputs)))
+        pairs["loss"] = ([alone.loss.sum], [together.loss.sum])
         for name, one, other in zip(self.names.values(), alone.gradients, together.gradients, strict=True):
-            pairs[f"the gradient of {name}"] = ([one], [other])
+            pairs[f"gradient of {name}"] = ([one], [other])
         for name, (first, second) in pairs.items():
             if any(_differ(one, other) for one, other in zip(first, second, strict=True)):
-                raise NotBatchable(f"{name} has other bits")
+                raise NotBatchable(f"other bits of {name}")
 
     def _times(self, parts: Sequence[Microbatch], position: int) -> tuple[float, float]:
         """Return the seconds for microbatches one after another, and together."""
@@ -211,7 +211,7 @@ class BatchedRunner(SequentialRunner):
         return time.perf_counter()
 
     def _set_reason(self, reason: str) -> None:
-        self.computes_together, self.separate_reason = False, reason
+        self.computes_together, self.alone_reason = False, reason
         logger.debug(f"microbatches are computed one after another: {reason}")
 
     def _option(self) -> str | None:

@@ -109,7 +109,6 @@ def build_components(
     kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
-    kind = BatchedRunner if kind is SequentialRunner and config.reduction == "exact" else kind
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     runner.separate_reason = reason
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
@@ -168,7 +167,8 @@ def _runner_class(
     merges = config.reduction == "fast" and config.merge == "auto"
     is_witnessed = witness_every is not None
     reason = why_separate(config, world, strategy, sync_batch_norm=sync_batch_norm, is_witnessed=is_witnessed)
-    kind: type[StepRunner] = MergedRunner if merges and reason is None else SequentialRunner
+    kind: type[StepRunner] = BatchedRunner if config.reduction == "exact" else SequentialRunner
+    kind = MergedRunner if merges and reason is None else kind
     if isinstance(strategy, PipelineStrategy):
         kind = PipelineRunner
     elif world.strategy.name == "dp":

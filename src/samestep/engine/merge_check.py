@@ -17,7 +17,8 @@ from samestep.engine.buffers import copy_tensors, is_number
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows, rows
 from samestep.engine.merged_functions import MergedFunctions
-from samestep.engine.microbatch import TRAINING, MicrobatchForward, autocast, call_model
+from samestep.engine.microbatch import TRAINING, MicrobatchForward
+from samestep.engine.model_call import autocast, call_model
 from samestep.engine.replicas import Replica, replicate
 
 _MICROBATCHES, _SAMPLES = 3, 4

@@ -16,7 +16,8 @@ from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss
 from samestep.engine.merge_check import MergeCheck
 from samestep.engine.merged_functions import MergedFunctions
-from samestep.engine.microbatch import TRAINING, SequentialRunner, call_model
+from samestep.engine.microbatch import TRAINING, SequentialRunner
+from samestep.engine.model_call import call_model
 from samestep.engine.step_stats import LocalStats
 from samestep.errors import InputError
 from samestep.microbatches import most_owned

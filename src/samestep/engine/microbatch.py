@@ -197,7 +197,7 @@ class StepRunner(ABC):
         observe: surrounds forward and backward of each microbatch, for a witness.
         is_witnessed: a witness observes the present step.
         computes_together: whether the microbatches of a rank are computed together; None if this is not known yet.
-        separate_reason: why they are computed one after another, if they could be computed together.
+        alone_reason: why they are computed one after another under `exact`.
     """
 
     model: torch.nn.Module
@@ -214,7 +214,8 @@ class StepRunner(ABC):
         self._is_checked = False  # a step has been computed
         self.is_witnessed = False
         self.computes_together: bool | None = None
-        self.separate_reason: str | None = None
+        self.alone_reason: str | None = None
+        self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another
         self.generators = SeededGenerators(self.world.device)
         self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 

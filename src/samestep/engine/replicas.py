@@ -15,6 +15,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state
 from samestep.engine.batch_statistics import one_value_errors
+from samestep.engine.batched import BatchedRunner
 from samestep.engine.buffers import MicrobatchBuffers, Rule
 from samestep.engine.forward_state import ForwardState
 from samestep.engine.lockstep import Threads, ThreadState
@@ -244,7 +245,7 @@ def build_buffers(
             )
         return MicrobatchBuffers(model)
     state = ForwardState(model, rules, is_whole=is_whole)
-    if state.declared_parameters and runner_class is not SequentialRunner:
+    if state.declared_parameters and runner_class not in (SequentialRunner, BatchedRunner):
         raise InputError(
             f"a rule for the parameter {state.declared_parameters[0]}",
             "under batch_norm: sync, gather: global and dp, microbatches computed together share the parameters",

@@ -54,6 +54,7 @@ class LoopEvents(Callback):
         self._local_samples = 0
         self._has_config = self._is_stopped = False
         self._separate_reason: str | None = None  # as logged
+        self._computes_together: bool | None = None  # as logged
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -120,6 +121,9 @@ class LoopEvents(Callback):
         if (reason := engine.separate_reason) != self._separate_reason:
             self._separate_reason = reason
             self._logger.log_event("note", text=f"{SEPARATE}: {reason}")
+        if (together := engine.computes_together) != self._computes_together:
+            self._computes_together, reason = together, engine.alone_reason
+            self._logger.log_event("microbatches", step=result.step, together=together, reason=reason)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self._log_checksum(engine)
 

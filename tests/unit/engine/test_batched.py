@@ -1,0 +1,112 @@
+"""Microbatches that are computed together have the bits of each alone; otherwise they are computed one by one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import samestep
+from samestep import launch
+from samestep.engine import batched
+from samestep.engine.engine import Engine
+from workers import batched as ranks_batched
+from workers.batched import SAMPLES, train
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[samestep.World]:
+    times = batched.BatchedRunner._times
+    ranks_batched.use_always()
+    with samestep.start(device="cpu") as one:
+        yield one
+    batched.BatchedRunner._times = times  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("name", ["gpt", "perceptron"])
+def test_bits_are_equal_together_and_alone(world: samestep.World, name: str, microbatches: int) -> None:
+    alone, _, _ = train(world, name, microbatches, together=False)
+    together, is_together, reason = train(world, name, microbatches, together=True)
+    assert (is_together, reason) == (True, None)
+    assert together == alone
+
+
+def test_bits_are_equal_on_1_2_and_3_processes(world: samestep.World) -> None:
+    alone = [train(world, name, 8, together=False)[0] for name in ("gpt", "perceptron")]
+    for processes, sizes in ((2, (4, 4)), (3, (2, 3, 3))):
+        ranks = launch(ranks_batched.run, processes=processes)
+        for local, results in zip(sizes, ranks, strict=True):
+            assert [tuple(result) for result in results] == [
+                # The backward of the last microbatch of a rank reduces gradients, so that it is computed alone.
+                (digest, True if local > 2 else None, None)
+                for digest in alone
+            ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("convolution", "conv1d with a trained parameter"),
+        ("dropout", "dropout draws random numbers"),
+        ("branch", "max may combine samples, or depend on their values"),
+        ("mean", "other bits of outputs"),
+        ("rows", "other bits of outputs"),
+        ("batch norm", "the forward changes the state of the model"),
+    ],
+)
+def test_other_models_are_computed_one_by_one(world: samestep.World, name: str, reason: str) -> None:
+    alone, _, _ = train(world, name, 4, together=False)
+    assert train(world, name, 4, together=True) == (alone, False, reason)
+
+
+def test_a_planted_difference_in_a_gradient_is_detected(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = batched.BatchedForward.add
+
+    def flip(self: Any, microbatch: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if microbatch == 2 and gradient.dim() == 1:
+            gradient.view(torch.int32)[3] ^= 1
+        add(self, microbatch, parameter, gradient)
+
+    monkeypatch.setattr(batched.BatchedForward, "add", flip)
+    alone, _, _ = train(world, "perceptron", 4, together=False)
+    assert train(world, "perceptron", 4, together=True) == (alone, False, "other bits of gradient of first.bias")
+
+
+def _hook(engine: Engine) -> None:
+    engine.model.first.register_forward_hook(lambda *call: None)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "prepare", "reason"),
+    [
+        ({"precision": "bf16"}, lambda engine: None, "step.precision: bf16"),
+        ({"recompute": ("first",)}, lambda engine: None, "step.recompute"),
+        ({}, _hook, "the module 'first' has hooks"),
+    ],
+)
+def test_options_and_hooks_exclude_computing_together(
+    world: samestep.World, options: dict[str, Any], prepare: Callable[[Engine], Any], reason: str
+) -> None:
+    results = [train(world, "perceptron", 4, together=on, prepare=prepare, **options) for on in (False, True)]
+    assert results[1] == (results[0][0], False, reason)
+
+
+def test_other_shapes_are_computed_one_by_one(world: samestep.World) -> None:
+    samples = (SAMPLES, SAMPLES, 7, SAMPLES, 3, SAMPLES)
+    alone, together = (train(world, "perceptron", 4, together=on, samples=samples) for on in (False, True))
+    assert together == (alone[0], True, None)
+
+
+def test_memory_has_a_limit(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "MAX_BYTES", 1000)
+    _, is_together, reason = train(world, "perceptron", 4, together=True)
+    assert is_together is False
+    assert reason is not None
+    assert reason.endswith("MiB of activations and gradients")
+
+
+def test_slower_computation_is_not_used(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched.BatchedRunner, "_times", lambda self, parts, position: (1.0, 2.0))
+    _, is_together, reason = train(world, "perceptron", 4, together=True)
+    assert (is_together, reason) == (False, "together, they take 2000.0 ms, and 1000.0 ms one after another")
