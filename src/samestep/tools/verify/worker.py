@@ -193,7 +193,8 @@ class Probe(Intervention):
     def _record_output(self, name: str, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         forward = self._forwards.get(threading.get_ident())
         if forward is not None and torch.is_grad_enabled():
-            forward.modules.append((name, digest_any(outputs)))
+            with torch._C.DisableTorchFunction():  # not a read of values by the model
+                forward.modules.append((name, digest_any(outputs)))
 
 
 def _model_state(engine: Engine) -> dict[str, torch.Tensor]:
