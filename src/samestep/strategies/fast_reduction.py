@@ -11,7 +11,7 @@ from samestep.config import Reduction as ReductionName
 from samestep.config.strategy import Hook
 from samestep.distributed.world import World
 from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.reduction import ExactReduction, MicrobatchTree, Parameter, Reduction, Tensors
+from samestep.strategies.reduction import ExactReduction, MicrobatchTree, Parameter, Reduction, Tensors, fast_all_reduce
 
 # Sums the flat gradients of some parameters over ranks, in place.
 AllReduce = Callable[[Sequence[Parameter], torch.Tensor], torch.Tensor]
@@ -61,18 +61,11 @@ class FastReduction(Reduction):
 
 def _build_all_reduce(world: World, parameters: Sequence[Parameter], hook: Hook) -> AllReduce:
     if hook == "none" or world.size == 1:
-        return lambda _, total: backend_all_reduce(world, total)
+        return lambda _, total: fast_all_reduce(world, total)
     if hook == "powersgd":
         return PowerSGD(world, parameters)
     dtype = torch.float16 if hook == "fp16" else torch.bfloat16
     return lambda _, total: compressed_all_reduce(world, total, dtype)
-
-
-def backend_all_reduce(world: World, total: torch.Tensor) -> torch.Tensor:
-    """Sum `total` over ranks in the backend's order, in place: equal to the tree all-reduce to rounding."""
-    if world.size > 1:
-        world.all_reduce(total)
-    return total
 
 
 class PowerSGD:
@@ -146,12 +139,12 @@ def compressed_all_reduce(world: World, total: torch.Tensor, dtype: torch.dtype)
     not overflow and as few small ones as possible are lost. Ranks agree on the scale in a message of one number.
     """
     if total.element_size() <= dtype.itemsize or total.numel() == 0:
-        return backend_all_reduce(world, total)
+        return fast_all_reduce(world, total)
     if dtype == torch.float16:
         scale = _common_scale(world, total)
-        total.copy_(backend_all_reduce(world, (total * scale).to(dtype)))
+        total.copy_(fast_all_reduce(world, (total * scale).to(dtype)))
         return total.div_(scale)
-    return total.copy_(backend_all_reduce(world, total.to(dtype)))
+    return total.copy_(fast_all_reduce(world, total.to(dtype)))
 
 
 def _common_scale(world: World, total: torch.Tensor) -> torch.Tensor:

@@ -148,6 +148,19 @@ def tree_all_reduce(
     return total
 
 
+def fast_all_reduce(world: World, total: torch.Tensor) -> torch.Tensor:
+    """Sum `total` over ranks in place, in the fastest order: equal to the tree all-reduce to rounding.
+
+    In the backend's order; on a CPU, pairs of ranks exchange small vectors, which gloo sums in more messages.
+    """
+    is_paired = total.nbytes <= _SMALL_BYTES and world.size & (world.size - 1) == 0
+    if world.size > 1 and is_paired and not is_accelerator(world.device):
+        world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
+    elif world.size > 1:
+        world.all_reduce(total)
+    return total
+
+
 def _reduce_by_doubling(world: World, total: torch.Tensor) -> None:
     received = torch.empty_like(total)
     for distance in _distances(world):

@@ -29,8 +29,7 @@ from samestep.engine.engine import Engine
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.recipe_files import recipe_data
-from samestep.strategies.fast_reduction import backend_all_reduce
-from samestep.strategies.reduction import MicrobatchTree, tree_all_reduce
+from samestep.strategies.reduction import MicrobatchTree, fast_all_reduce, tree_all_reduce
 from samestep.tools.profile.measurements import Conditions, Costs, Measurements, ProfilerSummary, Step
 from samestep.tools.profile.profile import CHECKPOINTS, CLOCK_MARK, TENSORBOARD, Plan
 from samestep.tools.profile.recorder import RankProfiler, SpanRecorder
@@ -242,7 +241,7 @@ def _all_reduce_seconds(world: World, microbatches: int, reduction: Reduction, s
             if reduction == "exact":
                 tree_all_reduce(world, tree, gradients, gradients[0])
             else:
-                backend_all_reduce(world, gradients[0])
+                fast_all_reduce(world, gradients[0])
         if is_accelerator(world.device):
             accelerator_module().synchronize(world.device)
 
