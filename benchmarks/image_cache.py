@@ -1,8 +1,9 @@
 """Images per second of one core from a cache, compared with the pipeline of tutorials: Pillow and torchvision.
 
-JPEG files of 500x375 pixels in the page cache. Each pipeline delivers batches of 32 samples, as a loader worker does:
-the tutorial by torchvision's transforms and torch's collate function, Samestep by its own, with a seed per sample. The
-pipelines take turns; times are processor times of this process with one thread.
+JPEG files of 500x375 pixels in the page cache. As in the shipped recipes, the decoder is simplejpeg, and images are
+bytes. Each pipeline delivers batches of 32 samples, as a loader worker does: the tutorial by torchvision's transforms
+and torch's collate function, Samestep by its own, with a seed per sample. The pipelines take turns; times are processor
+times of this process with one thread.
 """
 
 from __future__ import annotations
@@ -72,18 +73,18 @@ def tutorial(files: list[Path]) -> Batches:
 
 def pipeline(folder: Path, cache: str, *, is_training: bool = True, **options: Any) -> Batches:
     """Return the batches of a recipe; the evaluation has the same files."""
-    splits = load_images(str(folder), evaluation_path=str(folder), **options)
+    splits = load_images(str(folder), evaluation_path=str(folder), decoder="simplejpeg", **options)
     if cache != "none":
         assert splits.open_cache is not None
         splits.open_cache(DataConfig(name="images", cache=cache), announces=False)  # type: ignore[arg-type]
     dataset = splits.train if is_training else splits.evaluation
-    reader, size = MicrobatchDataset(dataset, default_collate, seed=0), len(dataset)
+    reader, size = MicrobatchDataset(dataset, splits.collate, seed=0), len(dataset)
     return lambda number: reader[MicrobatchRequest(0, 0, numpy.arange(number * BATCH, (number + 1) * BATCH) % size)]
 
 
 def copies(folder: Path, **options: Any) -> Batches:
     """Return batches of copies of cached images, without a transform."""
-    splits = load_images(str(folder), **options)
+    splits = load_images(str(folder), decoder="simplejpeg", **options)
     assert splits.open_cache is not None
     splits.open_cache(DataConfig(name="images", cache="decoded"), announces=False)
     samples, read = splits.train._samples, splits.train._read  # type: ignore[attr-defined]

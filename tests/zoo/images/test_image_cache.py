@@ -219,6 +219,20 @@ def test_validation_images_of_the_same_size_do_not_depend_on_the_fixed_resize(de
         assert torch.equal(plain[number][0], resized[number][0])
 
 
+@pytest.mark.parametrize("options", [{"decoder": "simplejpeg"}, {"decoder": "pillow"}])
+def test_collated_images_are_those_of_torch(options: dict[str, Any], photos: Path) -> None:
+    splits = load_images(str(photos), image_size=32, **options)
+    images = [splits.train[number] for number in range(3)]
+    batch, labels = splits.collate(images)
+    expected = torch.stack([image for image, _ in images])
+    assert torch.equal(batch, expected)
+    assert torch.equal(labels, torch.tensor([label for _, label in images]))
+    assert splits.prepare is not None
+    (normalized, _), other = splits.prepare((batch, labels)), splits.prepare(expected)
+    assert normalized.stride() == other.stride()
+    assert torch.equal(normalized, other)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

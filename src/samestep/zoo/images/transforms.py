@@ -131,6 +131,18 @@ class Augment:
         return mixed
 
 
+def collate_images(samples: list[Any]) -> Any:
+    """Return a batch as torch's default; images of bytes keep the order in memory that they have.
+
+    torch would move the channels of each image, in half of the time of a crop from a cache; the device does so faster.
+    """
+    images, labels = zip(*samples, strict=True)
+    if images[0].dtype != torch.uint8:
+        return default_collate(samples)
+    pixels = default_collate([image.permute(1, 2, 0) for image in images])
+    return pixels.permute(0, 3, 1, 2), default_collate(list(labels))
+
+
 def parse_augment(options: Mapping[str, Any] | None) -> Augment:
     """Return the augmentation of `data.options.augment`.
 
@@ -244,7 +256,7 @@ class ImageTransforms:
                 return tensor
             factor, summand = (t.to(tensor.device, non_blocking=True) for t in (1 / (255 * std), -mean / std))
             # A product of bytes and floats would make a second copy on CPUs.
-            return tensor.to(torch.float32).mul_(factor).add_(summand)
+            return tensor.to(torch.float32, memory_format=torch.contiguous_format).mul_(factor).add_(summand)
 
         return map_tensors(data, normalized)
 
