@@ -19,7 +19,7 @@ from step_models import build_dataset, build_model, build_optimizer
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep
 from samestep.config import Reduction
@@ -99,13 +99,14 @@ def _ours(name: str, reduction: Reduction, microbatches: int, setting: Setting, 
     rules = samestep.StepConfig(reduction=reduction)
     engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, config=rules)
     loader = samestep.loader(
-        build_dataset(),
+        build_dataset(setting.model),
         batch_size=setting.batch_size,
         microbatches=microbatches * world.size,
         shuffle=True,
         world=world,
     )
-    ready = [_global_batch(indices, microbatches * world.size, world) for indices in _ready_indices(setting)]
+    dataset, total = build_dataset(setting.model), microbatches * world.size
+    ready = [_global_batch(dataset, indices, total, world) for indices in _ready_indices(setting)]
     feeds: dict[Feed, Iterator[Any]] = {"ready": cycle(ready), "loader": _endless(loader)}
     return Contender(name, reduction == "exact", microbatches, model, lambda batch: engine.step(batch).loss, feeds)
 
@@ -123,7 +124,7 @@ def _hand_written(name: str, setting: Setting, world: samestep.World) -> Contend
         optimizer.step()
         return loss.detach()
 
-    sampler: DistributedSampler[Any] = DistributedSampler(build_dataset(), shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(build_dataset(setting.model), shuffle=True)
     loader = DataLoader(sampler.dataset, batch_size=setting.local_size(world), sampler=sampler)
     return Contender(name, False, 1, model, step, _peer_feeds(setting, world, _endless(loader, sampler.set_epoch)))
 
@@ -134,7 +135,7 @@ def _accelerate(name: str, setting: Setting, world: samestep.World) -> Contender
     _tell_environment(world)
     accelerator = Accelerator(cpu=True)
     model = build_model(setting.model)
-    loader = DataLoader(build_dataset(), batch_size=setting.local_size(world), shuffle=True)
+    loader = DataLoader(build_dataset(setting.model), batch_size=setting.local_size(world), shuffle=True)
     wrapped, optimizer, prepared = accelerator.prepare(model, build_optimizer(model), loader)
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -160,7 +161,7 @@ def _fabric(name: str, setting: Setting, world: samestep.World) -> Contender:
     fabric.launch()
     model = build_model(setting.model)
     wrapped, optimizer = fabric.setup(model, build_optimizer(model))
-    loader = DataLoader(build_dataset(), batch_size=setting.local_size(world), shuffle=True)
+    loader = DataLoader(build_dataset(setting.model), batch_size=setting.local_size(world), shuffle=True)
     prepared = fabric.setup_dataloaders(loader)
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -188,7 +189,7 @@ def _tell_environment(world: samestep.World) -> None:
 
 
 def _peer_feeds(setting: Setting, world: samestep.World, loaded: Iterator[Any]) -> dict[Feed, Iterator[Any]]:
-    dataset = build_dataset()
+    dataset = build_dataset(setting.model)
     start, stop = microbatch_bounds(setting.batch_size, world.size)[world.rank]
     ready = [dataset[indices[start] : indices[stop - 1] + 1] for indices in _ready_indices(setting)]
     return {"ready": cycle(ready), "loader": loaded}
@@ -199,8 +200,9 @@ def _ready_indices(setting: Setting) -> list[numpy.ndarray]:
     return [numpy.arange(number * size, (number + 1) * size) for number in range(READY)]
 
 
-def _global_batch(indices: numpy.ndarray, microbatches: int, world: samestep.World) -> GlobalBatch:
-    dataset = build_dataset()
+def _global_batch(
+    dataset: TensorDataset, indices: numpy.ndarray, microbatches: int, world: samestep.World
+) -> GlobalBatch:
     bounds = microbatch_bounds(len(indices), microbatches)
     parts = [
         Microbatch(number, stop - start, dataset[indices[start] : indices[stop - 1] + 1])

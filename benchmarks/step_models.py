@@ -10,8 +10,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from samestep.zoo.text.models import GPT
+
 CLASSES = 10
 SAMPLES = 2048
+_VOCABULARY, _TOKENS = 512, 64
 
 
 class Block(nn.Module):
@@ -54,7 +57,19 @@ def small() -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"resnet": resnet, "small": small}
+class TextClassifier(nn.Module):
+    """A GPT with 3.3 M parameters and 64 tokens whose logits are averaged over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(_VOCABULARY, 256, 4, 4, _TOKENS, 0.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.gpt(tokens)
+        return logits.mean(dim=1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"resnet": resnet, "small": small, "gpt": TextClassifier}
 
 
 def build_model(name: str) -> nn.Module:
@@ -67,10 +82,14 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def build_dataset() -> TensorDataset:
+def build_dataset(model: str = "resnet") -> TensorDataset:
+    """Samples with a class: 32x32 images, or tokens for `gpt`."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(SAMPLES, 3, 32, 32, generator=generator)
-    return TensorDataset(images, torch.randint(CLASSES, (SAMPLES,), generator=generator))
+    if model == "gpt":
+        inputs = torch.randint(_VOCABULARY, (SAMPLES, _TOKENS), generator=generator)
+    else:
+        inputs = torch.randn(SAMPLES, 3, 32, 32, generator=generator)
+    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
 
 
 def _conv(inputs: int, outputs: int, stride: int, kernel: int = 3) -> nn.Module:

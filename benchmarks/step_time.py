@@ -23,7 +23,7 @@ from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
 MICROBATCHES_A_RANK = (1, 2, 4, 8)
-BLOCKS = {"resnet": 5, "small": 20}  # steps a turn: some tenths of a second
+BLOCKS = {"resnet": 5, "small": 20, "gpt": 3}  # steps a turn: some tenths of a second
 PRELOAD = ("step_rounds",)
 
 # For each comparison, whose time each contender's is divided by.
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
         epilog="example: python benchmarks/step_time.py --processes 2 4 --models resnet --rounds 40",
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet", "small"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--comparisons", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--feeds", nargs="+", choices=("ready", "loader"), default=["ready", "loader"])
     parser.add_argument("--prefetched", dest="feeds", action="store_const", const=["ready"], help="--feeds ready")
