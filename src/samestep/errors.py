@@ -56,7 +56,6 @@ CODES = {
     "E_SHAPE": "Outputs, targets or weights have shapes that do not match.",
     "E_LOSS": "A loss function returned no usable loss, or one of PyTorch's losses has no count.",
     "E_LOSS_TERM": "A term of a `MultiLoss` has an invalid name, count or weight.",
-    "E_MERGE": "Microbatches that are computed together draw random numbers, or read values, for all samples at once.",
     "E_GATHER": "Outputs or targets of microbatches cannot be joined, as `step.gather: global` requires.",
     "E_BUFFER": "A forward changes a buffer, parameter, variable or generator that the rules for buffers do not cover.",
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or does not support the strategy.",

@@ -64,7 +64,13 @@ def test_the_bits_are_those_of_one_device(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_norm": "sync"}, {"precision": "bf16"}, {"reduction": "fast"}, {"recompute": ("twice", "last")}]
+    "options",
+    [
+        {"batch_norm": "sync"},
+        {"precision": "bf16"},
+        {"reduction": "fast", "merge": "off"},
+        {"recompute": ("twice", "last")},
+    ],
 )
 def test_the_bits_are_those_of_one_device_under_other_options(options: dict[str, Any]) -> None:
     with single_process() as world:

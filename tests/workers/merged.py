@@ -10,11 +10,12 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.config import StepConfig
+from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.zoo.segmentation.unet import unet_small
 from samestep.zoo.text.models import GPT
 
-SAMPLES, BATCH, MICROBATCHES = 53, 21, 8  # microbatches of 2 and 3 samples; the last batch has 11
+SAMPLES, BATCH, MICROBATCHES, BATCHES = 53, 21, 8, 3  # microbatches of 2 and 3 samples; the last batch has 11
 
 
 def gpt() -> tuple[nn.Module, TensorDataset]:
@@ -32,6 +33,33 @@ def net() -> tuple[nn.Module, TensorDataset]:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(128, 5)]
     images = torch.randn(SAMPLES, 3, 6, 6, dtype=torch.float64)
     return nn.Sequential(*layers), TensorDataset(images, torch.randint(5, (SAMPLES,)))
+
+
+class LateRead(nn.Module):
+    """Reads a value of the samples once a test asks for it."""
+
+    reads = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs if not self.reads or inputs.sum().item() else inputs + 1
+
+
+def train_with_late_read(merge: Literal["auto", "off"]) -> list[tuple[list[float], bool]]:
+    """Return the weights after steps in which the last rank begins to read values, and whether ranks still merge."""
+    torch.manual_seed(0)
+    model, dataset = net()
+    model = nn.Sequential(LateRead(), model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with samestep.start(device="cpu") as world:
+        engine = Engine(
+            model, optimizer, samestep.cross_entropy, world=world, config=StepConfig(reduction="fast", merge=merge)
+        )
+        batches = samestep.loader(dataset, batch_size=BATCH, microbatches=MICROBATCHES, world=world)
+        for number, batch in enumerate(chain(batches, batches, batches)):
+            LateRead.reads = number >= BATCHES and world.rank == world.size - 1
+            engine.step(batch)
+        weights = torch.cat([tensor.double().reshape(-1) for tensor in model.state_dict().values()])
+        return all_gather((weights.tolist(), engine.separate_reason is None), world)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, TensorDataset]]] = {"gpt": gpt, "unet": unet, "net": net}

@@ -8,6 +8,7 @@ import torch
 
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last
+from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed, generator_state
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import may_have_one_value, uses_batch_statistics
@@ -19,7 +20,6 @@ from samestep.engine.merged_functions import MergedFunctions
 from samestep.engine.microbatch import TRAINING, SequentialRunner
 from samestep.engine.model_call import call_model
 from samestep.engine.step_stats import LocalStats
-from samestep.errors import InputError
 from samestep.microbatches import most_owned
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.reduction import MicrobatchTree
@@ -31,7 +31,8 @@ SEPARATE = "the microbatches of a rank are computed one after another"
 class MergedRunner(SequentialRunner):
     """Computes the microbatches of a rank in one forward and backward, if the model computes them as each alone.
 
-    The first step with several microbatches on a rank decides. A step whose inputs have different shapes, or in which a
+    The first step with several microbatches on a rank decides. A later step that reads values or draws random numbers
+    for all samples at once ends the merging of this rank. A step whose inputs have different shapes, or in which a
     microbatch has no samples, is computed one microbatch after another.
     """
 
@@ -92,6 +93,9 @@ class MergedRunner(SequentialRunner):
         merged = strategy.microbatch(tree, batch.local_microbatches[-1].number, last=True)
         with self.generators.preserved(), self.undo_on_failure(), merged:
             losses = self._losses(batch.local_microbatches, position, stats)
+            if losses is None:
+                stats = LocalStats()
+                losses = [self._separate_losses(tree, batch.local_microbatches, position, stats)]
             self.world.context.status.end_compute(len(batch.local_microbatches))
             total = self.sum_stats(tree, stats, save) if self._is_checked else None
             roots = [self.roots(loss.sum, batch.size) for loss in losses]
@@ -104,8 +108,11 @@ class MergedRunner(SequentialRunner):
         self._is_checked = True
         return self.finish(tree, total or self.sum_stats(tree, stats, save))
 
-    def _losses(self, microbatches: Sequence[Microbatch], position: int, stats: LocalStats) -> list[Loss]:
-        """Return the loss of each microbatch, and add statistics and buffers of each to `stats`."""
+    def _losses(self, microbatches: Sequence[Microbatch], position: int, stats: LocalStats) -> list[Loss] | None:
+        """Return the loss of each microbatch, and add statistics and buffers of each to `stats`.
+
+        None if the forward did something for all samples at once that it did not in the first step.
+        """
         for microbatch in microbatches:
             for callback in self.callbacks:
                 callback.begin_microbatch(microbatch)
@@ -124,11 +131,38 @@ class MergedRunner(SequentialRunner):
                 losses.append(forward.combine(microbatch, forward.losses_of_outputs(microbatch, part)))
                 self._add(stats, microbatch, losses[-1], functions, number, last=microbatch is microbatches[-1])
             if functions.has_read or generator_state() != before:
-                raise _changed_error(has_read=functions.has_read)
+                action = "reads values" if functions.has_read else "draws random numbers"
+                self.separate_reason = f"the forward {action} for all samples at once, from step {position + 1} on"
+                logger.warning("%s: %s", SEPARATE, self.separate_reason)
+                self._is_merged = False  # on this rank alone: both ways have the same messages
+                return None
         for microbatch, part, loss in zip(microbatches, parts, losses, strict=True):
             for callback in self.callbacks:
                 callback.end_microbatch(forward.with_targets(microbatch), part, loss)
         return losses
+
+    def _separate_losses(
+        self, tree: MicrobatchTree, microbatches: Sequence[Microbatch], position: int, stats: LocalStats
+    ) -> Loss:
+        """Compute all but the last microbatch completely, and return the loss of the last one.
+
+        The wrapper of the model waits for the gradients of its forward. So it is not called again, and its hooks
+        receive the gradients of the last microbatch alone.
+        """
+        parameters = list(self.names)
+        for microbatch in microbatches:
+            self.buffers.restore()
+            _, loss = self.forward(self.model, microbatch, position)
+            stats.add(
+                microbatch.number, loss, self.buffers.read(microbatch.number, last=microbatch is microbatches[-1])
+            )
+            if microbatch is not microbatches[-1]:
+                roots, slopes = self.roots(loss.sum, tree.samples)
+                gradients = torch.autograd.grad(roots, parameters, slopes, allow_unused=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                self.strategy.add_gradients(tree, microbatch.number)
+        return loss
 
     def _add(
         self, stats: LocalStats, microbatch: Microbatch, loss: Loss, functions: MergedFunctions, row: int, *, last: bool
@@ -155,14 +189,3 @@ def why_separate(
         "witnessed steps": is_witnessed,
     }
     return next((option for option, is_set in options.items() if is_set), None)
-
-
-def _changed_error(*, has_read: bool) -> InputError:
-    return InputError(
-        f"the forward of several microbatches {'read values' if has_read else 'drew random numbers'} for all of them "
-        "at once, which the first step did not",
-        expected="random functions of torch for tensors with the samples in the first dimension, and no branch that "
-        "depends on values of samples, such as `if x.max() > 1:`",
-        fix="StepConfig(merge='off') (step.merge: off in a recipe)",
-        code="E_MERGE",
-    )

@@ -64,6 +64,10 @@ class Strategy(ABC):
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> AbstractContextManager[None]:
         """Surround forward and backward of one microbatch; `last` marks the last one of this rank."""
 
+    def add_gradients(self, tree: MicrobatchTree, microbatch: int) -> None:
+        """Move gradients of an earlier microbatch from `.grad` to the sums, inside `microbatch` of the last one."""
+        self._reduction.accumulate(tree, microbatch)
+
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         """Start the sum of float64 vectors of `length`, of microbatches or subtrees, over all ranks.
 

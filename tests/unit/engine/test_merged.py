@@ -13,7 +13,6 @@ from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import StepConfig
 from samestep.engine.engine import Engine
-from samestep.errors import InputError
 
 World = samestep.World
 IMAGE = (6, 4, 4)
@@ -225,19 +224,20 @@ def test_branch_of_the_first_sample_is_computed_for_each_microbatch(alone: World
     assert (engine.separate_reason or "").endswith("reads values for all samples at once")
 
 
-def test_random_numbers_of_all_samples_in_a_later_step_are_refused(alone: World) -> None:
-    layer = LateNoise()
-    engine = engine_of(alone, seeded(0, lambda: Images(layer)))
-    inputs, targets = random_data(16, features=96, classes=CLASSES)
-    batch = batch_of(alone, inputs.view(-1, *IMAGE), targets, 4)
-    engine.step(batch)
-    LateNoise.calls = 1
-    try:
-        with pytest.raises(InputError) as error:
+def test_random_numbers_of_all_samples_in_a_later_step_end_the_merging(alone: World) -> None:
+    states = []
+    for merge in ("off", "auto"):
+        engine = engine_of(alone, seeded(0, lambda: Images(LateNoise())).double(), merge=merge)
+        inputs, targets = random_data(16, features=96, classes=CLASSES)
+        batch = batch_of(alone, inputs.double().view(-1, *IMAGE), targets, 4)
+        reasons = []
+        for LateNoise.calls in (0, 1, 1):
             engine.step(batch)
-    finally:
+            reasons.append(engine.separate_reason is None)
         LateNoise.calls = 0
-    assert error.value.code == "E_MERGE"
+        states.append(torch.cat([tensor.double().reshape(-1) for tensor in engine.model.state_dict().values()]))
+    assert reasons == [True, False, False]
+    assert torch.allclose(states[0], states[1], rtol=1e-12, atol=1e-12)
 
 
 def test_bad_loss_names_its_microbatch(alone: World) -> None:
