@@ -201,7 +201,7 @@ def gradient_sets(reduction: str, microbatches: int, *, has_buckets: bool = Fals
 
 def _wide_engine(width: int, layers: int, reduction: Any, world: samestep.World, *, is_wrapped: bool) -> Engine:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    optimizer, config = torch.optim.SGD(model.parameters(), lr=1e-3), StepConfig(reduction=reduction)
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=1e-3), StepConfig(reduction=reduction, merge="off")
     engine = Engine(model, optimizer, samestep.cross_entropy, world=world, config=config)
     if is_wrapped:
         wrap(engine)

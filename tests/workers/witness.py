@@ -88,7 +88,7 @@ SETTINGS = {
     "bf16": Setting(lambda: seeded(0, Normed, dtype=torch.float32), single_features, {"precision": "bf16"}),
     "fp16": Setting(lambda: seeded(0, Normed, dtype=torch.float32), single_features, {"precision": "fp16"}),
     "tied weights": Setting(lambda: seeded(0, Tokens, 11, 6, 0.2), tokens, {}),
-    "fast": Setting(lambda: seeded(0, Normed), features, {"reduction": "fast"}),
+    "fast": Setting(lambda: seeded(0, Normed), features, {"reduction": "fast", "merge": "off"}),
     "recomputed layers": Setting(lambda: seeded(0, Normed), features, {"recompute": ("*",)}),
     "compiled": Setting(lambda: seeded(0, Normed), features, {"compile": True}),
     "state": Setting(lambda: seeded(0, Stateful), features, {}, buffers={"last_mean": "last"}),

@@ -196,6 +196,7 @@ class PipelineStrategy(DeferredStrategy):
         self._reductions = {
             stage: build([local_parameters.local[name] for name in of_stage.values()])
             for stage, of_stage in self.stage_names.items()
+            if of_stage
         }
         self.stages.shared = SharedWeights(used, modules, local_parameters.trained, self._pipeline, world)
         self._copies = []
@@ -209,7 +210,8 @@ class PipelineStrategy(DeferredStrategy):
         """Move the gradients of a microbatch in one stage from `.grad` to the sums of this rank."""
         self._local_parameters.take_gradients()
         self.stages.shared.send(stage, slot)
-        self._reductions[stage].accumulate(tree, microbatch)
+        if stage in self._reductions:  # a stage can be frozen
+            self._reductions[stage].accumulate(tree, microbatch)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
         if vectors:
