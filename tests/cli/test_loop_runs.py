@@ -36,7 +36,7 @@ def status(folder: Path, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_loop_continues_its_run_on_more_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kill_at = PER_EPOCH + 5
     assert train(tmp_path, 2, 2, kill_at, "tensorboard") != 0

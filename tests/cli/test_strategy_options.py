@@ -143,12 +143,17 @@ def test_run_is_evaluated_and_resumed_with_another_strategy(two_runs: Path, caps
 @pytest.mark.parametrize(
     ("strategy", "mesh", "processes"),
     [
-        ("fsdp", "", "1,2,3"),
+        ("fsdp", "", "1,2"),
         ("tp", "", "1,2"),
         ("pp", "", "1,2"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("hsdp", "shard=2", "1,4"), ("ddp", "tensor=2", "1,4"), ("fsdp", "tensor=2", "1,4"))
+            for case in (
+                ("fsdp", "", "1,2,3"),
+                ("hsdp", "shard=2", "1,4"),
+                ("ddp", "tensor=2", "1,4"),
+                ("fsdp", "tensor=2", "1,4"),
+            )
         ),
         *(pytest.param(name, "pipeline=2", "1,4", marks=pytest.mark.long) for name in ("ddp", "pp")),
     ],

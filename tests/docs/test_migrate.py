@@ -76,7 +76,7 @@ def test_migrated_script_gives_the_same_loss(name: str, tmp_path: Path) -> None:
     assert loss_in(done.out) == loss, "one and three processes"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_migrated_plain_loop_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
     script = EXAMPLES / "plain_after.py"
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -125,13 +125,8 @@ def run(case: Case, processes: int, folder: Path) -> tuple[str, Sequence[Any], s
     return digest(folder / case.weights), sorted(logged(folder).items()), results[0].out + results[0].err
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=pytest.mark.slow if "lightning" in case.name else pytest.mark.long)
-        for case in CASES
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_few_lines_make_a_documented_script_independent_of_processes(case: Case, tmp_path: Path) -> None:
     assert 1 <= len(case.lines) <= 3
     runs = [run(case, processes, tmp_path / str(processes)) for processes in (1, 3)]

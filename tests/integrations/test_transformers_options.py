@@ -48,7 +48,7 @@ def _same_on(function: str, folder: Path, *sizes: int) -> Any:
     return first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_of_peft_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     result = _same_on("lora", tmp_path, 1, 3)

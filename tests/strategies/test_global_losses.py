@@ -13,9 +13,9 @@ from workers.layouts import LAYOUTS, LAYOUTS_OF_MODEL
 REFUSED = [name for name in LAYOUTS if "pp" in name or name == "dp"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["chain", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["chain", "full"])
 def test_results_are_those_of_one_process(model: str) -> None:
     results: dict[str, dict[str, Any]] = launch(ranks_global_losses.train_all, ["single"], model, processes=1)
     for ranks, layouts in BY_RANKS.items():

@@ -236,7 +236,7 @@ def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_pat
     [
         pytest.param(unet_vgg16, marks=pytest.mark.slow, id="vgg16"),
         pytest.param(unet_resnet34, id="resnet34"),
-        pytest.param(unet_resnet101, marks=pytest.mark.slow, id="resnet101"),
+        pytest.param(unet_resnet101, marks=pytest.mark.long, id="resnet101"),
     ],
 )
 def test_unets_are_deterministic_and_use_every_parameter(build: Any) -> None:
