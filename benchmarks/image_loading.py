@@ -23,7 +23,7 @@ from machine import Spread, describe_machine, machine_line, markdown_table, save
 from PIL import Image, features
 from torch.utils.data import default_collate
 
-from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms
+from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, collate_images
 
 from torchvision import transforms as tutorial  # isort: skip  # after the preparation for a CPU-only torch
 
@@ -77,7 +77,7 @@ def contenders(paths: Sequence[Path]) -> dict[str, Callable[[], Any]]:
         read, convert = transforms.reader(), transforms.train(Augment())
 
         def batch() -> torch.Tensor:
-            images = default_collate([convert(read(path, str(path))) for path in paths])
+            images = collate_images([(convert(read(path, str(path))), 0) for path in paths])[0]
             return transforms.normalize(images) if is_normalized else images  # type: ignore[no-any-return]
 
         return batch
