@@ -1,4 +1,4 @@
-"""What `batch_norm: sync` costs beside `microbatch`: the same steps by turns, in the same processes.
+"""Cost of `batch_norm: sync` relative to `microbatch`: the same steps, interleaved in the same processes.
 
 Also the bare cost of as many small all-gathers as a step has exchanges, by the backend and by the sockets of
 `samestep.distributed.local_sockets`: the lower limit of `sync`.
@@ -26,7 +26,7 @@ from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers
 
 WORDS: tuple[BatchNorm, ...] = ("microbatch", "sync")
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 def processor_seconds() -> float:
@@ -51,7 +51,7 @@ class Turn:
         self.processor = sum(all_gather(processor_seconds() - self._processor, self._world))
 
 
-def measure(model: str, batch_size: int, per_rank: int, rounds: int, steps: int) -> Found:
+def measure(model: str, batch_size: int, per_rank: int, rounds: int, steps: int) -> Result:
     """Seconds a step, by word and round, on rank 0; what `samestep.launch` runs in each rank."""
     with samestep.start(device="cpu") as world:
         contenders = {}
@@ -109,10 +109,10 @@ def all_gathers(world: World, model: torch.nn.Module, rows: int) -> dict[str, Ca
     return {"backend": by_backend, "sockets": by_sockets} if world.size > 1 else {}
 
 
-def row(found: Found, name: str, per_rank: int) -> list[str]:
-    times, processor = found["times"], found["processor"]
+def row(result: Result, name: str, per_rank: int) -> list[str]:
+    times, processor = result["times"], result["processor"]
     medians = [f"{1000 * Spread.of(times[word]).median:.0f}" for word in WORDS]
-    bare = [f"{1000 * Spread.of(found['bare'][name]).median:.0f}" for name in ("backend", "sockets") if found["bare"]]
+    bare = [f"{1000 * Spread.of(result['bare'][name]).median:.0f}" for name in ("backend", "sockets") if result["bare"]]
     return [
         name,
         str(per_rank),
@@ -120,7 +120,7 @@ def row(found: Found, name: str, per_rank: int) -> list[str]:
         ratios(times),
         ratios(processor),
         *(bare or ["", ""]),
-        f"{found['growth']:+.0f}",
+        f"{result['growth']:+.0f}",
     ]
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "batch_norm.json")
     options = parser.parse_args()
     machine = describe_machine()
-    results: dict[str, dict[str, Found]] = {}
+    results: dict[str, dict[str, Result]] = {}
     header = [
         "processes",
         "microbatches per process",
@@ -165,9 +165,9 @@ def main() -> None:
         results[model], rows = {}, []
         for processes, per_rank in product(options.processes, options.per_rank):
             arguments = (model, options.batch_size, per_rank, options.rounds, options.steps)
-            found = samestep.launch(measure, *arguments, processes=processes)
-            results[model][f"{processes} x {per_rank}"] = found
-            rows.append(row(found, str(processes), per_rank))
+            result = samestep.launch(measure, *arguments, processes=processes)
+            results[model][f"{processes} x {per_rank}"] = result
+            rows.append(row(result, str(processes), per_rank))
         parts += [f"## {model}", markdown_table(header, rows)]
         print(parts[-2], parts[-1], sep="\n\n", flush=True)
     settings = {key: value for key, value in vars(options).items() if key != "output"}

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import samestep
 
 HERE = Path(__file__).parent
-HAND_WRITTEN, PLAIN = "hand-written DDP", "hand-written DDP, gradients as views"
-CONTENDERS = (HAND_WRITTEN, PLAIN, "exact", "fast")
+HAND_WRITTEN, VIEWS = "hand-written DDP", "hand-written DDP, gradients as views"
+CONTENDERS = (HAND_WRITTEN, VIEWS, "exact", "fast")
 BATCH, STEPS = 64, 12
 
 
@@ -130,8 +130,8 @@ def main() -> None:
 def run_rank(contender: str, model: str, output: str) -> None:
     """Train as one rank that torchrun has started."""
     rank = int(os.environ["RANK"])
-    if contender in (HAND_WRITTEN, PLAIN):
-        result = hand_written(model, views=contender == PLAIN)
+    if contender in (HAND_WRITTEN, VIEWS):
+        result = hand_written(model, views=contender == VIEWS)
     else:
         result = ours(model, contender)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, beside a blocking `torch.save` of the same state.
+"""Stall of training for a checkpoint, compared with a blocking `torch.save` of the same state.
 
 The writer of runs copies the state to memory that it keeps, and writes, hashes and syncs the copy in a thread.
 `torch.save` is timed with and without `fsync`; the checkpoint of a run is always synced. All take turns in one process.
@@ -82,10 +82,10 @@ def measure(millions: int, rounds: int, place: Path | None) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     rows = []
-    for name in found["seconds"]:
-        wall, used = (found[kind] for kind in ("seconds", "processor"))
+    for name in result["seconds"]:
+        wall, used = (result[kind] for kind in ("seconds", "processor"))
         row = [name, *(f"{1000 * Spread.of(values[name]).median:.0f}" for values in (wall, used))]
         for values in (wall, used):
             ratio = Spread.of([own / other for own, other in zip(values[STALL], values[name], strict=True)])
@@ -111,13 +111,13 @@ def main() -> None:
         "syncs; `torch.save` does so only where stated.",
     ]
     for millions in options.millions:
-        found = results[millions] = measure(millions, options.rounds, options.folder)
+        result = results[millions] = measure(millions, options.rounds, options.folder)
         parts += [
-            f"## {millions} M parameters, {found['bytes'] / 1e6:.0f} MB",
-            table(found),
-            f"The checkpoint is complete after {1000 * Spread.of(found['writing']).median:.0f} ms. The first save, "
-            f"which allocates the memory, stalls for {1000 * found['first']['seconds']:.0f} ms "
-            f"({1000 * found['first']['processor']:.0f} ms of the processor).",
+            f"## {millions} M parameters, {result['bytes'] / 1e6:.0f} MB",
+            table(result),
+            f"The checkpoint is complete after {1000 * Spread.of(result['writing']).median:.0f} ms. The first save, "
+            f"which allocates the memory, stalls for {1000 * result['first']['seconds']:.0f} ms "
+            f"({1000 * result['first']['processor']:.0f} ms of the processor).",
         ]
         print(*parts[-3:], sep="\n\n", flush=True)
     settings = {"millions": options.millions, "rounds": options.rounds}

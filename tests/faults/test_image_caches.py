@@ -1,5 +1,6 @@
 """Damage, full disks, kills and removal of a cache of images: the run has the weights of one without a cache."""
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +53,17 @@ def complete(folder: Path, photos: Path, cache: Path, name: str = "a") -> list[s
 def test_damaged_entries(photos: Path, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault) -> None:
     cache = tmp_path / "cache"
     assert len(complete(tmp_path, photos, cache)) == 1
-    for part in cache.glob("*/*.data"):
+    damaged = list(cache.glob("*/*.data"))
+    for part in damaged:
         flip_bit(part, 8 * 1000)
     announcement, *warnings = complete(tmp_path, photos, cache, "b")
     assert "already there" in announcement
-    assert len(warnings) >= len(list(cache.glob("*/*.data"))) // 2
-    assert all(".jpg are damaged" in warning for warning in warnings)
-    assert len(complete(tmp_path, photos, cache, "c")) == 1
+    assert warnings
+    # An entry can be in two parts: a run reads one of them. Each damaged entry is reported by one run only.
+    warnings += complete(tmp_path, photos, cache, "c")[1:]
+    reported = [re.search(r"\.jpg are damaged \((.+), byte \d+\)", warning)[1] for warning in warnings]
+    assert len(set(reported)) == len(reported)
+    assert set(reported) <= {str(part.with_suffix("")) for part in damaged}
     assert {weights(tmp_path / "runs" / name) for name in "abc"} == {undisturbed}
     record_fault("entries of a cache are damaged", "reported, decoded again; the same weights", SAME)
 

@@ -35,7 +35,7 @@ def fill(cache: SampleCache, numbers: range) -> None:
         cache.add(key(number), memoryview(content(number)), 2, 3)
 
 
-def found(cache: SampleCache, number: int) -> bytes | None:
+def cached(cache: SampleCache, number: int) -> bytes | None:
     sample = cache.get(key(number), f"{number}.jpg")
     return None if sample is None else bytes(sample.data)
 
@@ -56,8 +56,8 @@ def test_entries_are_found_by_this_and_by_later_processes(tmp_path: Path) -> Non
     cache = opened(tmp_path)
     fill(cache, range(20))
     for reader in (cache, opened(tmp_path)):
-        assert [found(reader, number) for number in range(20)] == [content(number) for number in range(20)]
-        assert found(reader, 20) is None
+        assert [cached(reader, number) for number in range(20)] == [content(number) for number in range(20)]
+        assert cached(reader, 20) is None
         sample = reader.get(key(3), "3.jpg")
         assert sample is not None
         assert (sample.height, sample.width) == (2, 3)
@@ -96,7 +96,7 @@ def test_forks_write_parts_of_their_own(tmp_path: Path) -> None:
     for begin in (5, 10):
         assert in_fork(fill, cache, range(begin, begin + 5)) == 0
     cache.refresh()
-    assert [found(cache, number) for number in range(15)] == [content(number) for number in range(15)]
+    assert [cached(cache, number) for number in range(15)] == [content(number) for number in range(15)]
     assert len(list(tmp_path.glob("*.data"))) == 3
 
 
@@ -106,11 +106,11 @@ def test_two_processes_write_at_once(tmp_path: Path) -> None:
         writer.start()
     reader = opened(tmp_path)
     while any(writer.is_alive() for writer in writers):
-        assert all(found(reader, number) in (None, content(number)) for number in range(200))
+        assert all(cached(reader, number) in (None, content(number)) for number in range(200))
         reader.refresh()
     assert [writer.exitcode for writer in writers] == [0, 0]
     reader.refresh()
-    assert [found(reader, number) for number in range(200)] == [content(number) for number in range(200)]
+    assert [cached(reader, number) for number in range(200)] == [content(number) for number in range(200)]
     assert reader.take_reports() == []
 
 
@@ -127,9 +127,9 @@ def test_killed_writer_leaves_its_complete_entries(tmp_path: Path, monkeypatch: 
         patch.setattr(os, "pwrite", killed)
         assert in_fork(lambda: fill(opened(tmp_path), range(9))) == -signal.SIGKILL
     cache = opened(tmp_path)
-    assert [found(cache, number) for number in range(4)] == [*map(content, range(3)), None]
+    assert [cached(cache, number) for number in range(4)] == [*map(content, range(3)), None]
     fill(cache, range(3, 9))
-    assert [found(cache, number) for number in range(9)] == [content(number) for number in range(9)]
+    assert [cached(cache, number) for number in range(9)] == [content(number) for number in range(9)]
 
 
 def test_damaged_entry_is_reported_and_replaced(tmp_path: Path) -> None:
@@ -137,16 +137,16 @@ def test_damaged_entry_is_reported_and_replaced(tmp_path: Path) -> None:
     data = only(tmp_path, ".data")
     flip_bit(data, 8 * (2 * 1024 + 100))  # of the third entry; entries begin at multiples of 64 bytes
     first, second = opened(tmp_path), opened(tmp_path)
-    assert [found(first, number) for number in range(5)] == [content(0), content(1), None, content(3), content(4)]
+    assert [cached(first, number) for number in range(5)] == [content(0), content(1), None, content(3), content(4)]
     [report] = first.take_reports()
     assert "2.jpg" in report
     assert data.stem in report
     fill(first, range(2, 3))
-    assert found(first, 2) == content(2)
+    assert cached(first, 2) == content(2)
     second.refresh()
-    assert found(second, 2) == content(2)
+    assert cached(second, 2) == content(2)
     later = opened(tmp_path)
-    assert [found(later, number) for number in range(5)] == [content(number) for number in range(5)]
+    assert [cached(later, number) for number in range(5)] == [content(number) for number in range(5)]
     assert later.take_reports() == []
 
 
@@ -154,42 +154,42 @@ def test_entry_is_verified_once_per_rank(tmp_path: Path) -> None:
     """The loader workers of a rank share the result; another rank verifies again."""
     fill(opened(tmp_path), range(3))
     rank, other = opened(tmp_path), opened(tmp_path)
-    assert in_fork(lambda: [found(rank, number) for number in range(3)]) == 0
+    assert in_fork(lambda: [cached(rank, number) for number in range(3)]) == 0
     flip_bit(only(tmp_path, ".data"), 8 * 10)
-    assert found(rank, 0) not in (None, content(0))
-    assert found(other, 0) is None
+    assert cached(rank, 0) not in (None, content(0))
+    assert cached(other, 0) is None
 
 
 def test_truncated_data_file(tmp_path: Path) -> None:
     fill(opened(tmp_path), range(5))
     os.truncate(only(tmp_path, ".data"), 2 * 1024 + 100)
     cache = opened(tmp_path)
-    assert [found(cache, number) is not None for number in range(5)] == [True, True, False, False, False]
+    assert [cached(cache, number) is not None for number in range(5)] == [True, True, False, False, False]
     assert len(cache.take_reports()) == 3
     fill(cache, range(2, 5))
-    assert [found(cache, number) for number in range(5)] == [content(number) for number in range(5)]
+    assert [cached(cache, number) for number in range(5)] == [content(number) for number in range(5)]
 
 
 def test_data_file_that_is_truncated_during_use(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     fill(cache, range(5))
-    assert found(cache, 4) == content(4)
+    assert cached(cache, 4) == content(4)
     os.truncate(only(tmp_path, ".data"), 100)
-    assert found(cache, 4) is None
+    assert cached(cache, 4) is None
 
 
 def test_index_that_ends_in_a_record(tmp_path: Path) -> None:
     fill(opened(tmp_path), range(5))
     os.truncate(only(tmp_path, ".index"), 3 * RECORD_BYTES + 20)
     cache = opened(tmp_path)
-    assert [found(cache, number) is not None for number in range(5)] == [True, True, True, False, False]
+    assert [cached(cache, number) is not None for number in range(5)] == [True, True, True, False, False]
 
 
 def test_damaged_record_is_reported(tmp_path: Path) -> None:
     fill(opened(tmp_path), range(5))
     flip_bit(only(tmp_path, ".index"), 8 * (RECORD_BYTES + 17))
     cache = opened(tmp_path)
-    assert [found(cache, number) is not None for number in range(5)] == [True, False, True, True, True]
+    assert [cached(cache, number) is not None for number in range(5)] == [True, False, True, True, True]
     [report] = cache.take_reports()
     assert report.startswith("1 damaged record")
 
@@ -197,7 +197,7 @@ def test_damaged_record_is_reported(tmp_path: Path) -> None:
 def test_growth_ends_at_the_limit(tmp_path: Path) -> None:
     cache = opened(tmp_path, limit=5000)
     fill(cache, range(20))
-    assert [found(cache, number) is not None for number in range(20)] == [True] * 4 + [False] * 16
+    assert [cached(cache, number) is not None for number in range(20)] == [True] * 4 + [False] * 16
     assert cache.bytes <= 5000
     [report] = cache.take_reports()
     assert "data.cache_gb" in report
@@ -216,14 +216,14 @@ def test_file_size_limit_ends_the_growth(tmp_path: Path) -> None:
     [report] = cache.take_reports()
     assert "File too large" in report
     for reader in (cache, opened(tmp_path)):
-        assert [found(reader, number) is not None for number in range(5)] == [True, True, True, False, False]
+        assert [cached(reader, number) is not None for number in range(5)] == [True, True, True, False, False]
 
 
 def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     cache = opened(tmp_path / "file" / "cache")
     fill(cache, range(2))
-    assert found(cache, 0) is None
+    assert cached(cache, 0) is None
     [report] = cache.take_reports()
     assert "Not a directory" in report
 
@@ -232,15 +232,15 @@ def test_folder_that_is_removed_during_use(tmp_path: Path) -> None:
     cache = opened(tmp_path / "a")
     fill(cache, range(3))
     reader, other = opened(tmp_path / "a"), opened(tmp_path / "a")
-    assert found(reader, 0) == content(0)
+    assert cached(reader, 0) == content(0)
     (tmp_path / "a").rename(tmp_path / "b")
     fill(cache, range(3, 5))
-    assert found(reader, 1) == content(1)  # mapped
-    assert found(other, 1) is None
+    assert cached(reader, 1) == content(1)  # mapped
+    assert cached(other, 1) is None
     for user in (cache, other):
         [report] = user.take_reports()
         assert "was removed" in report
-    assert [found(opened(tmp_path / "b"), number) is not None for number in range(5)] == [True] * 3 + [False] * 2
+    assert [cached(opened(tmp_path / "b"), number) is not None for number in range(5)] == [True] * 3 + [False] * 2
 
 
 def test_key_depends_on_path_size_and_time(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from samestep.engine.callbacks import Callback
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows
 from samestep.engine.microbatch import TRAINING, SequentialRunner
-from samestep.engine.model_call import call_model
+from samestep.engine.model_call import call_model, hooked_parameter
 
 MAX_BYTES = 2**30  # of activations and gradients of the microbatches computed together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -38,9 +38,9 @@ class Computed(NamedTuple):
 class BatchedRunner(SequentialRunner):
     """Computes microbatches together if each then has the bits that it has alone, and if this is faster.
 
-    Both are found once, with the first batch whose shapes are those of the batch before: the microbatches are computed
-    in both ways, and outputs, losses and gradients must have the same bits. Other shapes are computed one after
-    another. The results are equal in either case, so each rank decides for itself.
+    Both are determined once, with the first batch whose shapes are those of the batch before: the microbatches are
+    computed in both ways, and outputs, losses and gradients must have the same bits. Other shapes are computed one
+    after another. The results are equal in either case, so each rank decides for itself.
     """
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class BatchedRunner(SequentialRunner):
         if len(batch.local_microbatches) > 1 and self.computes_together is not False:
             if (option := self._option()) is not None:
                 self._set_reason(option)
-            elif not self.is_witnessed:
+            elif not self.is_witnessed and self.strategy.batchable is not None:
                 self._parts = batch.local_microbatches[self.strategy.batchable]
         return super().compute(batch, position, save=save)
 
@@ -73,7 +73,7 @@ class BatchedRunner(SequentialRunner):
             parameter.grad = gradient
 
     def _compute_together(self, parts: Sequence[Microbatch], position: int) -> None:
-        """Compute microbatches together, if this was found to have equal bits, or decide now whether it has."""
+        """Compute microbatches together, if this has equal bits, or decide now whether it has."""
         shapes = [(part.size, [(t.shape, t.stride(), t.dtype) for t in tensors_of(part.data)]) for part in parts]
         is_repeated, is_decided = shapes == self._shapes, self.computes_together is not None
         if not is_decided:
@@ -127,9 +127,8 @@ class BatchedRunner(SequentialRunner):
         for name, module in self.model.named_modules():
             if any(getattr(module, table) for table in _HOOKS):
                 return f"the module {name!r} has hooks"
-        for parameter, name in self.names.items():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return f"the parameter {name} has hooks"
+        if (parameter := hooked_parameter(self.model)) is not None:
+            return f"the parameter {parameter} has hooks"
         needed = self._bytes(parts)
         return f"{needed / 2**20:.0f} MiB of activations and gradients" if needed > MAX_BYTES else None
 
@@ -216,9 +215,9 @@ class BatchedRunner(SequentialRunner):
 
     def _option(self) -> str | None:
         """Return an option that excludes computing together."""
-        config, empty = self.forward.config, range(2)[self.strategy.batchable] == range(0)
+        config, is_excluded = self.forward.config, self.strategy.batchable is None
         options = {
-            f"strategy {self.strategy.name}": empty or self.world.strategy.name == "device_map",
+            f"strategy {self.strategy.name}": is_excluded or self.world.strategy.name == "device_map",
             f"step.precision: {config.precision}": config.precision != "fp32",
             "step.compile": config.compile,
             "step.recompute": bool(config.recompute),

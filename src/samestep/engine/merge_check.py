@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from samestep.data.batch import Microbatch, map_tensors, move_next_to, tensors_of
-from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import derive_seed, generator_state
 from samestep.engine.buffers import copy_tensors, is_number
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows, rows
 from samestep.engine.merged_functions import MergedFunctions
 from samestep.engine.microbatch import TRAINING, MicrobatchForward
-from samestep.engine.model_call import autocast, call_model
+from samestep.engine.model_call import autocast, call_model, hooked_parameter
 from samestep.engine.replicas import Replica, replicate
 
 _MICROBATCHES, _SAMPLES = 3, 4
@@ -58,9 +57,8 @@ class MergeCheck:
         sizes = [microbatch.size for microbatch in microbatches]
         if (problem := why_not_joined([microbatch.pair[0] for microbatch in microbatches], sizes)) is not None:
             return f"the inputs {problem}"
-        for name, parameter in self._model.named_parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return f"the parameter {name} has hooks for the gradient of each microbatch"
+        if (name := hooked_parameter(self._model)) is not None:
+            return f"the parameter {name} has hooks for the gradient of each microbatch"
         try:
             return self._compare([_few_samples(number, one) for number, one in enumerate(microbatches[:_MICROBATCHES])])
         except Exception as error:  # boundary: the reason is reported, and the microbatches are computed one by one
@@ -111,17 +109,18 @@ class MergeCheck:
         functions, recorded = MergedFunctions(replica.module, sizes, seeds), list[list[Call]]()
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         with self._context(microbatches[0]):
-            before = _random_state(self._device)
+            before = generator_state(self._device)
 
             def effects() -> tuple[bool, bool]:
-                return _random_state(self._device) != before, functions.has_read
+                return generator_state(self._device) != before, functions.has_read
 
             with _recorded_calls(names, recorded.append, effects), functions:
                 outputs = call_model(replica.module, inputs)
             calls += recorded[0]
             if any(effects()):
-                name, what = next((call.name, call.effects) for call in calls if any(call.effects))
-                return f"{name} {'draws random numbers' if what[0] else 'reads values'} for all samples at once"
+                first = next(call for call in calls if any(call.effects))
+                action = "draws random numbers" if first.effects[0] else "reads values"
+                return f"{first.name} {action} for all samples at once"
             if not has_rows(outputs, sum(sizes)):
                 return "the outputs are not tensors with rows for each sample"
             parts = split(outputs, sizes)
@@ -196,11 +195,6 @@ def _state(module: nn.Module) -> State:
         if is_number(value)
     }
     return {**numbers, **_buffers(module)}
-
-
-def _random_state(device: torch.device) -> tuple[object, ...]:
-    gpu = bytes(accelerator_module().get_rng_state(device).tolist()) if is_accelerator(device) else b""
-    return *generator_state(), gpu
 
 
 @contextmanager

@@ -123,14 +123,14 @@ class MergedRunner(SequentialRunner):
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         inputs = channels_last(inputs) if forward.config.channels_last else inputs
         with forward.outside.unchanged(None), forward.context(TRAINING, position, microbatches[0].number):
-            before = generator_state()
+            before = generator_state(self.world.device)
             with functions:
                 outputs = call_model(self.strategy.module, inputs)
             parts = split(outputs, sizes)
             for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
                 losses.append(forward.combine(microbatch, forward.losses_of_outputs(microbatch, part)))
                 self._add(stats, microbatch, losses[-1], functions, number, last=microbatch is microbatches[-1])
-            if functions.has_read or generator_state() != before:
+            if functions.has_read or generator_state(self.world.device) != before:
                 action = "reads values" if functions.has_read else "draws random numbers"
                 self.separate_reason = f"the forward {action} for all samples at once, from step {position + 1} on"
                 logger.warning("%s: %s", SEPARATE, self.separate_reason)
@@ -152,7 +152,7 @@ class MergedRunner(SequentialRunner):
         parameters = list(self.names)
         for microbatch in microbatches:
             self.buffers.restore()
-            _, loss = self.forward(self.model, microbatch, position)
+            outputs, loss = self.forward(self.model, microbatch, position)
             stats.add(
                 microbatch.number, loss, self.buffers.read(microbatch.number, last=microbatch is microbatches[-1])
             )
@@ -162,6 +162,8 @@ class MergedRunner(SequentialRunner):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 self.strategy.add_gradients(tree, microbatch.number)
+            for callback in self.callbacks:
+                callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)
         return loss
 
     def _add(

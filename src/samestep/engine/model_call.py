@@ -31,3 +31,9 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def hooked_parameter(model: torch.nn.Module) -> str | None:
+    """Return the name of a parameter with hooks for its gradient; None if there is none."""
+    named = model.named_parameters()
+    return next((name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks), None)

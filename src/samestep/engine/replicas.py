@@ -21,6 +21,7 @@ from samestep.engine.forward_state import ForwardState
 from samestep.engine.lockstep import Threads, ThreadState
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.model_call import hooked_parameter
 from samestep.engine.pipeline import PipelineRunner
 from samestep.engine.step_stats import LocalStats
 from samestep.errors import InputError
@@ -74,14 +75,13 @@ def require_no_hooks(model: nn.Module) -> None:
     Raises:
         InputError: a parameter has.
     """
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise InputError(
-                f"the parameter {name!r} has hooks",
-                expected="batch_norm: sync and dp compute gradients of copies of the parameters, without hooks",
-                fix="read .grad after the step, or set batch_norm: microbatch and --strategy ddp",
-                code="E_PARAMETER_HOOKS",
-            )
+    if (name := hooked_parameter(model)) is not None:
+        raise InputError(
+            f"the parameter {name!r} has hooks",
+            expected="batch_norm: sync and dp compute gradients of copies of the parameters, without hooks",
+            fix="read .grad after the step, or set batch_norm: microbatch and --strategy ddp",
+            code="E_PARAMETER_HOOKS",
+        )
 
 
 def require_untouched(parameters: Sequence[nn.Parameter]) -> None:

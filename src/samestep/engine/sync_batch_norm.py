@@ -53,6 +53,8 @@ class SyncBatchNormRunner(SequentialRunner):
         self._threads = Threads("samestep-microbatch")
         is_on_cpus = self.world.size > 1 and self.world.device.type == "cpu"
         self._sockets = connect_locally(self.world) if is_on_cpus else None
+        if self._sockets is not None:
+            self.world.context.resources.callback(self._sockets.close)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._exchange: StatisticsExchange | None = None
         self._plan: list[int] = []  # of exchanges

@@ -51,6 +51,9 @@ SETUP = "samestep.launcher.fork_server_setup"  # the first module that the serve
 # Time that a process whose rank has ended has to end: by itself, after SIGTERM, and after SIGKILL.
 _END_SECONDS = 1.0
 _END_POLL_SECONDS = 0.05
+# Longest time in which the kernel is expected to load the program of the fork server.
+_START_SECONDS = 10.0
+_START_POLL_SECONDS = 0.001
 _SHOWN_PROCESSES, _SHOWN_CHARACTERS = 5, 60
 # torch._dynamo: every optimizer imports it on construction, which takes as long as torch itself.
 PRELOAD = (
@@ -219,7 +222,7 @@ def start_server() -> ForkServer:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pid = int(server._forkserver_pid)
-    return ForkServer(pid, _variables(pid).get(FORK_SERVER, ""))
+    return ForkServer(pid, _variables_of_new(pid).get(FORK_SERVER, ""))
 
 
 def _abandon(server: Any) -> None:
@@ -269,6 +272,14 @@ def _orphans(server: ForkServer) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         descendants |= {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
     return [process for process in marked if process.pid not in descendants]
+
+
+def _variables_of_new(process: int) -> dict[str, str]:
+    """Return the environment of a process that has just been started: it is empty until `execve` has ended."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not (variables := _variables(process)) and psutil.pid_exists(process) and time.monotonic() < deadline:
+        time.sleep(_START_POLL_SECONDS)
+    return variables
 
 
 def _variables(process: int) -> dict[str, str]:

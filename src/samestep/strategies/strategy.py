@@ -44,13 +44,13 @@ class Strategy(ABC):
         defers_gradients: no gradient is visible before the last microbatch of this rank is complete.
         calls_plain_model: the forward receives the model without a wrapper, and may call its parts.
         uses_replicas: in this step, gradients are those of replicas of the model.
-        batchable: the microbatches of a rank whose gradients may be set in place of a backward.
+        batchable: the microbatches of a rank whose gradients may be set in place of a backward; None for no one.
     """
 
     defers_gradients = False
     calls_plain_model = False
     uses_replicas = False
-    batchable = slice(0, 0)
+    batchable: slice | None = None
 
     def __init__(self, name: str, module: torch.nn.Module, reduction: Reduction) -> None:
         self.name, self.module, self._reduction = name, module, reduction

@@ -64,7 +64,7 @@ class Parts:
     """Entries of all parts of a folder, of which this process writes at most one.
 
     Attributes:
-        damaged_records: records with an invalid check word that this process has found.
+        damaged_records: records with an invalid check word that this process has read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Parts:
         self.refresh()
 
     def __len__(self) -> int:
-        """Number of entries that this process has found; an entry in two parts can count twice."""
+        """Number of entries that this process has read; an entry in two parts can count twice."""
         return len(self._table) + len(self._fresh)
 
     @property
@@ -102,7 +102,7 @@ class Parts:
             self._merge()
 
     def find(self, key: Key) -> Entry | None:
-        """Return the entry of a key among those found so far, or None."""
+        """Return the entry of a key among those read so far, or None."""
         entry = self._fresh.get(key)
         if entry is not None:
             return entry

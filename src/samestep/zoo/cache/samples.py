@@ -36,8 +36,8 @@ class CachedSample(NamedTuple):
 class SampleCache:
     """Samples of files in a folder that processes, ranks and runs share.
 
-    A sample is found by path, size and modification time of its file. The folder belongs to one kind of contents. A
-    damaged entry counts as missing. Errors of the disk end the growth of the cache, never the run.
+    The key of a sample is a hash of path, size and modification time of its file. The folder belongs to one kind of
+    contents. A damaged entry counts as missing. Errors of the disk end the growth of the cache, never the run.
 
     Attributes:
         folder: folder of the cache.
