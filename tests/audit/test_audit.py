@@ -116,7 +116,7 @@ def test_every_mistake_has_a_script_and_every_finding_a_mistake() -> None:
     assert set().union(*MISTAKES.values()) == NAMES.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_and_the_line_of_the_script(tmp_path: Path) -> None:
     script = SCRIPTS / "wrong_gradients_of_module.py"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)

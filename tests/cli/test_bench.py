@@ -55,7 +55,7 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     assert not list((tmp_path / result["folder"]).glob("*.png"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     options = ("--devices", 1, "--ways", "accumulate", "--accumulate", "2,5", "--epochs", 1, "--rounds", 200)
     arguments = ("bench", "digits", *options, "--steps", 5, "--out", "output", "--set", "batch_size=240")

@@ -68,7 +68,12 @@ def test_command_for_recipes_names_the_extra(tmp_path: Path, arguments: tuple[st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("run", "own.py", "--processes", "2"), ("verify", "own.py", "--processes", "1,2"), ("doctor",)],
+    [
+        ("--help",),
+        ("run", "own.py", "--processes", "2"),
+        pytest.param(("verify", "own.py", "--processes", "1,2"), marks=pytest.mark.long),
+        ("doctor",),
+    ],
 )
 def test_command_for_scripts_needs_the_core_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = command(tmp_path, *arguments)

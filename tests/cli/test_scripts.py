@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verify_runs_a_script_with_the_variables_of_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--processes", "1,2", "--steps", 3, "--json", "--out", "out")
     assert here("verify", "train.py", *options, "--", "--epochs", 100, cwd=folder) == EXIT_DONE

@@ -168,7 +168,7 @@ def ended_in_evaluation(folder: Path, processes: int, *command: object) -> Done:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_stop_request_ends_an_evaluation_and_resume_repeats_it(
     tmp_path: Path, undisturbed: Path, processes: int
 ) -> None:

@@ -120,7 +120,7 @@ def test_first_process_of_a_container_ends_on_request_during_its_start(
         record_fault("PID 1 of a container receives SIGTERM during its start", "ends within 10 s", "exit code 130")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pause_of_all_processes_is_no_hang(tmp_path: Path, record_fault: RecordFault) -> None:
     hold = tmp_path / "hold"
     hold.write_text("0 20", encoding="utf-8")

@@ -53,7 +53,7 @@ def test_process_in_a_session_of_its_own_is_named(tmp_path: Path, record_fault: 
     record_fault("a rank leaves a process in a session of its own", "the process is named", observed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thread_that_keeps_a_rank_alive_is_named_and_ended(tmp_path: Path, record_fault: RecordFault) -> None:
     with start(tmp_path, "thread", "--hang-after", "5s") as running, nothing_left_behind(running, tmp_path):
         rank_1(running, tmp_path)

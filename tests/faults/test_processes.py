@@ -226,7 +226,7 @@ def listening(processes: list[int]) -> dict[str, list[str]]:
     return addresses
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_at_once_keep_to_themselves(tmp_path: Path) -> None:
     """They listen on the loopback interface only, do not clash, and leave no shared memory."""
     places = [tmp_path / "one", tmp_path / "two"]

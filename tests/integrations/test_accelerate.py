@@ -58,7 +58,7 @@ def test_resumes_on_another_number_of_processes(
     assert samestep.launch(training.train, "load", str(tmp_path), 0, processes=processes) == reference[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adopts_the_process_group_of_accelerate(reference: tuple[str, list[list[float]]], tmp_path: Path) -> None:
     command = python("-m", "workers.accelerate_training")
     with ranks(as_torchrun(free_port()), 2, cwd=tmp_path, command=command) as started:

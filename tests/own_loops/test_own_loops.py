@@ -14,8 +14,8 @@ MODULES = sorted(
 )
 SLOW_PROCESSES = (1, 3)
 # Cases with a launch of their own take a second or two each.
-_ALONE_PER_SLOW = 8
-_OTHERS_PER_SLOW = 4
+_ALONE_PER_SLOW = 12
+_OTHERS_PER_SLOW = 5
 Outcomes = dict[tuple[str, int], dict[str, list[str]]]
 
 

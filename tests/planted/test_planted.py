@@ -72,8 +72,8 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 
 
 def marked(names: Sequence[str]) -> list[Any]:
-    """Mark every ninth test as slow, the others as long."""
-    marks = {name: pytest.mark.long if index % 9 else pytest.mark.slow for index, name in enumerate(names)}
+    """Mark every 14th test as slow, the others as long."""
+    marks = {name: pytest.mark.long if index % 14 else pytest.mark.slow for index, name in enumerate(names)}
     return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
 
 
@@ -113,7 +113,7 @@ def test_correct_script_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path
         assert set(run["quantities"].values()) <= {"bits", "-"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recipe_with_a_weighted_mean_per_microbatch_is_rejected(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_recipe_with_counted_weights_is_accepted(capsys: pytest.CaptureFixture[s
     assert (code, certificate["holds"]) == (EXIT_DONE, True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fast_reduction_allows_rounding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, certificate = verify(
         capsys, tmp_path, "wrong_reduction_plain.py", "--processes", "1,3", "--reduction", "fast"

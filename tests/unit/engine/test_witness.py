@@ -112,7 +112,7 @@ def test_options_without_a_possible_witness_are_refused_by_name(strategy: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("processes", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 3)), 4])
 def test_correct_steps_have_the_same_bits_with_a_witness(processes: int) -> None:
     names = tuple(name for name in ranks_witness.SETTINGS if name != "compiled")
     plain, witnessed = (launch(ranks_witness.run_training, names, 6, every, processes=processes) for every in (None, 1))

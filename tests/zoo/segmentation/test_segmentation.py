@@ -234,7 +234,7 @@ def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_pat
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(unet_vgg16, marks=pytest.mark.slow, id="vgg16"),
+        pytest.param(unet_vgg16, marks=pytest.mark.long, id="vgg16"),
         pytest.param(unet_resnet34, id="resnet34"),
         pytest.param(unet_resnet101, marks=pytest.mark.long, id="resnet101"),
     ],

@@ -87,7 +87,7 @@ def test_bad_volumes_are_skipped(balls: Path, tmp_path: Path) -> None:
     assert "1 values that are not finite" in skipped["samples"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], balls: Path, tmp_path: Path) -> None:
     chosen = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "3", "--json", "--out", tmp_path)

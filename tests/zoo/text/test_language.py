@@ -430,7 +430,7 @@ def test_perplexity_covers_all_tokens_and_does_not_depend_on_processes(tmp_path:
     assert one["perplexity"] == pytest.approx(numpy.exp(losses.mean()), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_transformers_gpt2_trains_with_tied_weights(tmp_path: Path) -> None:
     runs = [train(tmp_path, processes, "model.name=transformers:gpt2", name=f"hf-{processes}") for processes in (1, 4)]
     assert runs[0] == runs[1]

@@ -337,7 +337,7 @@ def test_unusable_rows_stop_the_run_or_are_skipped(tmp_path: Path, capsys: pytes
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_model_of_a_folder_is_fine_tuned_with_its_tokenizer(tmp_path: Path, folder: Path) -> None:
     path = write(tmp_path / "a.csv", [(text, {"no": "b", "yes": "c"}[label]) for text, label in sentences()])
     options = (f"data.options.path={path}", f"data.options.tokenizer={folder}", f"model.options.folder={folder}")
