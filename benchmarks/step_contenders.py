@@ -1,8 +1,8 @@
-"""Who takes part in `step_time.py`: one optimizer step of ours, of a hand-written DDP loop, of Accelerate, of Fabric.
+"""Contenders of `step_time.py`: steps of Samestep, a hand-written DDP loop, Accelerate, Lightning Fabric and Trainer.
 
 All of them live in the same processes and share the process group that `samestep.start()` made. Each has a model of
-its own with the same initial weights, and two sources of batches: `ready`, fixed tensors in memory, and `loader`, what
-its users would write.
+its own with the same initial weights, and two sources of batches: `ready`, fixed tensors in memory, and `loader`, the
+usual loader of its users.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy
 import torch
+from step_lightning import TrainerLoop
 from step_models import build_dataset, build_model, build_optimizer
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -31,13 +32,13 @@ Feed = Literal["ready", "loader"]
 READY = 8  # global batches that the ready feed goes round
 
 HAND_WRITTEN, AGAIN = "hand-written DDP", "hand-written DDP, again"
-ACCELERATE, FABRIC = "Accelerate", "Lightning Fabric"
+ACCELERATE, FABRIC, TRAINER = "Accelerate", "Lightning Fabric", "Lightning Trainer"
 REDUCTIONS: tuple[Reduction, ...] = ("exact", "fast")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders have in common.
+    """Common values of all contenders.
 
     Attributes:
         batch_size: samples of a global batch, over all processes.
@@ -76,8 +77,14 @@ class Contender:
 
 
 def build_contender(name: str, setting: Setting, world: samestep.World) -> Contender:
-    """Return a contender: one of the four above, or `samestep exact` or `fast` with its microbatches per rank."""
-    builders = {HAND_WRITTEN: _hand_written, AGAIN: _hand_written, ACCELERATE: _accelerate, FABRIC: _fabric}
+    """Return a contender: one of those above, or `samestep exact` or `fast` with its microbatches per rank."""
+    builders = {
+        HAND_WRITTEN: _hand_written,
+        AGAIN: _hand_written,
+        ACCELERATE: _accelerate,
+        FABRIC: _fabric,
+        TRAINER: _trainer,
+    }
     if name in builders:
         return builders[name](name, setting, world)
     reduction, microbatches = _ours_of(name)
@@ -132,7 +139,7 @@ def _hand_written(name: str, setting: Setting, world: samestep.World) -> Contend
 def _accelerate(name: str, setting: Setting, world: samestep.World) -> Contender:
     from accelerate import Accelerator
 
-    _tell_environment(world)
+    _set_environment(world)
     accelerator = Accelerator(cpu=True)
     model = build_model(setting.model)
     loader = DataLoader(build_dataset(setting.model), batch_size=setting.local_size(world), shuffle=True)
@@ -155,7 +162,7 @@ def _fabric(name: str, setting: Setting, world: samestep.World) -> Contender:
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
 
-    _tell_environment(world)
+    _set_environment(world)
     strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
     fabric = Fabric(accelerator="cpu", devices=world.size, strategy=strategy)
     fabric.launch()
@@ -175,8 +182,18 @@ def _fabric(name: str, setting: Setting, world: samestep.World) -> Contender:
     return Contender(name, False, 1, model, step, _peer_feeds(setting, world, _endless(prepared)))
 
 
-def _tell_environment(world: samestep.World) -> None:
-    """What torchrun would have set: the peers read it, find the process group there, and join it."""
+def _trainer(name: str, setting: Setting, world: samestep.World) -> Contender:
+    _set_environment(world)
+    model = build_model(setting.model)
+    loop = TrainerLoop(model, build_optimizer(model), world)
+    sampler: DistributedSampler[Any] = DistributedSampler(build_dataset(setting.model), shuffle=True)
+    loader = DataLoader(sampler.dataset, batch_size=setting.local_size(world), sampler=sampler)
+    feeds = _peer_feeds(setting, world, _endless(loader, sampler.set_epoch))
+    return Contender(name, False, 1, model, loop.step, feeds)
+
+
+def _set_environment(world: samestep.World) -> None:
+    """Set the variables of torchrun: the peers read them and use the existing process group."""
     os.environ |= {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.rank),

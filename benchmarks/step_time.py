@@ -1,4 +1,4 @@
-"""Time of an optimizer step: samestep beside a hand-written DDP loop, Accelerate and Lightning Fabric.
+"""Time of an optimizer step: Samestep, a hand-written DDP loop, Accelerate, Lightning Fabric and Lightning Trainer.
 
 All contenders live in the same processes and alternate in short blocks of steps, so that what disturbs the machine
 disturbs all of them; ratios are taken round by round. `ready` feeds every contender tensors that are in memory;
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import Spread, describe_machine, machine_line, markdown_table, save
-from step_contenders import ACCELERATE, AGAIN, FABRIC, HAND_WRITTEN, REDUCTIONS, Feed, Setting, ours
+from step_contenders import ACCELERATE, AGAIN, FABRIC, HAND_WRITTEN, REDUCTIONS, TRAINER, Feed, Setting, ours
 from step_models import MODELS
 from step_profile import profile
 from step_rounds import Plan, Round, measure
@@ -27,7 +27,8 @@ BLOCKS = {"resnet": 5, "small": 20, "gpt": 3}  # steps a turn: some tenths of a 
 PRELOAD = ("step_rounds",)
 
 # For each comparison, whose time each contender's is divided by.
-PEERS = {name: HAND_WRITTEN for name in (HAND_WRITTEN, AGAIN, ours("exact"), ours("fast"), ACCELERATE, FABRIC)}
+_CONTENDERS = (HAND_WRITTEN, AGAIN, ours("exact"), ours("fast"), ACCELERATE, FABRIC, TRAINER)
+PEERS = dict.fromkeys(_CONTENDERS, HAND_WRITTEN)
 MICROBATCHES = {
     ours(reduction, microbatches): ours(reduction) for reduction in REDUCTIONS for microbatches in MICROBATCHES_A_RANK
 }
