@@ -39,6 +39,8 @@ LAYOUTS = {
     "tp": {2: "", 4: ""},
     "ddp x tp": {4: "replicate=2,tensor=2", 8: "replicate=2,tensor=4"},
     "fsdp x tp": {4: "shard=2,tensor=2"},
+    "hsdp, slices": {4: "shard=2,replicate=2"},
+    "hsdp x tp": {8: "shard=2,replicate=2,tensor=2"},
     "ddp x pp": {4: "replicate=2,pipeline=2"},
     "pp x tp": {4: "pipeline=2,tensor=2"},
     "ddp x pp x tp": {8: "replicate=2,pipeline=2,tensor=2"},
@@ -81,9 +83,13 @@ def settings(root: Path, recipe: str, precision: str, *, is_sliced: bool) -> lis
     return [f"--set={value}" for value in (*RECIPES[recipe], *sliced, *path, f"step.precision={precision}")]
 
 
+def has_slices(layout: str) -> bool:
+    return "tp" in layout or "slices" in layout
+
+
 def layout_options(layout: str, ranks: int) -> list[object]:
     mesh = LAYOUTS[layout][ranks]
-    strategy = layout.partition(" ")[0]
+    strategy = layout.partition(" ")[0].rstrip(",")
     # The strategy `pp` has a pipeline axis alone; products with it are those of `ddp`.
     strategy = "ddp" if layout == "pp x tp" else strategy
     return ["--processes", ranks, "--strategy", strategy, *(["--mesh", mesh] if mesh else [])]
@@ -91,7 +97,7 @@ def layout_options(layout: str, ranks: int) -> list[object]:
 
 def trained(root: Path, recipe: str, precision: str, layout: str, ranks: int) -> tuple[str, str]:
     """Return the SHA-256 of weights and optimizer state; a layout is trained once."""
-    is_sliced = "tp" in layout
+    is_sliced = has_slices(layout)
     name = f"{recipe}-{precision}-{layout}-{ranks}".replace(" ", "")
     if not (root / "runs" / name).exists():
         options = layout_options(layout, ranks) if ranks > 1 else []
@@ -103,7 +109,7 @@ def trained(root: Path, recipe: str, precision: str, layout: str, ranks: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize(("recipe", "precision", "layout", "ranks"), CASES)
 def test_layout_has_the_bits_of_one_process(root: Path, recipe: str, precision: str, layout: str, ranks: int) -> None:
-    alone = trained(root, recipe, precision, "tp" if "tp" in layout else "ddp", 1)
+    alone = trained(root, recipe, precision, "tp" if has_slices(layout) else "ddp", 1)
     assert trained(root, recipe, precision, layout, ranks) == alone
     _held.append((recipe, precision, layout, ranks))
 

@@ -23,7 +23,7 @@ _AXES_OF_STRATEGY = {
     "ddp": ("replicate", "tensor", "pipeline"),
     "dp": (),
     "fsdp": ("shard", "tensor"),
-    "hsdp": ("shard", "replicate"),
+    "hsdp": ("shard", "replicate", "tensor"),
     "device_map": ("replicate",),
     "tp": ("tensor", "replicate"),
     "pp": ("pipeline", "replicate", "tensor"),

@@ -33,6 +33,7 @@ def resolved(name: StrategyName, processes: int, **mesh: int) -> MeshShape:
         ("fsdp", 4, {"tensor": 2}, ("fsdp x tp", 1, 1, 2, 2)),
         ("hsdp", 4, {"shard": 2}, ("hsdp", 1, 2, 2, 1)),
         ("hsdp", 4, {"replicate": 2, "shard": 2}, ("hsdp", 1, 2, 2, 1)),
+        ("hsdp", 8, {"shard": 2, "tensor": 2}, ("hsdp x tp", 1, 2, 2, 2)),
         ("pp", 4, {"pipeline": 2}, ("ddp x pp", 2, 2, 1, 1)),
         ("ddp", 8, {"pipeline": 2, "tensor": 2}, ("ddp x pp x tp", 2, 2, 1, 2)),
         ("pp", 4, {"pipeline": 2, "replicate": 1, "tensor": 2}, ("pp x tp", 2, 1, 1, 2)),
