@@ -11,7 +11,10 @@ from torch.overrides import TorchFunctionMode
 _READS = {"tolist", "item", "__float__", "__bool__", "__int__", "__index__", "__contains__", "cpu", "numpy"}
 _READS |= {"nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero", "bincount"}
 # Functions whose tensors are on the host in any case.
-_ON_HOST = ("gather_numbers", "all_gather", "<genexpr>")
+_ON_HOST = {
+    "distributed/world.py": ("gather_numbers", "all_gather", "<genexpr>"),
+    "distributed/devices.py": ("value_on_host",),
+}
 
 
 class Waits(TorchFunctionMode):
@@ -30,7 +33,9 @@ class Waits(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             caller = sys._getframe(1).f_code
-            if not (caller.co_name in _ON_HOST and caller.co_filename.endswith("distributed/world.py")):
+            if not any(
+                caller.co_filename.endswith(file) and caller.co_name in names for file, names in _ON_HOST.items()
+            ):
                 self.calls[name] += 1
         elif name == "__setitem__" and not isinstance(args[2], torch.Tensor):
             self.calls["write of a number"] += 1  # torch copies the number from the host

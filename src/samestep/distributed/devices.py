@@ -34,6 +34,11 @@ def is_accelerator(device: torch.device | None) -> bool:
     return device is not None and device.type == ACCELERATOR
 
 
+def value_on_host(scalar: torch.Tensor) -> float | None:
+    """Return the value of a scalar on a CPU; None on an accelerator, for which the host would wait."""
+    return None if is_accelerator(scalar.device) else float(scalar)
+
+
 def accelerator_module() -> Any:
     """Return torch's module of functions for accelerators, such as `torch.cuda`; importing it uses no device."""
     import torch

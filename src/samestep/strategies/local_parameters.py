@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.gradient_norm import partial_squares, sums_on_grids
@@ -140,6 +141,8 @@ class LocalParameters:
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply the gradients by a float64 scalar on a device, without a wait for it."""
+        if value_on_host(factor) == 1.0:
+            return  # the products have the same bits, and would read and write all gradients
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self.names:
             if (gradient := parameter.grad) is not None:
