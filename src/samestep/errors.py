@@ -95,6 +95,8 @@ CODES = {
     "E_FILE_MISSING": "An input file does not exist.",
     "E_DURATION": "A duration is not a positive number of seconds, minutes or hours.",
     "E_REQUEUE": "Slurm did not requeue the job, or there is no Slurm job.",
+    "E_PREEMPTED": "A rank of Ray Train stopped with a checkpoint before a preemption.",
+    "E_SUBMIT": "A system refused a job of samestep submit.",
     "E_EMPTY_DATASET": "The dataset has no samples.",
     "E_NO_USABLE_SAMPLE": "Every sample of the dataset raises an error.",
     "E_ITERABLE_DATASET": "A loader needs a dataset with a length and an index, and has one that only iterates.",

@@ -89,3 +89,17 @@ def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
     assert evaluation["accuracy"] >= 0
     assert not evaluation["is_best"]
     assert sorted(path.name for path in (run / "checkpoints").glob("[a-z]*")) == ["epoch-1", "last", "step-000000003"]
+
+
+def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train = ("train", RECIPE, "--name", "a", "--or-resume", "--set")
+    assert here(*train, "epochs=1", cwd=tmp_path) == 0
+    assert here(*train, "epochs=2", cwd=tmp_path) == 0
+    assert [event["epoch"] for event in events(tmp_path / "runs" / "a", "evaluation")] == [1, 2]
+    capfd.readouterr()
+    before = tree(tmp_path / "runs")
+    assert here(*train, "epochs=2", "optimizer.options.lr=0.5", cwd=tmp_path) != 0
+    assert "[E_RECIPE_CHANGED]" in capfd.readouterr().err
+    assert tree(tmp_path / "runs") == before
+    assert here("train", RECIPE, "--or-resume", cwd=tmp_path) == 2
+    assert "[E_OPTION_CONFLICT]" in capfd.readouterr().err

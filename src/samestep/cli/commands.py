@@ -24,6 +24,7 @@ COMMANDS = {
     "push": Command("models", "upload a trained model to the Hugging Face Hub"),
     "convert": Command("models", "convert recipes and weights of PaddleViT"),
     "run": Command("train", "run a script on several processes"),
+    "submit": Command("submit", "submit a job to Slurm, Ray, Kubernetes, SkyPilot or dstack"),
     "top": Command("runs", "show the state of a run"),
     "report": Command("runs", "write an HTML page about one or several runs"),
     "diff": Command("replay", "find the first difference of two runs"),

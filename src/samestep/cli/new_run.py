@@ -16,6 +16,7 @@ from samestep.cli.recipe_options import (
     all_overrides,
     microbatch_size,
     plan_to_resume,
+    require_same_recipe,
     with_batch_size,
     with_microbatches,
 )
@@ -86,14 +87,18 @@ class NewRun:
     runs: Path
     device_batch_size: int | None
     accumulate: int | None
+    or_resume: bool = False  # resume the run of this name if it exists
     folder: HeldFolder | None = None
     creates_parent: bool = False
 
     def plan(self, options: TrainingOptions, restarts: int) -> RunPlan:
-        """Create the run; after a restart by a launcher, resume the run of this name."""
-        if restarts and self.name and (self.runs / self.name).exists():
+        """Create the run; with `or_resume`, or after a restart by a launcher, resume the run of this name."""
+        if (restarts or self.or_resume) and self.name and (self.runs / self.name).exists():
             trusted = load_recipe(self.recipe, options.overrides)
-            return plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
+            plan = plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
+            if not restarts:
+                require_same_recipe(plan, trusted)
+            return plan
         processes, size = options.launch.processes, self.device_batch_size
         recipe = options.with_microbatches(
             load_recipe(self.recipe, with_batch_size(options.overrides, size, processes, self.accumulate))

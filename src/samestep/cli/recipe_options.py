@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -222,19 +222,43 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
-    before, now = recipe_data(origin), recipe_data(recipe)
     # A run can be resumed with another strategy, and with more epochs.
     free = {"strategy": None, "epochs": None}
-    changes = differences({**before, **free}, {**now, **free})
+    _require_equal(
+        {**recipe_data(origin), **free},
+        {**recipe_data(recipe), **free},
+        "the recipe differs from the recipe of the checkpoint",
+        "undo the change, or start a new run from these weights: samestep train ... "
+        f"--set model.pretrained={checkpoint}/model.safetensors",
+    )
+    return RunPlan(recipe, folder, checkpoint, progress.step)
+
+
+def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
+    """Require that a run that `samestep train --or-resume` continues has the recipe of the command.
+
+    Raises:
+        CheckpointError: the recipes differ.
+    """
+    if recipe.microbatches == "auto":
+        recipe = replace(recipe, microbatches=plan.recipe.microbatches)
+    _require_equal(
+        recipe_data(plan.recipe),
+        recipe_data(recipe),
+        f"the recipe differs from the recipe of the run {plan.folder}",
+        "another --name for a new run, or undo the change",
+    )
+
+
+def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fix: str) -> None:
+    changes = differences(before, now)
     if changes:
         raise CheckpointError(
-            "the recipe differs from the recipe of the checkpoint:\n    " + "\n    ".join(changes),
+            f"{message}:\n    " + "\n    ".join(changes),
             expected="the same recipe for all steps of a run",
-            fix="undo the change, or start a new run from these weights: samestep train ... "
-            f"--set model.pretrained={checkpoint}/model.safetensors",
+            fix=fix,
             code="E_RECIPE_CHANGED",
         )
-    return RunPlan(recipe, folder, checkpoint, progress.step)
 
 
 def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:

@@ -28,6 +28,7 @@ from samestep.cli.options import (
     add_options,
     add_recipe_argument,
     add_run_argument,
+    option_conflict,
     print_json,
     require_file,
     timed_name,
@@ -70,6 +71,7 @@ def add_train(commands: Any) -> None:
     _add_training_options(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--name", help="name of the run (default: recipe, date and time)")
+    group.add_argument("--or-resume", action="store_true", help="resume the run of this --name if it exists")
     add_options(group, "--runs")
     add_options(parser, "--json")
     parser.set_defaults(run=_train_recipe)
@@ -144,9 +146,10 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 def _train_recipe(arguments: argparse.Namespace) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
     options = TrainingOptions.parse(arguments, Path(arguments.recipe).stem)
-    new_run = NewRun(
-        arguments.recipe, arguments.name, arguments.runs, arguments.per_device_batch_size, arguments.accumulate
-    )
+    if arguments.or_resume and not arguments.name:
+        raise option_conflict("--or-resume without --name", "the name of the run", "--name NAME")
+    batch = (arguments.per_device_batch_size, arguments.accumulate)
+    new_run = NewRun(arguments.recipe, arguments.name, arguments.runs, *batch, or_resume=arguments.or_resume)
     try:
         return _train(options, partial(new_run.plan, options))
     except KeyboardInterrupt:
@@ -214,7 +217,8 @@ def _train(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int
     if rendezvous.rank == 0:
         return _finish(options, summary, plan.folder)
     if summary["stopped"]:
-        return EXIT_STOPPED
+        # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
+        return EXIT_DONE if options.launch.requeue else EXIT_STOPPED
     return EXIT_FAILED if _skipped_most_steps(summary) else EXIT_DONE
 
 

@@ -1,0 +1,175 @@
+"""Work and resources of a job, and the result of a submission."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import InputError
+
+# A part of file names and of shell commands.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Kubernetes appends the index of a pod and random text, to at most 63 characters (RFC 1123).
+_RESOURCE_LENGTH = 40
+# Port of the rendezvous of torchrun: its default.
+PORT = 29400
+# Attempts after failures of ranks or machines.
+RESTARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training on several machines.
+
+    Args:
+        subject: shipped recipe, path of a recipe, or path of a script.
+        text: content of the recipe or script; None for a shipped recipe.
+        arguments: overrides `key=value` of a recipe, or arguments of a script.
+        name: name of the run and of the job.
+        nodes: largest number of machines.
+        gpus: GPUs of each machine; 0 for ranks on CPUs.
+        minimum: smallest number of ranks.
+        maximum: largest number of ranks.
+        runs: folder of runs, which all machines share.
+        folder: current folder on this machine.
+        out: folder of the files of the job.
+        python: Python of this machine, for systems whose machines share its file system.
+        image: container image, or None.
+        time: limit of the time in the form of Slurm, or None.
+        volume: volume with the folder of runs in containers, or None.
+        gpu_name: kind of GPU for SkyPilot, or None.
+    """
+
+    subject: str
+    text: str | None
+    arguments: tuple[str, ...]
+    name: str
+    nodes: int
+    gpus: int
+    minimum: int
+    maximum: int
+    runs: str
+    folder: str
+    out: str
+    python: str
+    image: str | None = None
+    time: str | None = None
+    volume: str | None = None
+    gpu_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            expected = "letters, digits, periods, hyphens and underscores, with a letter or digit first"
+            raise InputError(f"--name {self.name}", expected, "--name first", code="E_VALUE")
+        if self.maximum < self.nodes or self.maximum % self.nodes:
+            raise InputError(
+                f"{self.maximum} ranks on {self.nodes} nodes",
+                expected="the same number of ranks on each node",
+                fix=f"--processes {max(1, self.maximum // self.nodes) * self.nodes}",
+                code="E_PROCESSES",
+            )
+        if self.gpus and self.per_node > self.gpus:
+            raise InputError(
+                f"{self.per_node} ranks on each node with --gpus {self.gpus}",
+                expected="one GPU per rank",
+                fix=f"--processes {self.gpus * self.nodes}, or more --gpus",
+                code="E_PROCESSES",
+            )
+        if self.minimum > self.maximum:
+            raise InputError(
+                f"--processes {self.minimum}:{self.maximum}",
+                expected="MIN:MAX with MIN <= MAX",
+                fix=f"--processes {self.maximum}:{self.minimum}",
+                code="E_PROCESSES",
+            )
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the subject is a script, which calls `samestep.start()`."""
+        return self.subject.endswith(".py")
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of each node."""
+        return self.maximum // self.nodes
+
+    @property
+    def minimum_nodes(self) -> int:
+        """Smallest number of nodes.
+
+        Raises:
+            InputError: the smallest number of ranks does not fill nodes.
+        """
+        nodes, rest = divmod(self.minimum, self.per_node)
+        if rest:
+            raise InputError(
+                f"--processes {self.minimum}:{self.maximum} with {self.per_node} ranks on each node",
+                expected="whole nodes: MIN is a multiple of the ranks of a node",
+                fix=f"--processes {(nodes + 1) * self.per_node}:{self.maximum}",
+                code="E_PROCESSES",
+            )
+        return nodes
+
+    @property
+    def resource_name(self) -> str:
+        """Name in the form of Kubernetes and dstack: lower case, digits and hyphens.
+
+        Raises:
+            InputError: the name is too long.
+        """
+        name = re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        if len(name) > _RESOURCE_LENGTH or not name[0].isalpha():
+            expected = f"a letter first, and at most {_RESOURCE_LENGTH} characters"
+            raise InputError(f"--name {self.name}", expected, "--name with a shorter name", code="E_VALUE")
+        return name
+
+    def arguments_of(self, subject: str, runs: str) -> list[str]:
+        """Return the arguments of Python or torchrun for one rank, with paths of the machine of the rank."""
+        if self.is_script:
+            return [subject, *self.arguments]
+        overrides = ["--set", *self.arguments] if self.arguments else []
+        options = ["--name", self.name, "--runs", runs, "--or-resume"]
+        return ["-m", "samestep", "train", subject, *overrides, *options]
+
+    def require_fixed_size(self, system: str) -> None:
+        """Require one number of ranks, for a system that cannot change it."""
+        if self.minimum != self.maximum:
+            raise InputError(
+                f"--processes {self.minimum}:{self.maximum} with {system}",
+                expected=f"one number of ranks: {system} starts all nodes of a job, or none",
+                fix=f"--processes {self.maximum}",
+                code="E_PROCESSES",
+            )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Files of a job by name, the command that submits them, and remarks for the user."""
+
+    files: Mapping[str, str]
+    command: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write the files; equal files may exist.
+
+        Raises:
+            InputError: a file exists with other content, or cannot be written.
+        """
+        for name, text in self.files.items():
+            path = folder / name
+            try:
+                if path.exists() and path.read_text(encoding="utf-8") != text:
+                    raise InputError(
+                        f"{path} exists with other content",
+                        expected="a new file: no file is overwritten",
+                        fix="--out with another folder, another --name, or remove the file",
+                        code="E_OUTPUT",
+                    )
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise InputError(
+                    f"{path} cannot be written: {error.strerror}", "a writable folder", "--out DIR", code="E_OUTPUT"
+                ) from error

@@ -1,0 +1,171 @@
+"""`samestep submit`: files, command and errors; jobs of Slurm and Ray with the bits of `samestep train`."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from helpers.slurm import missing, slurm, slurm_cluster, wait_until
+from helpers.system import events, here, weights
+
+JOB = ("digits", "--nodes", 2, "--gpus", 0, "--name", "a")
+Captured = pytest.CaptureFixture[str]
+
+needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"Slurm {missing()}")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (samestep[ray])")
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: Captured) -> None:
+    assert here("submit", "slurm", *JOB, "--dry-run", "--json", cwd=tmp_path) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["command"] == ["sbatch", "a.sbatch"]
+    assert result["submitted"] is False
+    assert here("submit", "slurm", *JOB, "--dry-run", cwd=tmp_path) == 0
+    assert capsys.readouterr().out == f"# a.sbatch\n{result['files']['a.sbatch']}\n# command\nsbatch a.sbatch\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_script_has_its_arguments(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "train.py").write_text("import samestep\n")
+    job = ("train.py", *JOB[1:], "--dry-run", "--json", "--", "--epochs", 3)
+    assert here("submit", "slurm", *job, cwd=tmp_path) == 0
+    script = json.loads(capsys.readouterr().out)["files"]["a.sbatch"]
+    assert script.endswith(" train.py --epochs 3\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("slurm", "digits", "--nodes", 0, "--gpus", 0), "E_VALUE"),
+        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--processes", "4:2"), "E_PROCESSES"),
+        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--processes", 3), "E_PROCESSES"),
+        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--processes", "auto"), "E_PROCESSES"),
+        (("slurm", "digits", "--nodes", 16, "--gpus", 1), "E_TOO_MANY_RANKS"),
+        (("slurm", "missing.yaml", "--nodes", 2, "--gpus", 0), "E_FILE_MISSING"),
+        (("slurm", "missing.py", "--nodes", 2, "--gpus", 0), "E_FILE_MISSING"),
+        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--image", "i"), "E_OPTION_CONFLICT"),
+        (("kubernetes", "digits", "--nodes", 2, "--gpus", 0), "E_OPTION_CONFLICT"),
+    ],
+)
+def test_invalid_input(tmp_path: Path, capsys: Captured, arguments: tuple[object, ...], code: str) -> None:
+    assert here("submit", *arguments, cwd=tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"[{code}]" in error
+    assert "fix:" in error
+    assert not list(tmp_path.iterdir())
+
+
+KUBERNETES = ("submit", "kubernetes", *JOB, "--image", "i", "--volume", "v")
+
+
+def test_missing_command_keeps_the_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    for _ in range(2):  # equal files are no conflict
+        assert here(*KUBERNETES, cwd=tmp_path) == 2
+        assert "[E_NOT_INSTALLED]" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.trainjob.yaml"]
+    (tmp_path / "a.trainjob.yaml").write_text("own: work\n")
+    assert here(*KUBERNETES, cwd=tmp_path) == 2
+    assert "[E_OUTPUT]" in capsys.readouterr().err
+    assert (tmp_path / "a.trainjob.yaml").read_text() == "own: work\n"
+
+
+def test_refused_job_is_an_error(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text("#!/bin/sh\necho 'no server' >&2\nexit 1\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert here(*KUBERNETES, cwd=tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "[E_SUBMIT]" in error
+    assert "no server" in error
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the SHA-256 of the weights of `samestep train` on one process."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert here("train", "digits", "--set", "epochs=2", "--name", "a", cwd=folder) == 0
+    return weights(folder / "runs/a")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    # The names of the virtual nodes belong to no host.
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as variables:
+        yield {**variables, "MASTER_ADDR": "127.0.0.1"}
+
+
+def submit_to_slurm(folder: Path, cluster: Mapping[str, str], *options: object) -> None:
+    command = [sys.executable, "-m", "samestep", "submit", "slurm", *map(str, (*JOB, "--processes", 4, *options))]
+    subprocess.run(command, cwd=folder, env={**os.environ, **cluster}, check=True, capture_output=True)
+
+
+def wait_for_slurm(folder: Path, cluster: Mapping[str, str]) -> str:
+    wait_until(lambda: not slurm(cluster, "squeue", "-h").strip(), 150)
+    return "".join(path.read_text() for path in folder.glob("*.out"))
+
+
+@needs_slurm
+@pytest.mark.long
+def test_two_nodes_of_slurm_have_the_bits_of_one_process(
+    tmp_path: Path, cluster: Mapping[str, str], reference: str
+) -> None:
+    submit_to_slurm(tmp_path, cluster, "--set", "epochs=2")
+    output = wait_for_slurm(tmp_path, cluster)
+    assert weights(tmp_path / "runs/a") == reference, output
+
+
+@needs_slurm
+@pytest.mark.long
+def test_slurm_requeues_a_job_that_a_signal_stopped(tmp_path: Path, cluster: Mapping[str, str], reference: str) -> None:
+    submit_to_slurm(tmp_path, cluster, "--set", "epochs=2")
+    started = tmp_path / "runs/a/events.jsonl"
+    wait_until(lambda: started.exists() and '"step": 3,' in started.read_text(), 90)
+    slurm(cluster, "scancel", "--name=a", f"--signal={signal.SIGUSR1.name.removeprefix('SIG')}")
+    wait_until(lambda: bool(events(tmp_path / "runs/a", "stop")), 60)
+    # Slurm starts a requeued job after two minutes, unless its start time is changed.
+    wait_until(lambda: slurm(cluster, "squeue", "-h", "-o", "%T") == "PENDING\n", 60)
+    slurm(cluster, "scontrol", "update", "JobName=a", "StartTime=now")
+    output = wait_for_slurm(tmp_path, cluster)
+    assert events(tmp_path / "runs/a", "resume"), output
+    assert weights(tmp_path / "runs/a") == reference, output
+
+
+RAY = """
+import ray, runpy, sys
+
+if __name__ == "__main__":
+    ray.init(
+        num_cpus=int(sys.argv[1]), include_dashboard=False, _node_ip_address="127.0.0.1",
+        object_store_memory=100_000_000,
+    )
+    runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@needs_ray
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cores", [2, 3])
+def test_workers_of_ray_have_the_bits_of_one_process(
+    tmp_path: Path, capsys: Captured, reference: str, cores: int
+) -> None:
+    job = ("digits", "--nodes", 3, "--gpus", 0, "--processes", "2:3", "--set", "epochs=2", "--name", "a")
+    assert here("submit", "ray", *job, "--dry-run", "--json", cwd=tmp_path) == 0
+    (tmp_path / "a.ray.py").write_text(json.loads(capsys.readouterr().out)["files"]["a.ray.py"])
+    (tmp_path / "local.py").write_text(RAY)
+    command = [sys.executable, "local.py", str(cores), "a.ray.py"]
+    variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "runs/a") == reference
+    assert len(list((tmp_path / "runs/a/ranks").glob("*"))) == cores
