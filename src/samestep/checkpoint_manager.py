@@ -83,8 +83,9 @@ class CheckpointManager:
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
         self._folder = CheckpointFolder(Path(folder), keep)
         self._background, self._is_entered = background, False
-        self._lock = FolderLock(self._folder.path) if world.is_main else None
-        if world.is_main:
+        writes = world.is_main and process_state.replayed is None
+        self._lock = FolderLock(self._folder.path) if writes else None
+        if writes:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
         # No reference to this object, whose lock ends with it.
@@ -133,6 +134,8 @@ class CheckpointManager:
             self._best = values[self._rule.by]
         step = self._saved = self._step
         cursor = next(iter(self._loaders.values())).cursor
+        if process_state.replayed is not None:
+            return is_best
         if self._world.is_main:
             epoch = cursor.epoch if step and not cursor.samples else None
             self._writer.save(step, self._snapshot, is_best=is_best, epoch=epoch)
@@ -156,12 +159,12 @@ class CheckpointManager:
             InputError: the code, the data or an option has changed, or the code differs between ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
-        if self._world.is_main:
+        if self._world.is_main and process_state.replayed is None:
             self._folder.clean()
         self._world.barrier()
-        if not self._folder.steps():
+        path, sources = self._find(checkpoint), process_state.source_files
+        if path is None:
             return False
-        path, sources = self._folder.find(checkpoint), process_state.source_files
         self._require_engines(path)
         trainings = {_prefix(name): training for name, training in self._trainings()}
         states = read_verified(path, trainings)
@@ -169,13 +172,28 @@ class CheckpointManager:
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
         _require_unchanged(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
-            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accept_changes):
+            accepts = accept_changes or (process_state.replayed is not None and process_state.replayed.accept_changes)
+            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accepts):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
         for name, training in self._trainings():
             load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
         self._restore(saved)
         return True
+
+    def _find(self, checkpoint: str) -> Path | None:
+        """Return the checkpoint to load, if there is one; in a replay, the newest one that the replay allows."""
+        steps, replayed = self._folder.steps(), process_state.replayed
+        if replayed is None:
+            return self._folder.find(checkpoint) if steps else None
+        if checkpoint != "last":
+            raise InputError(
+                f"the script loads the checkpoint {checkpoint} in a replay",
+                expected="a script that resumes from its last checkpoint",
+                fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps of a script",
+                code="E_SCRIPT",
+            )
+        return next((path for path in reversed(steps) if int(path.name.rpartition("step-")[2]) <= replayed.limit), None)
 
     @property
     def _step(self) -> int:

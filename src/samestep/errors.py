@@ -82,7 +82,7 @@ CODES = {
     "E_MEMORY_LIMIT": "`--memory` is less than a rank needs before the model is built.",
     "E_RANKS": "`--ranks` names a rank that does not exist.",
     "E_LAUNCHER_GONE": "The launcher of the ranks, or the store of their job, has ended before the ranks.",
-    "E_SCRIPT": "A command needs a recipe and received a script.",
+    "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",
     "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
     "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have no checksums of the same steps.",

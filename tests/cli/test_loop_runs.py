@@ -55,6 +55,8 @@ def test_killed_loop_continues_its_run_on_more_processes(tmp_path: Path, capfd: 
     expected = [(event["step"], event["checksum"]) for event in events(whole) if event["event"] == "checksum"]
     assert [step for step, _ in expected] == [PER_EPOCH, 2 * PER_EPOCH, 3 * PER_EPOCH]
     assert [(e["step"], e["checksum"]) for e in events(tmp_path) if e["event"] == "checksum"] == expected
+    starts = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    assert [start["started_as"] for start in starts] == ["function", "function"]
     assert here("diff", "runs/first", whole / "runs" / "first", cwd=tmp_path) == 0
     steps = [event["step"] for event in added if event["event"] == "step"]
     assert steps == sorted(set(steps))

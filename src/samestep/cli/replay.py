@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, LaunchOptions
-from samestep.cli.options import add_number, add_options, add_run_argument, print_json, progress, require_absent
+from samestep.cli.options import (
+    add_number,
+    add_options,
+    add_run_argument,
+    option_conflict,
+    print_json,
+    progress,
+    require_absent,
+)
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, plan_to_replay
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, printable
@@ -20,7 +28,7 @@ from samestep.units import plural
 
 if TYPE_CHECKING:
     from samestep.tools.replay.diff import Comparison, Finding
-    from samestep.tools.replay.launch import ReplayOptions, Subject
+    from samestep.tools.replay.launch import ReplayOptions, ScriptCommand, Subject
     from samestep.tools.report.run import Run
 
 _LISTED = 12  # differences of environments in the text
@@ -79,26 +87,36 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     """Replay and print; return 0 if all checksums are equal to the logged ones, otherwise 3."""
     from samestep.tools.replay.diff import no_checksum
-    from samestep.tools.replay.launch import run_replay
+    from samestep.tools.replay.launch import ScriptCommand, run_replay
     from samestep.tools.report.run import read_runs
 
     require_single_process("replay")
     (run,), step = read_runs([arguments.folder]), arguments.step
     subject = _subject(run, step, step, arguments, all_overrides(arguments))
-    if not any(subject.first <= logged <= step for logged in subject.checksums):
-        raise no_checksum(f"{run.folder} has no checksum of the steps from {subject.first} to {step}")
+    is_script = isinstance(subject.command, ScriptCommand)
+    earliest = 0 if is_script else subject.first  # the checkpoint of a script is known after the replay
+    if not any(earliest <= logged <= step for logged in subject.checksums):
+        raise no_checksum(f"{run.folder} has no checksum of the steps from {earliest} to {step}")
     if arguments.out is not None:
+        if is_script:
+            raise _script_error(
+                f"--out with the run of a script, {run.folder}", "--json has the checksum of each tensor"
+            )
         require_absent(arguments.out)
-    progress(arguments)(
-        f"replaying {run.folder} from step {subject.first} to {step} on {plural(subject.processes, 'process')}"
-    )
+    is_chosen = is_script and not arguments.from_start
+    origin = "the newest checkpoint before it" if is_chosen else f"step {max(subject.first, 0)}"
+    processes = plural(subject.processes, "process")
+    progress(arguments)(f"replaying {run.folder} up to step {step} from {origin} on {processes}")
     result = run_replay(subject, step, _options(arguments), out=arguments.out)
     compared = {number: value for number, value in result.checksums.items() if number in subject.checksums}
+    if not compared:
+        raise no_checksum(f"{run.folder} has no checksum of the steps from {result.first} to {step}")
     wrong = next((number for number, value in compared.items() if value != subject.checksums[number]), None)
     if arguments.json:
         data = {"run": str(run.folder), "from_step": result.first, "step": step, "processes": subject.processes}
         data |= {"checksum": result.checksums[step], "logged": subject.checksums.get(step)}
-        print_json({**data, "compared": len(compared), "first_different": wrong, "equal": wrong is None})
+        data |= {"compared": len(compared), "first_different": wrong, "equal": wrong is None}
+        print_json({**data, "tensors": result.by_name})
     else:
         is_logged = "" if step in compared else " (not logged)"
         print(f"{'replayed':<12}steps {result.first + 1} to {step} on {plural(subject.processes, 'process')}")
@@ -140,9 +158,8 @@ def _without_replay(arguments: argparse.Namespace, runs: list[Run], logs: Compar
         return "not replayed (--no-replay)"
     if logs.recipe:
         return "not replayed: the recipes differ"
-    script = next((run for run in runs if (run.folder / LOOP).is_file()), None)
-    if script is not None:
-        return f"not replayed: {script.folder} is the run of a script; samestep verify SCRIPT compares its steps"
+    if len({(run.folder / LOOP).is_file() for run in runs}) > 1:
+        return "not replayed: one run is that of a recipe, the other that of a script"
     return None
 
 
@@ -150,17 +167,18 @@ def _subject(run: Run, begin: int, last: int, arguments: argparse.Namespace, ove
     """Return a run to compute from a checkpoint at or before `begin`, on the ranks of step `last` unless set.
 
     Raises:
-        InputError: the run is that of a script, or the ranks do not fit the recipe.
+        InputError: the ranks do not fit the recipe, or the run is that of a script that cannot be started again.
     """
     from samestep.tools.replay.launch import Subject
 
     if (run.folder / LOOP).is_file():
-        raise InputError(
-            f"{run.folder} is the run of a script",
-            expected="the run of a recipe: arguments and files of a script are not known",
-            fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps of a script",
-            code="E_SCRIPT",
-        )
+        command = _script_command(run, last, arguments, overrides)
+        processes = _recorded_processes(run.starts, last)
+        if arguments.processes is not None or arguments.devices:
+            processes = LaunchOptions.parse(arguments).process_range()[1]
+        # `begin` itself would leave no step to compute if it is the step to replay.
+        first = -1 if arguments.from_start else min(begin, last - 1)
+        return Subject(run.folder, command, None, first, processes, run.events.checksums)
     plan = plan_to_replay(run.folder, begin, overrides, trust=arguments.trust, from_start=arguments.from_start)
     if arguments.processes is not None or arguments.devices:
         processes = LaunchOptions.parse(arguments).process_range(plan.recipe)[1]
@@ -170,10 +188,55 @@ def _subject(run: Run, begin: int, last: int, arguments: argparse.Namespace, ove
     return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
 
 
+def _script_command(run: Run, last: int, arguments: argparse.Namespace, overrides: list[str]) -> ScriptCommand:
+    """Return the command of the start that computed a step.
+
+    Raises:
+        InputError: the command is not trusted, is not known, or cannot be started again.
+    """
+    from samestep.tools.replay.launch import ScriptCommand
+
+    chosen = {"--set": overrides, "--device": arguments.device != "auto"}
+    option = next((option for option, is_set in chosen.items() if is_set), None)
+    if option is not None:
+        raise option_conflict(
+            f"{option} with the run of a script", "options that the script does not set", "leave it out"
+        )
+    start = _start_of(run.starts, last)
+    script, values, folder = (start.get(key) for key in ("script", "arguments", "directory"))
+    if start.get("started_as") == "function":
+        raise _script_error(f"{run.folder} is the run of a function that samestep.launch called")
+    if not (isinstance(script, str) and isinstance(folder, str) and isinstance(values, list)):
+        raise _script_error(f"{run.folder} has no command in environment.json")
+    path, directory = Path(script), Path(folder)
+    if not (directory / path).is_file():
+        raise _script_error(f"{directory / path}, the script of {run.folder}, is not a file")
+    if not arguments.trust:
+        raise InputError(
+            f"{run.folder} is the run of a script, {directory / path}",
+            expected="--trust: a replay executes the script that the run directory names",
+            fix="read the script, then repeat the command with --trust",
+            code="E_UNTRUSTED",
+        )
+    return ScriptCommand(path, tuple(map(str, values)), directory)
+
+
+def _script_error(
+    value: str, fix: str = "samestep verify SCRIPT -- ARGUMENTS computes and compares steps"
+) -> InputError:
+    expected = "the run of a script that `samestep run SCRIPT`, python or torchrun started, with its file in place"
+    return InputError(value, expected, fix, code="E_SCRIPT")
+
+
+def _start_of(starts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
+    """Return the start that computed a step; empty if none is known."""
+    return next((start for start in reversed(starts) if _first_step(start) < step), {})
+
+
 def _recorded_processes(starts: Sequence[Mapping[str, Any]], step: int) -> int:
     """Return the number of ranks of the start that computed a step."""
-    counts = [start.get("processes") for start in starts if _first_step(start) < step] or [1]
-    return counts[-1] if isinstance(counts[-1], int) and counts[-1] > 0 else 1
+    count = _start_of(starts, step).get("processes")
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 def _first_step(start: Mapping[str, Any]) -> int:

@@ -75,6 +75,19 @@ class Membership(NamedTuple):
     is_adopted: bool = False  # another library created the default group, and destroys it
 
 
+@dataclass(frozen=True)
+class ReplayedFolder:
+    """Use of the checkpoints of a script under `samestep replay`: they are only read.
+
+    Attributes:
+        limit: the newest checkpoint at or before this step is loaded.
+        accept_changes: whether the user's code may differ from that of the checkpoint.
+    """
+
+    limit: int
+    accept_changes: bool = False
+
+
 @dataclass
 class ProcessState:
     """State of one rank's process that consecutive worlds share."""
@@ -91,7 +104,9 @@ class ProcessState:
     source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
     # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
     callbacks: list[Callback] = field(default_factory=list)
-    is_experiment: bool = False  # `samestep verify` and `samestep profile`: scripts write no run directory
+    is_experiment: bool = False  # `samestep verify`, `profile` and `replay`: scripts write no run directory
+    is_script: bool = False  # the launched function is a script, which can be started again
+    replayed: ReplayedFolder | None = None  # set under `samestep replay`
     run: str | Path | None = None  # run of the last world, in an experiment too
 
 

@@ -174,6 +174,7 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
     worker_spec = process_state.worker
     assert worker_spec is not None
     host_store(worker_spec, _SCRIPT_TIMEOUT)
+    process_state.is_script = True
     set_environment(
         {
             **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from samestep.checkpoint.files import HeldFolder, write_atomically
 from samestep.checkpoint.lock import LOCK, FolderLock
@@ -64,7 +66,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
                 process_state.source_files.note_imports()
-                append_start(folder, environment(world, script=sys.argv[0]))
+                append_start(folder, environment(world, **_command()))
             context = world.context
             context = replace(context, loggers=tuple(destinations), callbacks=[*context.callbacks, events])
             try:
@@ -74,6 +76,13 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
                     events.end()
                 raise
             events.end()
+
+
+def _command() -> dict[str, Any]:
+    """Return script, arguments and working directory of this process; `function` is what `samestep.launch` called."""
+    is_function = process_state.worker is not None and not process_state.is_script
+    started = "function" if is_function else "script"
+    return {"script": sys.argv[0], "arguments": sys.argv[1:], "directory": os.getcwd(), "started_as": started}
 
 
 def run_directory(run: str | Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import differences, make_recipe
 from samestep.runs import LOOP
-from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject, run_replay
+from samestep.tools.replay.launch import Replayed, ReplayOptions, ScriptCommand, Subject, run_replay
 from samestep.tools.report.run import Run
 from samestep.tools.verify.compare import compare
 from samestep.tools.verify.trials import Record, Trial, read_record
@@ -20,7 +20,7 @@ from samestep.units import plural
 # Keys of a recipe on which no step depends; nor does one depend on exact strategies.
 _FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
-_OF_START = ("started", "from_step", "sources", "remark", "script")
+_OF_START = ("started", "from_step", "sources", "remark", "script", "directory", "started_as")
 _MAX_LISTED = 3  # names of the state in a text
 
 
@@ -145,7 +145,8 @@ def find_difference(
         folder, lines = Path(temporary), list[str]()
         nearest = max(subjects, key=lambda subject: subject.first)
         checkpoint, start = nearest.checkpoint, nearest.first
-        if start < logs.last_equal:
+        is_script = isinstance(nearest.command, ScriptCommand)  # which selects its checkpoint itself
+        if start < logs.last_equal and not is_script:
             progress(_text(nearest, start, logs.last_equal))
             replayed = run_replay(nearest, logs.last_equal, options, out=folder / "checkpoints")
             wrong = _first_wrong(nearest, replayed.checksums)
@@ -159,14 +160,16 @@ def find_difference(
             progress(_text(subject, start, logs.first_different))
             place = folder / f"run-{number}"
             place.mkdir()
-            trial = Trial(steps=None, device=options.device, folder=place, processes=subject.processes)
-            own = Subject(subject.folder, subject.recipe, checkpoint, start, subject.processes, subject.checksums)
+            after = logs.last_equal if is_script else 0
+            trial = Trial(steps=None, device=options.device, folder=place, processes=subject.processes, after=after)
+            own = Subject(subject.folder, subject.command, checkpoint, start, subject.processes, subject.checksums)
             replays.append(run_replay(own, logs.first_different, options, trial=trial))
-            lines.append(_line(subject, start, logs.first_different, _first_wrong(subject, replays[-1].checksums)))
+            first = replays[-1].first
+            lines.append(_line(subject, first, logs.first_different, _first_wrong(subject, replays[-1].checksums)))
             records.append(read_record(place, subject.processes))
-        first = compare(records[0], records[1], None).first
-        if first is not None:
-            return Finding(first.step or logs.first_different, first.location, first.tensor, first.stage, lines)
+        found = compare(records[0], records[1], None).first
+        if found is not None:
+            return Finding(found.step or logs.first_different, found.location, found.tensor, found.stage, lines)
         return _without_location(subjects, replays, logs.first_different, lines)
 
 
@@ -197,7 +200,7 @@ def _first_wrong(subject: Subject, checksums: Mapping[int, str]) -> int | None:
 
 
 def _text(subject: Subject, start: int, last: int) -> str:
-    return f"replaying {subject.folder} from step {start} to {last} on {plural(subject.processes, 'process')}"
+    return f"replaying {subject.folder} from step {max(start, 0)} to {last} on {plural(subject.processes, 'process')}"
 
 
 def _line(subject: Subject, start: int, last: int, wrong: int | None) -> str:

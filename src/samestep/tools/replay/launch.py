@@ -13,7 +13,22 @@ from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.tools.verify.trials import Trial
 
-_WORKER = "samestep.tools.replay.worker"
+_WORKER, _SCRIPT_WORKER = "samestep.tools.replay.worker", "samestep.tools.replay.script"
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """Command of the run of a script.
+
+    Attributes:
+        path: the script, relative to the directory or absolute.
+        arguments: its command-line arguments.
+        directory: working directory.
+    """
+
+    path: Path
+    arguments: tuple[str, ...]
+    directory: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +38,8 @@ class ReplayRequest:
     Attributes:
         run: directory of the run, which is only read.
         checkpoint: checkpoint to start from; None for the beginning.
+        script: command of a script; None for a recipe.
+        first: for a script, last step of a checkpoint to start from; -1 for the beginning.
         last: last step.
         logged: logged checksums in hexadecimal digits, by step.
         out: folder for a checkpoint of the state after the last step, if any.
@@ -35,6 +52,8 @@ class ReplayRequest:
     checkpoint: Path | None
     last: int
     logged: Mapping[int, str]
+    script: ScriptCommand | None = None
+    first: int = 0
     out: Path | None = None
     accept_changes: bool = False
     trial: Trial | None = None
@@ -48,7 +67,7 @@ class Replayed:
     Attributes:
         first: step of the checkpoint, 0 for the beginning.
         checksums: checksums in hexadecimal digits by step: of the logged steps, and of the last one.
-        by_name: checksum of each part of the last state, in hexadecimal digits; empty without a record.
+        by_name: checksum of each part of the last state, in hexadecimal digits.
         flipped: the one bit whose flip turns the last state into the logged one, as text; None if there is none.
         stopped: a stop was requested.
     """
@@ -66,15 +85,16 @@ class Subject:
 
     Attributes:
         folder: directory of the run.
-        recipe: recipe at the replayed steps.
+        command: recipe at the replayed steps, or command of a script.
         checkpoint: nearest checkpoint before the first different step, if any; its step is `first`.
-        first: step of the checkpoint, 0 for the beginning.
+        first: step of the checkpoint, 0 for the beginning. A script selects the newest checkpoint at or before this
+            step, and starts from the beginning for -1.
         processes: number of ranks.
         checksums: logged checksums by step.
     """
 
     folder: Path
-    recipe: Recipe
+    command: Recipe | ScriptCommand
     checkpoint: Path | None
     first: int
     processes: int
@@ -106,6 +126,8 @@ def run_replay(subject: Subject, last: int, options: ReplayOptions, **fields: An
     """
     request = ReplayRequest(
         run=subject.folder,
+        script=subject.command if isinstance(subject.command, ScriptCommand) else None,
+        first=subject.first,
         checkpoint=subject.checkpoint,
         last=last,
         logged=dict(subject.checksums),
@@ -113,14 +135,17 @@ def run_replay(subject: Subject, last: int, options: ReplayOptions, **fields: An
         quiet=options.quiet,
         **fields,
     )
+    module, function = _SCRIPT_WORKER, "replay_script"
+    arguments: tuple[Any, ...] = (request,)
+    if isinstance(subject.command, Recipe):
+        module, function = _WORKER, "replay"
+        arguments = (subject.command, RunOptions(device=options.device), request)
     result = run_workers(
-        ByName(_WORKER, "replay"),
-        subject.recipe,
-        RunOptions(device=options.device),
-        request,
+        ByName(module, function),
+        *arguments,
         processes=subject.processes,
         launch_config=LaunchConfig(HANG_AFTER),
-        preload=(*options.preload, _WORKER),
+        preload=(*options.preload, module),
         environment=options.environment,
     )
     replayed: Replayed = result.value

@@ -166,6 +166,7 @@ class Trial(Conditions):
     checks_additivity: bool = False  # compare the loss of every microbatch with that of its pieces
     kill_at: int | None = None  # the last rank kills itself in this step; every step before writes a checkpoint
     checkpoint: Path | None = None  # checkpoint to resume from
+    after: int = 0  # only the steps after this one are recorded
     scratch: Path | None = None  # folder that replaces `{folder}` in the arguments of a script; by default a new one
 
 

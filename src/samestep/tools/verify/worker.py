@@ -75,6 +75,7 @@ class Probe(Intervention):
         intercept_collectives(lambda: threading.get_ident() in self._forwards, self._count_collective)
         self.last_event = time.monotonic()
         self.is_stopped = False
+        self._records = False  # the current step
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Write one line, and flush the file: a killed rank leaves the lines of all earlier events."""
@@ -108,6 +109,9 @@ class Probe(Intervention):
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
         if self._max_steps is not None and engine.steps >= self._max_steps:
             self._end_subject(engine)
+        self._records = engine.steps >= self._trial.after
+        if not self._records:
+            return
         self._interventions.begin_step(engine)
         self._microbatches, self._outputs = {}, {}
         self._hidden_state = _state_digests(hidden_state(engine.model, self._interventions.averaged))
@@ -123,12 +127,16 @@ class Probe(Intervention):
         }
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
+        if not self._records:
+            return
         if self._trial.kill_at == self._step["step"] and self._rank == self._size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self._interventions.begin_microbatch(self._step["step"], microbatch)
         self._forwards[threading.get_ident()] = _Forward()
 
     def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
+        if not self._records:
+            return
         self._outputs[microbatch.number] = (microbatch, outputs)
         self._microbatches[microbatch.number] = {
             "inputs": digest_any(microbatch.data[0]),
@@ -141,12 +149,21 @@ class Probe(Intervention):
         }
 
     def end_gradients(self, engine: Engine) -> None:
+        if not self._records:
+            return
         local = {(name, ""): p.grad for name, p in engine.local_parameters.local.items() if p.grad is not None}
         gradients = _full_tensors(engine, local)
         self._step["gradients"] = _state_digests(gradients)
         self._tensors.add("gradients", gradients)
 
     def end_step(self, engine: Engine, result: StepResult) -> None:
+        if self._records:
+            self._record_step(engine, result)
+        if result.stop:
+            self.is_stopped = True
+            self._end_subject(engine)
+
+    def _record_step(self, engine: Engine, result: StepResult) -> None:
         state = _model_state(engine)
         optimizer = _full_tensors(engine, optimizer_tensors(engine.local_parameters.local, engine.optimizer))
         hidden = _state_digests(hidden_state(engine.model, self._interventions.averaged))
@@ -174,9 +191,6 @@ class Probe(Intervention):
                         continue
                     check = check_additivity(engine.loss, outputs, microbatch)
                     self.write("additivity", {"step": result.step, **check})
-        if result.stop:
-            self.is_stopped = True
-            self._end_subject(engine)
 
     def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
         state = _state_digests(_model_state(engine))
