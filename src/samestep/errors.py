@@ -40,6 +40,7 @@ CODES = {
     "E_STOPPED": "The run was stopped on request before the end of a step.",
     "E_LAUNCH_VARIABLES": "Environment variables of a launcher are incomplete or invalid.",
     "E_RENDEZVOUS": "Ranks of a job did not find each other in time.",
+    "E_SOFTWARE_DIFFERS": "A rank runs another version of Python, torch, NumPy or Samestep than rank 0.",
     "E_PORT_IN_USE": "Another process uses the port of the job's store.",
     "E_PORT_FOLDER": "Other users can enter the folder in which rank 0 publishes a port.",
     "E_UNKNOWN_HOST": "The host of rank 0 cannot be resolved.",

@@ -95,9 +95,9 @@ def run_as_rank(
     _joined.append(rendezvous)
     set_environment(options.environment or {})
     silence_torch_warnings()
-    from samestep.launcher.job import join_job
+    from samestep.launcher.job import join_job, process_state
 
-    job, plan = None, None
+    plan = None
     try:
         job = join_job(rendezvous, hang_after=options.hang_after)
         _require_compatible(options, rendezvous)
@@ -107,7 +107,7 @@ def run_as_rank(
     except KeyboardInterrupt:
         raise ReportedError(EXIT_STOPPED) from None
     except BaseException as error:  # boundary: every end of this rank is reported once among all ranks
-        code = _report(job, Failure.of_exception(rendezvous.rank, error), plan.folder if plan else None)
+        code = _report(process_state.job, Failure.of_exception(rendezvous.rank, error), plan.folder if plan else None)
         raise ReportedError(code) from error
     return plan, value
 

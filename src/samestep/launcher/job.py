@@ -26,6 +26,7 @@ from samestep.distributed.launcher_detection import Rendezvous, free_loopback_so
 from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
 from samestep.errors import EXIT_FAILED, InputError, RunError
 from samestep.launcher.failure import Failure
+from samestep.launcher.software import require_same_software
 from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import HANG_AFTER
 
@@ -123,7 +124,8 @@ def rank_and_size() -> tuple[int, int]:
 def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:
     """Wait for all ranks of the job. Later calls in the same process return the same job.
 
-    An invalid address, or a port in use, raises `InputError`; a store or a rank that does not appear, `RunError`.
+    An invalid address, a port in use, or other software on a rank raises `InputError`; a store or a rank that does not
+    appear, `RunError`.
     """
     if process_state.job is None:
         rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
@@ -138,7 +140,9 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
             attempt, restarts = wait_for_ranks(
                 store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint
             )
+        # Set first, so that one rank alone reports the failure of the comparison.
         process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
+        require_same_software(attempt, rank, size, timeout)
     return process_state.job
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -167,10 +168,18 @@ class PeerWatchdog:
     def _end(self, states: dict[int, RankState], seconds: float) -> NoReturn:
         """Report the hang, unless another rank does, and end this process."""
         self._is_ending.set()
+        states = self._with_hosts(states)
         self._store.set(_HANG, "")
         self._store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._main_thread)))
         stacks = self._read_stacks([rank for rank, state in states.items() if not state.is_silent])
         self._report_and_exit(hang_failure(Hang(seconds, self._hang_after, states, stacks)))
+
+    def _with_hosts(self, states: dict[int, RankState]) -> dict[int, RankState]:
+        """Add the hosts of the ranks, if there are several."""
+        hosts = {rank: str(identity[3]) for rank, identity in self._processes.items()}
+        if len(set(hosts.values())) < 2:
+            return states
+        return {rank: replace(state, host=hosts.get(rank, "")) for rank, state in states.items()}
 
     def _report_and_exit(self, failure: Failure) -> NoReturn:
         is_first, code = report_failure(self._job, failure)
@@ -185,7 +194,7 @@ class PeerWatchdog:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
             is_local = machine and self._processes.get(rank, [""])[0] == machine
-            if not is_local or states[rank].status.is_finished or _is_running(*self._processes[rank][1:]):
+            if not is_local or states[rank].status.is_finished or _is_running(*self._processes[rank][1:3]):
                 self._gone_since.pop(rank, None)
             elif time.monotonic() - self._gone_since.setdefault(rank, time.monotonic()) >= _GONE_SECONDS:
                 return rank
@@ -224,12 +233,15 @@ class PeerWatchdog:
 
 
 def _process_identity() -> list[Any]:
-    """Return machine and namespace of processes, number and time of creation of this process; no machine if unknown."""
+    """Return machine and namespace of processes, number and time of creation of this process, and its host.
+
+    The machine is empty if unknown.
+    """
     machine = ""
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
         machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
-    return [machine, os.getpid(), psutil.Process().create_time()]
+    return [machine, os.getpid(), psutil.Process().create_time(), socket.gethostname()]
 
 
 def _is_running(process: int, created: float) -> bool:

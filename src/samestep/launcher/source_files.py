@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -82,12 +83,13 @@ class SourceFiles:
             InputError: a module of two ranks differs.
         """
         self.note_imports()
-        first, *others = all_gather(self._hashes, world)
-        for rank, hashes in enumerate(others, 1):
+        (main_host, first), *others = all_gather([socket.gethostname(), self._hashes], world)
+        for rank, (host, hashes) in enumerate(others, 1):
             changed = [name for name, digest in hashes.items() if first.get(name, digest) != digest]
             if changed:
+                title = f"rank {rank} on host {host} imported other code than rank 0 on host {main_host}"
                 raise InputError(
-                    "\n    ".join([f"rank {rank} imported other code than rank 0", *describe_modules(changed)]),
+                    "\n    ".join([printable(title), *describe_modules(changed)]),
                     expected="the same files on all ranks",
                     fix="do not edit files while the ranks start, and copy the same files to all machines",
                     code="E_CODE_CHANGED",

@@ -61,6 +61,7 @@ class RankState:
     # The kernel's letter for the state of the process (proc(5)), `T` if stopped by a signal; empty without /proc.
     process_state: str = ""
     is_silent: bool = False  # the rank sends no status
+    host: str = ""  # host of the rank, if ranks run on several hosts
 
     @property
     def disk_operation(self) -> str:
@@ -184,7 +185,10 @@ class Watchdog:
 def hang_text(hang: Hang) -> str:
     """Return the report on a hang: the activity of each rank, and its Python stack unless it waits for a disk."""
     culprits = hang.culprits
-    activities = {rank: _activity(state) for rank, state in hang.states.items()}
+    activities = {
+        rank: f"on host {state.host}, {_activity(state)}" if state.host else _activity(state)
+        for rank, state in hang.states.items()
+    }
     lines = [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
     if culprits and (operation := hang.states[culprits[0]].disk_operation):
         title = f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"
