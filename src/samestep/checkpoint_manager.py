@@ -263,8 +263,8 @@ class CheckpointManager:
                 "loaders by the same names",
             )
         for key, loader in saved.loaders.items():
-            settings = self._loaders[key].settings_of(loader.cursor.epoch)
-            yield from _differences(key or "loader", loader.settings, settings)
+            before = self._loaders[key].adopt(loader.settings)
+            yield from _differences(key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch))
 
     def _restore(self, saved: Mapping[str, SavedState]) -> None:
         for name, state in saved.items():

@@ -1,5 +1,6 @@
 """The recipe `digits` gives the same bits on any number of processes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ def test_four_epochs_of_the_shipped_recipe_give_the_same_bits(tmp_path: Path) ->
     assert one["evaluations"][-1]["accuracy"] > 0.9
     for other in others:
         assert other == one
+
+
+@pytest.mark.slow
+def test_keyed_order_gives_the_same_bits_after_a_resumption_on_other_processes(tmp_path: Path) -> None:
+    keyed = (*SMALL, "data.order=keyed")
+    one, *others = (train(tmp_path, processes, *keyed) for processes in (1, 2, 3, 4))
+    assert others == [one] * 3
+    assert one["weights"] != train(tmp_path, 1, *SMALL, name="shuffled")["weights"]
+    stopped = ["--set=data.order=keyed", *(f"--set={key}" for key in SMALL), "--checkpoint-every=5"]
+    assert here("train", "digits", "--processes", 3, "--name", "resumed", *stopped, cwd=tmp_path) == 0
+    folder = tmp_path / "runs" / "resumed"
+    assert weights(folder) == one["weights"]
+    for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(checkpoint)
+    assert here("resume", "runs/resumed", "--processes", 2, cwd=tmp_path) == 0
+    assert weights(folder) == one["weights"]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from samestep.recipes.recipe_files import (
     differences,
     load_recipe,
     make_recipe,
+    make_saved_recipe,
     read_recipe,
     recipe_data,
     shipped_recipes,
@@ -214,3 +215,13 @@ def test_recipes_are_immutable() -> None:
     with pytest.raises(AttributeError):
         recipe.epochs = 2  # type: ignore[misc]
     assert replace(recipe, epochs=2) != recipe
+
+
+def test_recipe_of_a_run_without_an_order_has_the_former_one(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    write_recipe(made(), path)
+    assert read_recipe(path).data.order == made().data.order == "auto"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if line.strip() != "order: auto"))
+    assert read_recipe(path).data.order == "shuffled"
+    assert make_saved_recipe(raw(), origin="a checkpoint").data.order == "shuffled"

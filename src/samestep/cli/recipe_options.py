@@ -17,7 +17,14 @@ from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.launcher.pickling import ByName
-from samestep.recipes.recipe_files import differences, load_recipe, make_recipe, read_recipe, recipe_data
+from samestep.recipes.recipe_files import (
+    differences,
+    load_recipe,
+    make_recipe,
+    make_saved_recipe,
+    read_recipe,
+    recipe_data,
+)
 from samestep.recipes.trust import require_trusted
 from samestep.tools.tune.settings import TunedSetting
 from samestep.units import plural
@@ -220,7 +227,7 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     _require_run(folder)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
     progress = read_state(checkpoint).progress
-    origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
+    origin = make_saved_recipe(progress.recipe, origin=str(checkpoint))
     recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
     # A run can be resumed with another strategy, and with more epochs.
     free = {"strategy": None, "epochs": None}

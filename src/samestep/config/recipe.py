@@ -13,6 +13,7 @@ from samestep.config.validation import Constrained, require
 from samestep.microbatches import auto_microbatches
 
 BadSamples = Literal["stop", "skip"]
+SampleOrder = Literal["auto", "shuffled", "keyed"]
 LearningRateRule = Literal["fixed", "linear", "sqrt"]
 Reduction = Literal["exact", "fast"]
 BatchNorm = Literal["microbatch", "sync"]
@@ -48,6 +49,9 @@ class DataConfig(NamedConfig):
         bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample out of its
             microbatch, and counts and logs the sample.
         drop_last: leave out the last batch of a training epoch if it has fewer samples than `batch_size`.
+        order: random order of training samples: `shuffled` takes memory and time in proportion to the samples in each
+            epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000 samples, otherwise `shuffled`. The orders
+            differ. Not for samples grouped by length, which are `shuffled`.
         cache: store the images of files on the local disk in the first epoch, for all ranks and later runs: `decoded`
             pixels, `encoded` files (for slow network disks), or `none`. No result depends on the cache.
         cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of the disk.
@@ -57,6 +61,7 @@ class DataConfig(NamedConfig):
 
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
+    order: SampleOrder = "auto"
     cache: Literal["none", "decoded", "encoded"] = "none"
     cache_gb: Annotated[float, Gt(0), Lt(math.inf)] | None = None
 

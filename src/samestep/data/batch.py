@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, get_worker_info
 
 from samestep.config import BadSamples
-from samestep.data.order import Indices
+from samestep.data.permutation import Indices
 from samestep.distributed.devices import accelerator_module, copy_stream, is_accelerator
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.signals import die_with_parent
@@ -338,7 +338,7 @@ MicrobatchLoader = DataLoader[Microbatch | FailedMicrobatch]
 class RequestQueue(Sampler[MicrobatchRequest]):
     """Sampler with the requests of the next iteration; workers can persist between iterations."""
 
-    requests: Sequence[MicrobatchRequest] = ()
+    requests: Iterable[MicrobatchRequest] = ()
 
     def __iter__(self) -> Iterator[MicrobatchRequest]:
         return iter(self.requests)

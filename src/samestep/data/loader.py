@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import Any
 
 import numpy
 import torch.utils.data
 from torch.utils.data import DataLoader, default_collate
 
-from samestep.config import DEFAULT_PREFETCH, BadSamples
+from samestep.config import DEFAULT_PREFETCH, BadSamples, SampleOrder
 from samestep.data.batch import (
     PROBE,
     Collate,
@@ -31,7 +31,6 @@ from samestep.data.batch import (
     read,
 )
 from samestep.data.order import (
-    Indices,
     Sampler,
     draw,
     drawn_order,
@@ -40,17 +39,17 @@ from samestep.data.order import (
     repeats_of,
     require_compatible,
     require_samples,
+    resolve_order,
 )
+from samestep.data.permutation import Indices, Order
+from samestep.data.planner import BatchPlanner
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
 from samestep.microbatches import (
     Cursor,
     Microbatches,
-    microbatch_bounds,
-    microbatches_of_short_batch,
     owned_microbatches,
-    rank_count,
     require_position,
     require_shares,
     resolve_sizes,
@@ -78,7 +77,7 @@ class Loader:
         skips: whether unusable samples are left out.
         skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
         counts_tokens: whether `take_counts` counts tokens.
-        equal_counts: every rank computes equally many microbatches of a batch, with fillers after its own.
+        planner: divides global batches into microbatches, and requests those of this rank.
 
     Args:
         dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
@@ -87,6 +86,8 @@ class Loader:
             too: the largest power of two up to 8 that leaves at least 32 samples in each, or else 16, or else 1.
         seed: seed of order and augmentation, 0 if omitted.
         shuffle: use a new order in each epoch, a function of seed and epoch.
+        order: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory), or `auto`, which is `keyed` for more
+            than 10,000,000 samples.
         sampler: function of (seed, epoch) that returns the indices of an epoch, a sampler of torch, or a list. A
             sampler is drawn once per epoch, with generators that are seeded by seed and epoch.
         batch_sampler: like `sampler`, with lists of indices: global batches of one size.
@@ -122,6 +123,7 @@ class Loader:
         world: World,
         seed: int | None = None,
         shuffle: bool = False,
+        order: SampleOrder = "auto",
         sampler: Sampler | None = None,
         batch_sampler: Sampler | None = None,
         num_workers: int = 0,
@@ -147,16 +149,18 @@ class Loader:
         self.batch_size, self._microbatches = resolve_sizes(batch_size, microbatches, world.data.size)
         if world.data.uneven_shares is not None:
             require_shares(world.data.uneven_shares, world.data.size, self._microbatches)
-        self._keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
+        keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
         self._dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
+        self._kind: SampleOrder = order if shuffle and lengths is None else "shuffled"
         self._epoch_size, self._probed = ((-1, -1), 0), ((-1, -1), "")  # each with epoch and length of the dataset
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.waits, self.planned_epochs = WaitClock(), 0  # 0 for an unknown number
         self.counts_tokens, self._count_tokens = count_tokens is not None, count_tokens
         self._counts, self._prepare = (0, 0, 0), prepare
-        self.equal_counts = world.mesh_shape.forward_communicates
+        equal_counts = world.mesh_shape.forward_communicates
+        self.planner = BatchPlanner(self.batch_size, self._microbatches, keeps_size, equal_counts, world)
         self._pins, self._persistent, self._worker_init_fn = pin_memory, persistent_workers, worker_init_fn
         self._open(num_workers, DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor)
         self.cursor = Cursor()
@@ -184,12 +188,19 @@ class Loader:
             "dataset": len(self._dataset),
             "batch_size": self.batch_size,
             "microbatches": self._microbatches,
-            "keeps_microbatch_size": self._keeps_size,
+            "keeps_microbatch_size": self.planner.keeps_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "sampler": "" if self._sampler is None else digest_of(self._order(epoch)),
+            "order": resolve_order(self._kind, len(self._dataset)),
+            "sampler": "" if self._sampler is None else digest_of(self._order(epoch)[: self.samples_of(epoch)]),
             "lengths": digest_of(self._lengths),
         }
+
+    def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a checkpoint; without `order`, it is `shuffled`, and `auto` becomes `shuffled`."""
+        if "order" not in settings and self._kind == "auto":
+            self._kind = "shuffled"
+        return {"order": "shuffled", **settings}
 
     def with_workers(self, num_workers: int, prefetch_factor: int) -> Loader:
         """Return a loader of the same data from the same cursor with separate workers; close it independently."""
@@ -255,16 +266,19 @@ class Loader:
         size = self.batch_size if self._draws_batches else None
         return drawn_order(self._sampler, self._dataset, seed=self._seed, epoch=epoch, batch_size=size)
 
-    def _order(self, epoch: int) -> Indices:
-        """Return the samples of an epoch in the order of use."""
+    def _order(self, epoch: int) -> Order:
+        """Return the samples of an epoch in the order of use, with those that `drop_last` leaves out."""
         self._reader.set_epoch(epoch)
+        size, seed, shuffle = len(self._dataset), self._seed, self._shuffle
+        order: Order
         if self._sampler is not None:
             order = self._drawn(epoch)
         elif self._lengths is not None:
-            order = grouped_order(self._lengths, self.batch_size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            order = grouped_order(self._lengths, self.batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
         else:
-            order = global_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return order[: self._note_size(epoch, len(self._dataset) if self._sampler is None else len(order))]
+            order = global_order(size, seed=seed, epoch=epoch, shuffle=shuffle, order=self._kind)
+        self._note_size(epoch, size if self._sampler is None else len(order))
+        return order
 
     def __len__(self) -> int:
         """Number of global batches in a complete epoch."""
@@ -282,32 +296,33 @@ class Loader:
         # Within a loop that steps batches of this loader, the cursor is the position of that loop.
         if is_complete or self._stepped in self._running:
             begin = Cursor(epoch)
-        order, size = self._order(epoch), len(self._dataset)
-        require_position(begin, len(order), self.batch_size)
+        order, size, samples = self._order(epoch), len(self._dataset), self.samples_of(epoch)
+        require_position(begin, samples, self.batch_size)
         iteration = self._iterations = self._iterations + 1
-        starts = range(begin.samples, len(order), self.batch_size)
-        repeats = repeats_of(order) if self._sampler is not None else numpy.zeros_like(order)
-        spans = [slice(start, min(start + self.batch_size, len(order))) for start in starts]
-        requests = [self._requests(epoch, order[span], repeats[span]) for span in spans]
+        repeats = repeats_of(order[:]) if self._sampler is not None else None
+        positions = range(begin.samples, samples, self.batch_size)
+        plans, requested = tee(self.planner.plans(epoch, order, repeats, positions))
         # Every rank reads the first, middle and last sample once, to compare the datasets of ranks.
         probed = numpy.unique([0, size // 2, size - 1])
         key, is_known = (epoch if self._reader.epoch_hooks else 0, size), self._world.size == 1
         is_known |= self._probed[0] == key
         probes = [] if is_known else [MicrobatchRequest(epoch, PROBE, probed)]
-        ahead = 1 + len(requests[0]) if requests else 1  # all of the next step
-        microbatches = prefetch_to_device(self._loaded([*probes, *chain(*requests)]), self._world.device, ahead)
+        requests = chain(probes, chain.from_iterable(plan.requests for plan in requested))
+        data = self._world.data
+        ahead = 1 + len(owned_microbatches(self._microbatches, data.shares, data.rank))  # all of the next step
+        microbatches = prefetch_to_device(self._loaded(requests), self._world.device, ahead)
         self._running.add(iteration)
         try:
             for probe in islice(microbatches, len(probes)):
                 self._probed = key, probe.data
-            for span, own in zip(spans, requests, strict=True):
+            for plan in plans:
                 with self.waits.wait():
-                    loaded = [self._prepared(microbatch) for microbatch in islice(microbatches, len(own))]
+                    loaded = [self._prepared(microbatch) for microbatch in islice(microbatches, len(plan.requests))]
                 yield GlobalBatch(
-                    Cursor(epoch, span.start),
-                    Cursor(epoch, span.stop) if span.stop < len(order) else Cursor(epoch + 1),
-                    order[span],
-                    self._number_of(order[span]),
+                    Cursor(epoch, plan.span.start),
+                    Cursor(epoch, plan.span.stop) if plan.span.stop < samples else Cursor(epoch + 1),
+                    plan.indices,
+                    self.planner.number_of(plan.indices),
                     tuple(microbatch for microbatch in loaded if not microbatch.is_filler),
                     tuple(microbatch for microbatch in loaded if microbatch.is_filler),
                     f"{size} samples (hashes of samples {', '.join(map(str, probed))}: {self._probed[1]})",
@@ -333,33 +348,10 @@ class Loader:
 
     def reload(self, batch: GlobalBatch) -> None:
         """Load this rank's microbatches of a batch again in this process, to measure the duration."""
-        for request in self._requests(batch.begin.epoch, batch.indices, numpy.zeros_like(batch.indices)):
+        for request in self.planner.requests(batch.begin.epoch, batch.indices, numpy.zeros_like(batch.indices)):
             self._reader[request]
 
-    def _number_of(self, batch: Indices) -> int:
-        """Return the number of microbatches of a batch."""
-        if not self._keeps_size or len(batch) == self.batch_size:
-            return self._microbatches
-        return microbatches_of_short_batch(len(batch), self.batch_size, self._microbatches)
-
-    def _requests(self, epoch: int, batch: Indices, repeats: Indices) -> list[MicrobatchRequest]:
-        """Return the requests of this rank: for its non-empty microbatches, and for fillers."""
-        number, shares = self._number_of(batch), self._world.data.shares
-        bounds = [slice(*bound) for bound in microbatch_bounds(len(batch), number)]
-
-        def filled(rank: int) -> list[int]:
-            owned = owned_microbatches(number, shares, rank)
-            return [number for number in owned if bounds[number].start < bounds[number].stop]
-
-        own = filled(self._world.data.rank)
-        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]]) for n in own]
-        if not self.equal_counts:
-            return local
-        # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.
-        filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)
-        return local + [filler] * (max(len(filled(rank)) for rank in range(rank_count(shares))) - len(own))
-
-    def _loaded(self, requests: Sequence[MicrobatchRequest]) -> Iterator[Microbatch]:
+    def _loaded(self, requests: Iterable[MicrobatchRequest]) -> Iterator[Microbatch]:
         for item in self._items(requests):
             if isinstance(item, FailedMicrobatch):
                 raise item.error
@@ -373,7 +365,7 @@ class Loader:
     def _prepared(self, microbatch: Microbatch) -> Microbatch:
         return microbatch if self._prepare is None else microbatch._replace(data=self._prepare(microbatch.data))
 
-    def _items(self, requests: Sequence[MicrobatchRequest]) -> Iterator[Microbatch | FailedMicrobatch]:
+    def _items(self, requests: Iterable[MicrobatchRequest]) -> Iterator[Microbatch | FailedMicrobatch]:
         """Yield the items of requests from new workers, or from persistent ones that no other iteration uses."""
         loader = self._data_loader()
         assert isinstance(loader.sampler, RequestQueue)
@@ -382,6 +374,7 @@ class Loader:
         try:
             yield from read(loader)
         finally:
+            loader.sampler.requests = ()
             self._used.remove(loader)
             if self._persistent:
                 self._idle.append(loader)

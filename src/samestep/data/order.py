@@ -6,16 +6,16 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from operator import index as as_index
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
-from numpy.typing import NDArray
 
+from samestep.config import SampleOrder
+from samestep.data.permutation import DatasetOrder, Indices, KeyedPermutation, Order
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
 
-Indices = NDArray[numpy.int64]
 # Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch sampler.
 Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
@@ -24,14 +24,28 @@ Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 _MAX_BATCHES_PER_WINDOW, _MIN_WINDOWS = 50, 4
 
 
-def global_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
-    """Return the sample indices of one epoch in the order of use, shape `(size,)`.
+# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and rank.
+KEYED_ABOVE = 10_000_000
 
-    Shuffling sorts `size` random keys. The keys are the raw output of Philox (Salmon et al., "Parallel random numbers:
-    as easy as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its `permutation`.
+
+def resolve_order(order: SampleOrder, size: int) -> Literal["shuffled", "keyed"]:
+    """Return the kind of order of `size` samples."""
+    if order == "auto":
+        return "keyed" if size > KEYED_ABOVE else "shuffled"
+    return order
+
+
+def global_order(size: int, *, seed: int, epoch: int, shuffle: bool, order: SampleOrder = "shuffled") -> Order:
+    """Return the sample indices of one epoch in the order of use, length `size`.
+
+    The order `shuffled` is an array that sorts `size` random keys. The keys are the raw output of Philox (Salmon et
+    al., "Parallel random numbers: as easy as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its
+    `permutation`. The order `keyed` computes the indices of a slice.
     """
     if not shuffle:
-        return numpy.arange(size, dtype=numpy.int64)
+        return DatasetOrder(size)
+    if resolve_order(order, size) == "keyed":
+        return KeyedPermutation(size, seed=seed, epoch=epoch)
     return _random_order(size, derive_seed("order", seed, epoch))
 
 
@@ -42,7 +56,7 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, s
     shuffled. Samples that do not fill a batch are separated before sorting, so the last batch is not biased towards
     short or long samples. Without `shuffle`, all samples are sorted by length. `lengths` has one length per sample.
     """
-    order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
+    order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)[:]
     if not shuffle:
         return order[numpy.argsort(lengths, kind="stable")]
     batches = len(order) // batch_size
@@ -202,6 +216,9 @@ _EXCLUSIVE = (  # arguments that exclude each other, as those of torch's DataLoa
     ("batch_sampler", "batch_size"),
     ("batch_sampler", "drop_last"),
     ("generator", "seed"),
+    ("sampler", "order"),
+    ("batch_sampler", "order"),
+    ("lengths", "order"),
 )
 
 
@@ -219,6 +236,7 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             code="E_ITERABLE_DATASET",
         )
     present = {name for name, value in arguments.items() if value is not None and value is not False}
+    present -= {"order"} if arguments.get("order") != "keyed" else set()  # the order of lengths is `shuffled`
     for one, other in _EXCLUSIVE:
         if one in present and other in present:
             raise InputError(

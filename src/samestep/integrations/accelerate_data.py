@@ -11,7 +11,8 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader
 
 from samestep.data.loader import Loader
-from samestep.data.order import Indices, drawn_order, global_order
+from samestep.data.order import drawn_order, global_order
+from samestep.data.permutation import Order
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.integrations.lightning_data import SamestepDataLoader
@@ -96,7 +97,7 @@ class PreparedLoader:
         SamestepDataLoader(self.loader, self.dataset, is_training=True).load_state_dict(state)
         self.is_stepped = True
 
-    def _evaluation_order(self) -> Indices:
+    def _evaluation_order(self) -> Order:
         loader, seed = self._torch_loader, self._accelerator.seed
         if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
             raise integration_error(
@@ -105,6 +106,7 @@ class PreparedLoader:
                 "DataLoader(dataset, batch_size=64), with sampler= for another order",
             )
         options, dataset = order_options(loader.sampler), loader.dataset
+        order: Order
         if "sampler" in options:
             order = drawn_order(options["sampler"], dataset, seed=seed, epoch=0)
         else:

@@ -60,7 +60,8 @@ class SamestepDataLoader:
         Raises:
             CheckpointError: the data or their batches are others than those of the checkpoint.
         """
-        settings, saved = self.loader.settings_of(state["epoch"]), state["settings"]
+        saved = self.loader.adopt(state["settings"])
+        settings = self.loader.settings_of(state["epoch"])
         changed = [name for name in settings if settings[name] != saved.get(name)]
         if changed:
             raise CheckpointError(

@@ -90,7 +90,7 @@ class MicrobatchLoop:
                 expected="one training loop at a time on one model",
                 fix="end the outer loop first; evaluate with samestep.evaluate",
             )
-        loader.equal_counts = True
+        loader.planner.equal_counts = True
         self._thread = _StepThread(self.engine)
         try:
             for batch in loader:

@@ -102,7 +102,7 @@ class SamestepTrainerMixin(_Trainer):
         if number == "auto" and not uses_batch_statistics(self.model):
             number = auto_microbatches(self._global_batch_size, batch_norm=False)
         loader = self._loader(super().get_train_dataloader(), self._global_batch_size, number)
-        self._position.settings = loader.settings_of(0)
+        self._position.loader = loader
         return StepDataLoader(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -89,15 +89,16 @@ class SamestepCallback(TrainerCallback, ExportableState):
     """Saves the settings of the training data with the state of the trainer, and compares them after a resumption.
 
     Attributes:
-        settings: settings on which the batches depend.
+        loader: the loader of the training data, once it exists.
     """
 
     def __init__(self) -> None:
-        self.settings: dict[str, int | str] = {}
+        self.loader: Loader | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the settings for a checkpoint."""
-        return {"args": {}, "attributes": {"settings": self.settings}}
+        settings = {} if self.loader is None else self.loader.settings_of(0)
+        return {"args": {}, "attributes": {"settings": settings}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Refuse a resumption with other batches.
@@ -107,11 +108,15 @@ class SamestepCallback(TrainerCallback, ExportableState):
         """
         callbacks: Any = state.stateful_callbacks  # states by name, once the trainer has begun
         saved = callbacks.get(type(self).__name__, self.state())["attributes"]["settings"]
-        changed = [name for name in self.settings if self.settings[name] != saved.get(name)]
+        if self.loader is None:
+            return
+        saved = self.loader.adopt(saved)
+        settings = self.loader.settings_of(0)
+        changed = [name for name in settings if settings[name] != saved.get(name)]
         if changed:
             raise CheckpointError(
                 "the training data differ from those of the checkpoint: "
-                + ", ".join(f"{name} was {saved.get(name)} and is {self.settings[name]}" for name in changed),
+                + ", ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed),
                 expected="the same data, global batch size, microbatches and seed; only the processes may differ",
                 fix="use the options of the run that wrote the checkpoint, or load the weights alone",
                 code="E_RESUME_CHANGED",

@@ -279,6 +279,7 @@ def _loaders(
     train = loader(
         splits.train,
         shuffle=True,
+        order=recipe.data.order,
         collate_fn=splits.train_collate or splits.collate,
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,

@@ -52,6 +52,14 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         raise explain(error.errors(), data, origin) from error
 
 
+def make_saved_recipe(raw: Mapping[str, Any], *, origin: str) -> Recipe:
+    """Return the recipe of a run; one that was written before the key `data.order` has the order `shuffled`."""
+    data = raw.get("data")
+    if isinstance(data, Mapping):
+        raw = {**raw, "data": {"order": "shuffled", **data}}
+    return make_recipe(raw, (), origin=origin)
+
+
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved recipe as plain data, with all defaults."""
     data: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
@@ -72,7 +80,7 @@ def read_recipe(path: Path) -> Recipe:
         RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved recipe.
     """
     raw = read_yaml(path)
-    recipe = make_recipe(raw, (), origin=str(path))
+    recipe = make_saved_recipe(raw, origin=str(path))
     missing = sorted(recipe_data(recipe).keys() - raw.keys())
     if missing:
         problem, fix = f"{path} has no {missing[0]}", "restore the file"

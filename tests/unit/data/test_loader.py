@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from helpers.drawing_datasets import Draws, jittered
 from samestep import launch
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
-from samestep.data.order import global_order
+from samestep.data.order import KEYED_ABOVE, global_order
+from samestep.data.permutation import KeyedPermutation
 from samestep.distributed.world import World
 from samestep.errors import CheckpointError, DataError, InputError
 from samestep.launcher.launch import RankError
@@ -261,6 +264,90 @@ def test_batch_smaller_than_the_number_of_microbatches_raises() -> None:
 def test_empty_dataset_raises() -> None:
     with pytest.raises(DataError, match="the dataset is empty"):
         loader_of(size=0)
+
+
+# --- keyed order ------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Computed samples: any number of them without memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_together_use_the_keyed_order(ranks: int) -> None:
+    order = KeyedPermutation(50, seed=SEED, epoch=2)[:].tolist()
+    for start in (0, 16, 48):
+        assert used(epoch_of(ranks, Cursor(2, start), size=50, order="keyed")) == order[start:]
+    assert used(epoch_of(ranks, Cursor(2), size=50, order="keyed", drop_last=True)) == order[:48]
+
+
+def test_order_is_keyed_above_a_number_of_samples() -> None:
+    def order_of(size: int, **changes: Any) -> Any:
+        world = start_world(0, 1)
+        return Loader(Numbers(size), batch_size=8, world=world, **{"shuffle": True, **changes}).settings_of(0)["order"]
+
+    assert order_of(KEYED_ABOVE) == "shuffled"
+    assert order_of(KEYED_ABOVE + 1) == "keyed"
+    assert order_of(KEYED_ABOVE + 1, order="shuffled") == "shuffled"
+    assert order_of(KEYED_ABOVE + 1, shuffle=False) == "shuffled"
+    assert order_of(100, order="keyed") == "keyed"
+
+
+def test_checkpoint_without_an_order_keeps_that_of_its_version() -> None:
+    loader = Loader(Numbers(KEYED_ABOVE + 1), batch_size=8, world=start_world(0, 1), shuffle=True)
+    assert loader.adopt(loader.settings_of(0))["order"] == loader.settings_of(0)["order"] == "keyed"
+    assert loader.adopt({"seed": 0}) == {"seed": 0, "order": "shuffled"}
+    assert loader.settings_of(0)["order"] == "shuffled"
+    chosen = Loader(Numbers(50), batch_size=8, world=start_world(0, 1), shuffle=True, order="keyed")
+    assert chosen.adopt({})["order"] != chosen.settings_of(0)["order"]  # which a resumption refuses
+
+
+@pytest.mark.parametrize("changes", [{"lengths": [1] * 20}, {"sampler": range(20), "shuffle": False}])
+def test_keyed_order_excludes_other_orders(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        loader_of(order="keyed", **changes)
+    assert caught.value.code == "E_LOADER"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_billion_samples_need_no_memory_per_sample(shuffle: bool, workers: int) -> None:
+    size, batch_size = 10**9, 4096
+    last = (size - 1) // batch_size * batch_size
+    loader = Loader(
+        Numbers(size),
+        batch_size=batch_size,
+        microbatches=8,
+        world=start_world(1, 3),
+        shuffle=shuffle,
+        num_workers=workers,
+    )
+    list(loader_of())  # imports, and memory of the first use
+    tracemalloc.start()
+    try:
+        for start in (0, last // batch_size // 2 * batch_size, last):
+            loader.cursor = Cursor(3, start)
+            batches = iter(loader)
+            batch = next(batches)
+            assert batch.size == min(batch_size, size - start)
+            for microbatch in batch.local_microbatches:
+                assert microbatch.data.tolist() == batch.samples_of(microbatch.number)
+            assert isinstance(batches, Generator)
+            batches.close()
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+        loader.close()
 
 
 # --- with workers -----------------------------------------------------------------------------------------
