@@ -21,7 +21,6 @@ from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
 from samestep.config import BatchNorm, StepConfig
-from samestep.distributed.local_sockets import connect_locally
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers
 
@@ -95,7 +94,7 @@ def all_gathers(world: World, model: torch.nn.Module, rows: int) -> dict[str, Ca
     width = 2 * max(layer.num_features for layer in layers.values())
     own = torch.zeros(rows, width, dtype=torch.float64)
     received = torch.zeros(world.size, rows, width, dtype=torch.float64)
-    sockets, ranks, count = connect_locally(world), range(world.size), 2 * len(layers)
+    sockets, ranks, count = world.connect(), range(world.size), 2 * len(layers)
 
     def by_backend() -> None:
         for _ in range(count):

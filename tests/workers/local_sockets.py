@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import samestep
-from samestep.distributed.local_sockets import LocalSockets, connect_locally
+from samestep.distributed.local_sockets import LocalSockets
 from samestep.errors import PeerLostError
 from workers.loader import gathered
 
@@ -17,7 +17,7 @@ World = samestep.World
 
 
 def connected(world: World) -> LocalSockets:
-    sockets = connect_locally(world)
+    sockets = world.connect()
     assert sockets is not None
     return sockets
 
@@ -62,7 +62,7 @@ def long_folder(world: World, folder: str) -> bool:
     """Return whether ranks connect if the last one can have no Unix socket in its temporary folder."""
     if world.rank == world.size - 1:
         tempfile.tempdir = folder
-    sockets = connect_locally(world)
+    sockets = world.connect()
     tempfile.tempdir = None
     return sockets is not None
 

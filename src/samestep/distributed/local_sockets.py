@@ -1,7 +1,7 @@
-"""Small messages between the ranks of one machine, without the threads of the backend.
+"""Messages between the ranks of one machine, without the threads of the backend.
 
-A collective of gloo passes each message through two threads of every rank. With more ranks than processor cores, their
-switches take most of the time of a small message. Here the calling thread sends and receives.
+A message of gloo passes through two threads of every rank. With more ranks than processor cores, their switches take
+most of the time of a small message. Here the calling thread sends and receives.
 """
 
 from __future__ import annotations
@@ -10,36 +10,61 @@ import errno
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from samestep.distributed.world import World, all_gather
 from samestep.errors import PeerLostError
 
+Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
+
 # A rank is at most one piece ahead of another: two pieces fit into the smallest usual buffer of a socket.
-_PIECE_BYTES = 32 * 1024
+_PIECE_BYTES = 64 * 1024
+_BUFFER_BYTES = 2**22  # the kernel reduces this to its limit
 _RANK = struct.Struct("<q")
 
 
 class LocalSockets:
-    """Connections of this rank to all others, over Unix sockets in a folder of this account.
+    """Connections of a rank to all others, over Unix sockets. One thread at a time may use them.
 
     Args:
-        world: the ranks.
+        rank: rank of this process.
+        timeout: time limit of a message.
         peers: connected sockets by rank.
     """
 
-    def __init__(self, world: World, peers: dict[int, socket.socket]) -> None:
-        self._world, self._peers = world, peers
-        seconds = world.timeout.total_seconds()
+    def __init__(self, rank: int, timeout: timedelta, peers: dict[int, socket.socket]) -> None:
+        self._rank, self._timeout, self._peers = rank, timeout, peers
+        seconds = timeout.total_seconds()
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         for peer in peers.values():
             # Limits of the kernel: `settimeout` would add a call of `poll` to each message.
             peer.settimeout(None)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+
+    def exchange(self, sent: Messages, received: Messages) -> None:
+        """Send and receive contiguous tensors on the CPU.
+
+        The messages from one rank to another arrive in order. Ranks call this in one common order.
+
+        Raises:
+            PeerLostError: another rank ended, or sent nothing within the time limit.
+        """
+        outgoing, incoming = self._streams(sent), self._streams(received)
+        while outgoing or incoming:
+            # All send a piece before any receives it, so no rank waits for one that waits for it.
+            for streams, transfer in ((outgoing, self._send), (incoming, self._receive)):
+                for peer, pieces in list(streams.items()):
+                    if (piece := next(pieces, None)) is None:
+                        del streams[peer]
+                        continue
+                    for data in piece:
+                        transfer(peer, data)
 
     def all_gather(self, own: torch.Tensor, rows: torch.Tensor, ranks: Sequence[int]) -> None:
         """Write the tensors of all `ranks`, this rank among them, to `rows`; each of `ranks` calls this.
@@ -50,33 +75,31 @@ class LocalSockets:
             ranks: in the same order on each of them.
 
         Raises:
-            PeerLostError: another rank ended, or sent nothing within the time limit of a collective.
+            PeerLostError: another rank ended, or sent nothing within the time limit.
         """
-        index = ranks.index(self._world.rank)
-        rows[index].copy_(own)
-        sent = _bytes(own)
-        # Each rank begins with the next one, so that no rank receives all messages at once.
-        others = [(index + offset) % len(ranks) for offset in range(1, len(ranks))]
-        received = [_bytes(rows[other]) for other in others]
-        peers = [self._peers[ranks[other]] for other in others]
-        with self._world.context.status.waiting("an all-gather"):
-            for start in range(0, len(sent), _PIECE_BYTES):
-                stop = min(start + _PIECE_BYTES, len(sent))
-                for other, peer in zip(others, peers, strict=True):
-                    self._send(ranks[other], peer, sent[start:stop])
-                for other, peer, target in zip(others, peers, received, strict=True):
-                    self._receive(ranks[other], peer, target[start:stop])
+        others = [(number, rank) for number, rank in enumerate(ranks) if rank != self._rank]
+        rows[ranks.index(self._rank)].copy_(own)
+        self.exchange([(own, rank) for _, rank in others], [(rows[number], rank) for number, rank in others])
 
-    def _send(self, rank: int, peer: socket.socket, data: memoryview) -> None:
+    def _streams(self, messages: Messages) -> dict[int, Iterator[list[memoryview]]]:
+        """Return the pieces of the messages of each peer."""
+        data: dict[int, list[memoryview]] = {}
+        for tensor, rank in messages:
+            data.setdefault(rank, []).append(_bytes(tensor))
+        # Each rank begins with the next one, so that no rank receives all messages at once.
+        count = len(self._peers) + 1
+        return {rank: _pieces(data[rank]) for rank in sorted(data, key=lambda rank: (rank - self._rank) % count)}
+
+    def _send(self, rank: int, data: memoryview) -> None:
         try:
-            peer.sendall(data)
+            self._peers[rank].sendall(data)
         except OSError as error:
             raise self._lost(rank, error) from error
 
-    def _receive(self, rank: int, peer: socket.socket, target: memoryview) -> None:
+    def _receive(self, rank: int, target: memoryview) -> None:
         while target:
             try:
-                length = peer.recv_into(target, 0, socket.MSG_WAITALL)
+                length = self._peers[rank].recv_into(target, 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise self._lost(rank, error) from error
             if length == 0:
@@ -84,8 +107,8 @@ class LocalSockets:
             target = target[length:]
 
     def _lost(self, rank: int, error: OSError) -> PeerLostError:
-        reason = f"no message within {self._world.timeout}" if isinstance(error, BlockingIOError) else str(error)
-        return PeerLostError(f"rank {self._world.rank} lost its connection to rank {rank}: {reason}")
+        reason = f"no message within {self._timeout}" if isinstance(error, BlockingIOError) else str(error)
+        return PeerLostError(f"rank {self._rank} lost its connection to rank {rank}: {reason}")
 
     def close(self) -> None:
         """Close all connections."""
@@ -94,11 +117,31 @@ class LocalSockets:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # of numpy's annotations
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # of numpy
 
 
-def connect_locally(world: World) -> LocalSockets | None:
-    """Connect every rank with every other one; None on all ranks if some pair has no common file system. Collective."""
+def _pieces(messages: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Divide a stream of messages into pieces, the last of which may be shorter."""
+    piece, room = list[memoryview](), _PIECE_BYTES
+    for data in messages:
+        rest = data
+        while rest:
+            piece.append(rest[:room])
+            rest, room = rest[room:], room - len(piece[-1])
+            if room == 0:
+                yield piece
+                piece, room = [], _PIECE_BYTES
+    if piece:
+        yield piece
+
+
+def connect_locally(
+    rank: int, size: int, timeout: timedelta, all_gather: Callable[[Any], list[Any]]
+) -> LocalSockets | None:
+    """Connect every rank with every other one; None on all ranks if some pair has no common file system.
+
+    A collective. `all_gather` returns the JSON values of all ranks, by rank.
+    """
     peers: dict[int, socket.socket] = {}
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = Path(folder) / "rank"  # other accounts have no access to the folder
@@ -108,22 +151,22 @@ def connect_locally(world: World) -> LocalSockets | None:
         except OSError:  # longer than the addresses of Unix sockets, or a file system without sockets
             address = None
         else:
-            listener.listen(world.size)
-        addresses = all_gather(address, world)
+            listener.listen(size)
+        addresses = all_gather(address)
         is_connected = None not in addresses
-        for rank, other in enumerate(addresses[: world.rank] if is_connected else []):
-            peers[rank] = socket.socket(socket.AF_UNIX)
+        for peer, other in enumerate(addresses[:rank] if is_connected else []):
+            peers[peer] = socket.socket(socket.AF_UNIX)
             try:
-                peers[rank].connect(other)
+                peers[peer].connect(other)
             except OSError:  # another machine or container
                 is_connected = False
                 break
-            peers[rank].sendall(_RANK.pack(world.rank))
-        if all(all_gather(is_connected, world)):
-            for _ in range(world.rank + 1, world.size):  # each is in the queue of the listener
-                peer, _ = listener.accept()
-                peers[_RANK.unpack(peer.recv(_RANK.size, socket.MSG_WAITALL))[0]] = peer
-            return LocalSockets(world, peers)
-    for peer in peers.values():
-        peer.close()
+            peers[peer].sendall(_RANK.pack(rank))
+        if all(all_gather(is_connected)):
+            for _ in range(rank + 1, size):  # each is in the queue of the listener
+                connection, _ = listener.accept()
+                peers[_RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))[0]] = connection
+            return LocalSockets(rank, timeout, peers)
+    for connection in peers.values():
+        connection.close()
     return None

@@ -19,6 +19,7 @@ from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
 from samestep.distributed.collective_check import CollectiveCheck, is_lost_connection
 from samestep.distributed.devices import is_accelerator
+from samestep.distributed.local_sockets import LocalSockets, connect_locally
 from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
@@ -96,6 +97,23 @@ class World:
         group = self.group or dist.group.WORLD
         return is_accelerator(self.device) and group is not None and group._get_backend(self.device).name() == "gloo"
 
+    @cached_property
+    def sockets(self) -> LocalSockets | None:
+        """Connections for messages between two ranks of one machine that compute on CPUs; None otherwise.
+
+        The first access is a collective.
+        """
+        return self.connect()
+
+    def connect(self) -> LocalSockets | None:
+        """Return new connections, for a thread that sends messages at the same time as another. A collective."""
+        if self.size == 1 or is_accelerator(self.device):
+            return None
+        sockets = connect_locally(self.rank, self.size, self.timeout, lambda value: all_gather(value, self))
+        if sockets is not None:
+            self.context.resources.callback(sockets.close)
+        return sockets
+
     @property
     def data(self) -> World:
         """Ranks that share the data: all ranks, unless several ranks compute the same samples."""
@@ -121,7 +139,7 @@ class World:
     def subworld(self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return World(rank, size, self.device, self.context, group, uneven_shares=uneven_shares)
+        return World(rank, size, self.device, self.context, group, timeout=self.timeout, uneven_shares=uneven_shares)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics with the loggers of `samestep.start`. Only rank 0 logs; other ranks return at once."""
@@ -196,7 +214,7 @@ def build_world(
         dims = [AXES.index("replicate"), AXES.index("shard")]
         group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
         rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
-        data_world = World(rank_of_data, data_size, device, context, group, uneven_shares=shares)
+        data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares)
     world = World(rank, size, device, context, strategy=strategy, mesh=mesh, timeout=timeout, data_world=data_world)
     return world if data_world is not None else replace(world, uneven_shares=shares)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.local_sockets import connect_locally
+from samestep.distributed.local_sockets import LocalSockets
 from samestep.engine.batch_norm import norm_layers, synchronized_layers
 from samestep.engine.batch_statistics import one_value_errors
 from samestep.engine.callbacks import Callback
@@ -51,10 +51,7 @@ class SyncBatchNormRunner(SequentialRunner):
         super().__post_init__()
         self.observe = self._synchronized
         self._threads = Threads("samestep-microbatch")
-        is_on_cpus = self.world.size > 1 and self.world.device.type == "cpu"
-        self._sockets = connect_locally(self.world) if is_on_cpus else None
-        if self._sockets is not None:
-            self.world.context.resources.callback(self._sockets.close)
+        self._sockets = self.world.connect()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._exchange: StatisticsExchange | None = None
         self._plan: list[int] = []  # of exchanges
@@ -212,13 +209,19 @@ class SyncBatchNormRunner(SequentialRunner):
         if len(ranks) == 1:
             return None
         if self._sockets is not None:
-            return partial(self._sockets.all_gather, ranks=ranks)
+            return partial(self._all_gather_by_sockets, self._sockets, ranks)
         if ranks not in self._groups:
             # On CPUs, a thread reduces gradients at the same time, so that messages need a group of their own. The
             # collectives of an accelerator are issued by one thread, and all ranks issue them in the same order.
             is_default = len(ranks) == self.world.size and is_accelerator(self.world.device)
             self._groups[ranks] = None if is_default else dist.new_group(list(ranks), timeout=self.world.timeout)
         return partial(self._all_gather_by_backend, self._groups[ranks])
+
+    def _all_gather_by_sockets(
+        self, sockets: LocalSockets, ranks: Sequence[int], own: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        with self.world.context.status.waiting("an all-gather of batch statistics"):
+            sockets.all_gather(own, rows, ranks)
 
     def _all_gather_by_backend(self, group: dist.ProcessGroup | None, own: torch.Tensor, rows: torch.Tensor) -> None:
         gather = partial(dist.all_gather, list(rows), own, group=group)

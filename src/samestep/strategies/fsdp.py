@@ -169,6 +169,8 @@ class TreeReduceScatter(ReduceScatter):
         if world.mesh_shape.replicate > 1:
             of_copies = shares and tuple(sum(shares[first : first + shards]) for first in range(0, len(shares), shards))
             self._copies = world.subworld(world.mesh.get_group("replicate"), of_copies)
+        for part in (self._shards, self._copies):
+            _ = part and part.sockets  # connects the ranks, a collective
         self._sums: dict[Node, torch.Tensor] = {}
         self.backward: _Backward | None = None
 

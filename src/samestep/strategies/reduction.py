@@ -141,24 +141,26 @@ def tree_all_reduce(
         return total
     if not tree.pairs_up(world.shares):
         world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
-    elif total.nbytes <= _SMALL_BYTES:
-        world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
     else:
-        world.run_collective(lambda: _reduce_by_halving(world, total), _COLLECTIVE)
+        _reduce_by_pairs(world, total)
     return total
 
 
 def fast_all_reduce(world: World, total: torch.Tensor) -> torch.Tensor:
     """Sum `total` over ranks in place, in the fastest order: equal to the tree all-reduce to rounding.
 
-    In the backend's order; on a CPU, pairs of ranks exchange small vectors, which gloo sums in more messages.
+    In the backend's order; on CPUs of one machine, pairs of ranks exchange and add.
     """
-    is_paired = total.nbytes <= _SMALL_BYTES and world.size & (world.size - 1) == 0
-    if world.size > 1 and is_paired and not is_accelerator(world.device):
-        world.run_collective(lambda: _reduce_by_doubling(world, total), _COLLECTIVE)
+    if world.size > 1 and world.size & (world.size - 1) == 0 and world.sockets is not None:
+        _reduce_by_pairs(world, total)
     elif world.size > 1:
         world.all_reduce(total)
     return total
+
+
+def _reduce_by_pairs(world: World, total: torch.Tensor) -> None:
+    reduce_pairs = _reduce_by_doubling if total.nbytes <= _SMALL_BYTES else _reduce_by_halving
+    world.run_collective(lambda: reduce_pairs(world, total), _COLLECTIVE)
 
 
 def _reduce_by_doubling(world: World, total: torch.Tensor) -> None:
@@ -212,6 +214,8 @@ def communicate(world: World, sent: Messages, received: Messages) -> None:
     """Send and receive tensors; each comes with the rank of the peer."""
     if world.stages_messages:
         communicate_staged(world, sent, received)
+    elif world.sockets is not None:
+        world.sockets.exchange(sent, received)
     else:
         _exchange(world, sent, received)
 
@@ -257,6 +261,7 @@ class Reduction(ABC):
 
     def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
         self._world, self._parameters = world, list(parameters)
+        _ = world.sockets  # connects all ranks now: later accesses are in another thread
         self._position = {parameter: i for i, parameter in enumerate(parameters)}
         self._sums: dict[Node, Tensors] = {}
 

@@ -75,7 +75,9 @@ def _slicing(world: World, config: StepConfig) -> Slicing:
     if ranks == 1:
         return Slicing(count, World(0, 1, world.device, world.context))
     assert world.mesh is not None
-    return Slicing(count, world.subworld(world.mesh.get_group("tensor")))
+    tensor_world = world.subworld(world.mesh.get_group("tensor"))
+    _ = tensor_world.sockets  # connects the ranks, a collective
+    return Slicing(count, tensor_world)
 
 
 def _restore(model: nn.Module) -> None:
