@@ -65,7 +65,7 @@ def test_steps_of_a_script_are_replayed_from_its_checkpoint(report: Report) -> N
     assert (code, whole["from_step"], whole["tensors"]) == (0, 0, data["tensors"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_without_checkpoints_starts_from_the_beginning(report: Report) -> None:
     code, data = report("replay", "runs/unsaved", "--step", 5, "--trust")
     assert (code, data["equal"], data["from_step"], data["compared"]) == (0, True, 0, 5)
@@ -84,7 +84,7 @@ def test_diff_finds_the_first_different_step_of_scripts(report: Report) -> None:
     assert lines[1] == "runs/faulty, steps 1 to 7 on 1 process: differs from the log from step 7 on"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_first_different_tensor_of_scripts_is_located(report: Report) -> None:
     code, data = report("diff", "runs/saved", "runs/other", "--trust")
     assert (code, data["last_equal"], data["first_different"]) == (3, 6, 7)
@@ -108,7 +108,7 @@ def test_changed_script_is_named(folder: Path, refused: Callable[..., str]) -> N
         script.write_text(text, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_without_logged_checksum_are_refused(folder: Path, refused: Callable[..., str]) -> None:
     """Checksums of steps 5 and 10 are logged; the replay of step 9 begins at step 8, that of step 3 at step 0."""
     for step in (9, 3):

@@ -51,7 +51,7 @@ def test_four_epochs_of_the_shipped_recipe_give_the_same_bits(tmp_path: Path) ->
         assert other == one
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_keyed_order_gives_the_same_bits_after_a_resumption_on_other_processes(tmp_path: Path) -> None:
     keyed = (*SMALL, "data.order=keyed")
     one, *others = (train(tmp_path, processes, *keyed) for processes in (1, 2, 3, 4))
