@@ -1,4 +1,4 @@
-"""What each rank of `communication.py` does: some steps under a layout, with what it sends and what it holds."""
+"""Ranks of `communication.py`: some steps under a layout, with the traffic and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.config import Reduction, StepConfig, StrategyConfig
+from samestep.distributed.local_sockets import LocalSockets, Messages
 from samestep.zoo.text.models import GPT
 
 CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
@@ -34,10 +35,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends, and what it holds at the end.
+    """Traffic of one rank, and its memory at the end.
 
     Attributes:
-        sent: bytes a step, as the kernel has counted them.
+        sent: bytes a step: TCP connections as the kernel counts them, and Unix sockets.
         messages: collectives, and messages to one other rank, a step.
         held: bytes of parameters, gradients and optimizer state.
     """
@@ -67,10 +68,10 @@ def measure(case: Case) -> tuple[Traffic, int]:
         batches = iter(samestep.loader(Letters(), batch_size=BATCH, microbatches=microbatches, world=world))
         for _ in range(_WARMUP):
             engine.step(next(batches))
-        before = (bytes_sent(), count.now())
+        before = (bytes_sent() + count.local_bytes, count.now())
         for _ in range(_STEPS):
             engine.step(next(batches))
-        after = (bytes_sent(), count.now())
+        after = (bytes_sent() + count.local_bytes, count.now())
         state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
         parameters = list(engine.local_parameters.local.values())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -92,10 +93,22 @@ class Letters:
 
 
 class MessageCount:
-    """Counts collectives by torch's flight recorder, and messages between two ranks, which are not in it."""
+    """Counts collectives by torch's flight recorder, and messages between two ranks, which are not in it.
+
+    Attributes:
+        local_bytes: sent over Unix sockets.
+    """
 
     def __init__(self) -> None:
-        self._sent = 0
+        self._sent = self.local_bytes = 0
+        exchange = LocalSockets.exchange
+
+        def counted_exchange(sockets: LocalSockets, sent: Messages, received: Messages) -> None:
+            self._sent += len(sent)
+            self.local_bytes += sum(tensor.nbytes for tensor, _ in sent)
+            exchange(sockets, sent, received)
+
+        LocalSockets.exchange = counted_exchange  # type: ignore[method-assign]
         self._send = dist.batch_isend_irecv
 
         def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -111,7 +124,7 @@ class MessageCount:
 
 
 def bytes_sent() -> int:
-    """What this process has sent over all of its open TCP connections."""
+    """Return the bytes that this process has sent over its open TCP connections."""
     return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd") if _is_socket(name))
 
 

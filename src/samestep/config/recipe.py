@@ -179,7 +179,7 @@ class StepConfig(Constrained):
     Attributes:
         seed: seed of every random state (microbatches, samples, order, initial weights).
         reduction: `exact` adds partial sums in one canonical tree: the same bits for every number of ranks; `fast` uses
-            the backend's all-reduce, and pairs of ranks for short vectors on CPUs: equal to rounding.
+            the backend's all-reduce, or pairs of ranks on CPUs of one machine: equal to rounding.
         merge: with `reduction: fast`, `auto` computes the microbatches of a rank in one forward and backward, if the
             model then computes each as alone, to rounding; `off` computes one after another, with less memory.
         batch_norm: `microbatch` normalizes each microbatch by its own statistics and averages running statistics over

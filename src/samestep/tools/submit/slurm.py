@@ -41,12 +41,12 @@ set -euo pipefail
 runs={shlex.quote(runs)}
 mkdir -p "$runs"
 
-# All nodes must see the folder of runs.
+# All nodes need access to the folder of runs.
 probe="$runs/.node-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
 touch "$probe"
 if ! srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 test -e "$probe"; then
     rm -f "$probe"
-    echo "error: a node does not see $runs: choose a folder on a file system that all nodes share" >&2
+    echo "error: a node has no access to $runs: choose a folder on a file system that all nodes share" >&2
     exit 2
 fi
 rm -f "$probe"
