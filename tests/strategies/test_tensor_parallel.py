@@ -161,7 +161,7 @@ def test_heads_are_divided_and_dropout_uses_full_masks(results: dict[str, Any]) 
     for result in results["heads"]:
         assert result["heads"][:2] == [2, 2]
         # Two blocks with two pairs of layers, one message in forward and one in backward.
-        assert result["messages"] == {"send": 8}
+        assert result["messages"] == 8
         assert "scaled_dot_product_attention in bert.encoder.layer.0.attention.self" in result["errors"][0]
         assert result["errors"][1] == ""
 

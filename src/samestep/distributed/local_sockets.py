@@ -30,6 +30,8 @@ _RANK = struct.Struct("<q")
 class LocalSockets:
     """Connections of a rank to all others, over Unix sockets. One thread at a time may use them.
 
+    After an error they are closed, so that no other rank waits for a message of this one.
+
     Args:
         rank: rank of this process.
         timeout: time limit of a message.
@@ -107,6 +109,7 @@ class LocalSockets:
             target = target[length:]
 
     def _lost(self, rank: int, error: OSError) -> PeerLostError:
+        self.close()
         reason = f"no message within {self._timeout}" if isinstance(error, BlockingIOError) else str(error)
         return PeerLostError(f"rank {self._rank} lost its connection to rank {rank}: {reason}")
 

@@ -36,7 +36,7 @@ def test_closed_connection_is_the_loss_of_a_rank(results: dict[str, list[Any]]) 
 def test_missing_message_is_an_error_after_the_time_limit(results: dict[str, list[Any]]) -> None:
     codes, seconds = zip(*results["missing"], strict=True)
     assert codes == ("E_PEER_LOST",) * RANKS
-    assert all(0.4 < waited < 10 for waited in seconds[:-1])
+    assert 0.4 < max(seconds[:-1]) < 10  # others end with the first
 
 
 def test_no_rank_is_connected_if_one_cannot_be(results: dict[str, list[Any]]) -> None:
