@@ -110,18 +110,14 @@ class DdpStrategy(Strategy):
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
         gradients = unflatten(flat, parameters)  # bucket.gradients() assumes contiguous parameters
-        reduction, overlaps = self._reduction, not bucket.is_last()  # no computation follows the last one
-        return self._comm_stream.submit(
-            lambda: reduction.reduce_bucket(tree, last, parameters, gradients, flat), overlaps=overlaps
-        )
+        return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, gradients, flat))
 
     def _all_reduced(self, tensor: torch.Tensor) -> torch.Tensor:
         self._world.all_reduce(tensor)
         return tensor
 
     def _reduce_accumulated(self, tree: MicrobatchTree, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        reduction = self._reduction
-        return self._comm_stream.submit(lambda: reduction.reduce_accumulated(tree, parameters), overlaps=False).wait()
+        return self._comm_stream.submit(lambda: self._reduction.reduce_accumulated(tree, parameters)).wait()
 
     @contextmanager
     def _first_failure(self) -> Iterator[None]:
@@ -170,22 +166,14 @@ class _CommStream:
             self._stream = accelerator_module().Stream(device)
         else:
             self._queue: SimpleQueue[tuple[TensorFuture, Callable[[], torch.Tensor]] | None] = SimpleQueue()
-            self._newest: TensorFuture | None = None  # of the thread
             # A daemon thread: a failed rank must be able to exit while a receive is pending.
             Thread(target=self._run, name="samestep-comm-stream", daemon=True).start()
 
-    def submit(self, communicate: Callable[[], torch.Tensor], *, overlaps: bool = True) -> TensorFuture:
-        """Run `communicate` after all earlier submissions and return its result as a future.
-
-        On a CPU, one that `overlaps` with no computation runs in the calling thread, if no other is pending.
-        """
+    def submit(self, communicate: Callable[[], torch.Tensor]) -> TensorFuture:
+        """Run `communicate` after all earlier submissions and return its result as a future."""
         future: TensorFuture = torch.futures.Future(devices=[self._device] if is_accelerator(self._device) else None)
         if not is_accelerator(self._device):
-            if not overlaps and (self._newest is None or self._newest.done()):
-                self._complete(future, communicate)
-            else:
-                self._newest = future
-                self._queue.put((future, communicate))
+            self._queue.put((future, communicate))
             return future
         self._stream.wait_stream(accelerator_module().current_stream(self._device))
         with accelerator_module().stream(self._stream):
@@ -210,12 +198,9 @@ class _CommStream:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             future, communicate = item
-            self._complete(future, communicate)
+            try:
+                future.set_result(communicate())
+            except Exception as error:  # boundary: the thread has no caller; the future carries the error
+                self._failure = self._failure or error
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
             del item, future, communicate  # hold the strategy until the next item otherwise
-
-    def _complete(self, future: TensorFuture, communicate: Callable[[], torch.Tensor]) -> None:
-        try:
-            future.set_result(communicate())
-        except Exception as error:  # boundary: backward would lose its type; the future carries the error
-            self._failure = self._failure or error
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's own signature is wrong
