@@ -11,6 +11,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -146,15 +147,16 @@ def connect_locally(
     A collective. `all_gather` returns the JSON values of all ranks, by rank.
     """
     peers: dict[int, socket.socket] = {}
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        path = Path(folder) / "rank"  # other accounts have no access to the folder
-        address: str | None = str(path)
+    with ExitStack() as stack:
+        listener, address = stack.enter_context(socket.socket(socket.AF_UNIX)), None
         try:
-            listener.bind(str(path))
-        except OSError:  # longer than the addresses of Unix sockets, or a file system without sockets
-            address = None
-        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="samestep-"))
+            path = str(Path(folder) / "rank")  # other accounts have no access to the folder
+            listener.bind(path)
             listener.listen(size)
+            address = path
+        except OSError:  # no folder can be written, or it has no sockets, or the path is too long for an address
+            pass
         addresses = all_gather(address)
         is_connected = None not in addresses
         for peer, other in enumerate(addresses[:rank] if is_connected else []):
