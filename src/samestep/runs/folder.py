@@ -48,12 +48,12 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
             something else, another process writes to it, ranks have different names, or a logger is unknown.
     """
     require(checksum_every >= 0, f"checksum_every is {checksum_every}", "at least 1 step, or 0", "checksum_every=10")
-    given = run_directory(run)
-    folder = given.absolute()
+    requested = run_directory(run)
+    folder = requested.absolute()
     _require_trackers(loggers)
     if world.is_main:
-        _require_own(given)
-    with FolderLock(given) if world.is_main else nullcontext():
+        _require_own(requested)
+    with FolderLock(requested) if world.is_main else nullcontext():
         is_new = not (folder / LOOP).exists()
         if world.is_main and is_new:
             start = {"script": sys.argv[0], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

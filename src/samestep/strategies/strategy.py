@@ -44,7 +44,7 @@ class Strategy(ABC):
         defers_gradients: no gradient is visible before the last microbatch of this rank is complete.
         calls_plain_model: the forward receives the model without a wrapper, and may call its parts.
         uses_replicas: in this step, gradients are those of replicas of the model.
-        batchable: the microbatches of a rank whose gradients may be set in place of a backward; None for no one.
+        batchable: the microbatches of a rank whose gradients may be set in place of a backward, if any.
     """
 
     defers_gradients = False

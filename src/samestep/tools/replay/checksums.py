@@ -27,6 +27,6 @@ def flipped_bit(result: Replayed, request: ReplayRequest, engine: Engine, cursor
     logged, own = request.logged.get(request.last), result.checksums.get(request.last)
     difference = (int(logged, 16) - int(own, 16)) % MODULUS if logged is not None and own is not None else 0
     differences = all_gather(str(difference), engine.world)
-    found = find_flipped_bit(state_parts(engine, cursor).tensors, int(differences[0]))
-    texts: list[str | None] = all_gather(found, engine.world)
+    location = find_flipped_bit(state_parts(engine, cursor).tensors, int(differences[0]))
+    texts: list[str | None] = all_gather(location, engine.world)
     return next((text for text in texts if text is not None), None)

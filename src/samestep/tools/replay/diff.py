@@ -167,9 +167,10 @@ def find_difference(
             first = replays[-1].first
             lines.append(_line(subject, first, logs.first_different, _first_wrong(subject, replays[-1].checksums)))
             records.append(read_record(place, subject.processes))
-        found = compare(records[0], records[1], None).first
-        if found is not None:
-            return Finding(found.step or logs.first_different, found.location, found.tensor, found.stage, lines)
+        difference = compare(records[0], records[1], None).first
+        if difference is not None:
+            step = difference.step or logs.first_different
+            return Finding(step, difference.location, difference.tensor, difference.stage, lines)
         return _without_location(subjects, replays, logs.first_different, lines)
 
 

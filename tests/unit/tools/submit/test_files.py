@@ -7,27 +7,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from helpers.submitted_job import JOB
 from samestep.errors import InputError
 from samestep.tools.submit import dstack, kubernetes, ray, skypilot, slurm
 from samestep.tools.submit.job import Job, Submission
 
-JOB = Job(
-    subject="digits",
-    text=None,
-    arguments=("epochs=1", "optimizer.options.lr=0.05"),
-    name="first",
-    nodes=4,
-    gpus=2,
-    minimum=8,
-    maximum=8,
-    runs="all runs",
-    folder="/home/me/my work",
-    out="/home/me/my work",
-    python="/opt/python",
-    image="registry/samestep:1",
-    volume="claim",
-    gpu_name="H100",
-)
 RECIPE = replace(JOB, subject="recipes/mine.yaml", text="batch_size: 64\n")
 ELASTIC = replace(JOB, minimum=4)
 

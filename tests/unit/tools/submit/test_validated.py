@@ -7,26 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.submitted_job import JOB as SHIPPED
 from samestep.tools.submit import dstack, kubernetes, skypilot
-from samestep.tools.submit.job import Job, Submission
+from samestep.tools.submit.job import Submission
 
-JOB = Job(
-    subject="mine.yaml",
-    text="batch_size: 64\n",
-    arguments=(),
-    name="first",
-    nodes=4,
-    gpus=2,
-    minimum=8,
-    maximum=8,
-    runs="runs",
-    folder="/work",
-    out="/work",
-    python="python",
-    image="registry/samestep:1",
-    volume="claim",
-    gpu_name="H100",
-)
+JOB = replace(SHIPPED, subject="mine.yaml", text="batch_size: 64\n", arguments=())
 JOBS = [JOB, replace(JOB, minimum=4), replace(JOB, gpus=0, minimum=4, maximum=4, subject="digits", text=None)]
 MANIFESTS: tuple[kubernetes.Manifest, ...] = ("trainjob", "jobset")
 
