@@ -94,6 +94,7 @@ CODES = {
     "E_OUTPUT": "An output file or directory exists or cannot be written.",
     "E_OPTION_CONFLICT": "Two command-line options exclude each other, or a required one is missing.",
     "E_FILE_MISSING": "An input file does not exist.",
+    "E_FILE_CHANGED": "A file of a dataset differs from the index of the dataset.",
     "E_DURATION": "A duration is not a positive number of seconds, minutes or hours.",
     "E_REQUEUE": "Slurm did not requeue the job, or there is no Slurm job.",
     "E_PREEMPTED": "A rank of Ray Train stopped with a checkpoint before a preemption.",

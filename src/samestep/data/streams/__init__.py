@@ -1,0 +1,1 @@
+"""Streams of samples from sharded files."""
