@@ -29,6 +29,7 @@ def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
 
 
+@pytest.mark.slow
 def test_setting_is_used_by_training_and_changes_no_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_tune(capsys, tmp_path, *TWO)
     file = Path(result["folder"], "tune.json")

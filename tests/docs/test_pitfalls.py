@@ -122,6 +122,7 @@ def test_documentation_shows_the_output(examples: Examples, name: str) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=ROUNDING)
 
 
+@pytest.mark.slow
 def test_example_runs_as_a_script() -> None:
     file = FOLDER / "data_parallel_loss.py"
     done = subprocess.run([sys.executable, file], text=True, capture_output=True, check=True, timeout=100)

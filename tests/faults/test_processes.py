@@ -49,6 +49,7 @@ def none_left(running: Running, timeout: float = 30) -> None:
     until(lambda: not running.processes(), NO_PROCESS, timeout)
 
 
+@pytest.mark.long
 def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
     hold(tmp_path, rank=0, call=7)
     with train(tmp_path, "--processes", 4, "--workers", 1) as running:

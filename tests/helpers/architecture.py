@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -53,6 +54,21 @@ class Module:
     path: Path
     source: str
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def runtime_nodes(self) -> list[ast.AST]:
+        """All nodes of the tree but those for type checkers only."""
+        return list(runtime_nodes(self.tree))
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Local names, and the complete names that they were imported from."""
+        return aliases(self)
 
     @property
     def room(self) -> str:
@@ -109,7 +125,7 @@ def import_stem(module: Module, node: ast.ImportFrom) -> str:
 def aliases(module: Module) -> dict[str, str]:
     """Local names to what they were imported from, in full."""
     found = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
                 top = name.name.split(".")[0]
@@ -132,8 +148,8 @@ def full_name(node: ast.AST, known: dict[str, str]) -> str:
 
 def names_used(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """Every dotted name in the module and every name that a `from ... import` brings in, in full."""
-    known = aliases(module)
-    for node in ast.walk(module.tree):
+    known = module.aliases
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute):
             yield node, full_name(node, known)
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +162,7 @@ def names_used(module: Module) -> Iterator[tuple[ast.AST, str]]:
 
 def imports(module: Module, modules: Modules) -> Iterator[tuple[ast.AST, str]]:
     """The modules of the package that `module` imports when it runs, wherever the import stands."""
-    for node in runtime_nodes(module.tree):
+    for node in module.runtime_nodes:
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [name.name for name in node.names]
@@ -196,7 +212,7 @@ def device_calls(module: Module) -> list[str]:
     if module.name == DEVICE_MODULE:
         return []
     broken = [module.at(node, f"uses {name}") for node, name in names_used(module) if name.startswith("torch.cuda")]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         if any(isinstance(operand, ast.Constant) and operand.value == "cuda" for operand in operands):
             broken.append(module.at(node, "compares with 'cuda'"))
@@ -207,8 +223,8 @@ def unpickling(module: Module) -> list[str]:
     """Pickle imports, torch.load without weights_only=True, allow_pickle=True, object collectives."""
     if module.name in PICKLE_USERS:
         return []
-    known, broken = aliases(module), []
-    for node in ast.walk(module.tree):
+    known, broken = module.aliases, []
+    for node in module.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             stems = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             broken += [module.at(node, f"imports {s}") for s in stems if s.split(".")[0] in PICKLERS]
@@ -227,8 +243,8 @@ def unpickling(module: Module) -> list[str]:
 
 def swallowed_exceptions(module: Module) -> list[str]:
     """Broad handlers that neither raise nor say `# boundary: reason` on their first line."""
-    known, lines, broken = aliases(module), module.source.splitlines(), []
-    for node in ast.walk(module.tree):
+    known, lines, broken = module.aliases, module.source.splitlines(), []
+    for node in module.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             raises = any(isinstance(n, ast.Raise) for statement in node.body for n in same_scope(statement))
@@ -251,7 +267,7 @@ def same_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def stubs(module: Module) -> list[str]:
-    found = (n for n in ast.walk(module.tree) if isinstance(n, ast.Raise) and n.exc is not None)
+    found = (n for n in module.nodes if isinstance(n, ast.Raise) and n.exc is not None)
     return [module.at(n, "is a stub") for n in found if "NotImplementedError" in ast.unparse(n)]
 
 
@@ -261,7 +277,7 @@ def stubs(module: Module) -> list[str]:
 def oversize(module: Module) -> list[str]:
     count = len(module.source.splitlines())
     broken = [f"{module.name}: {count} lines"] if count >= FILE_LINES else []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, Function):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             if size >= FUNCTION_LINES:

@@ -72,8 +72,8 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 
 
 def marked(names: Sequence[str]) -> list[Any]:
-    """Mark every 28th test as slow, the others as long."""
-    marks = {name: pytest.mark.long if index % 28 else pytest.mark.slow for index, name in enumerate(names)}
+    """Mark every 56th test as slow, the others as long."""
+    marks = {name: pytest.mark.long if index % 56 else pytest.mark.slow for index, name in enumerate(names)}
     return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
 
 

@@ -30,6 +30,7 @@ def errors() -> dict[str, list[str]]:
     return launch(ranks_fsdp.errors, processes=3)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_losses_are_close_to_those_of_one_process(outcomes: dict[str, dict[str, Any]]) -> None:
     single = launch(ranks_fsdp.single_process, processes=1)
     for name, result in outcomes.items():

@@ -20,6 +20,7 @@ assert torchvision.models.resnet18(num_classes=3)(__import__("torch").zeros(2, 3
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
 def test_pth_file_of_the_makefile_makes_torchvision_importable(tmp_path: Path) -> None:
     (line,) = re.findall(r"echo '(import samestep.*)'", MAKEFILE.read_text(encoding="utf-8"))

@@ -148,6 +148,7 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_ranks_start_with_equal_weights(recipe: dict[str, Any], files: list[Path], monkeypatch: Any) -> None:
     monkeypatch.undo()  # ranks use sockets

@@ -405,6 +405,7 @@ def test_a_rank_with_a_referenced_loader_ends_without_output(tmp_path: Path) -> 
     assert (tmp_path / "rank-1.log").read_text() == ""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(40)
 def test_a_script_with_a_referenced_loader_ends() -> None:
     code = f"import sys\nsys.path[:] = {sys.path!r}\nfrom workers import loader\nprint(loader.end_with_workers_alive())"

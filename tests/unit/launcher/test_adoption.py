@@ -15,7 +15,7 @@ from workers import adopted
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, ["--group"]),
+        pytest.param(2, ["--group"], marks=pytest.mark.slow),
         pytest.param(3, ["--group", "--init"], marks=pytest.mark.long),
         pytest.param(2, ["--group", "--init", "--destroy"], marks=pytest.mark.long),
         pytest.param(1, ["--group"], marks=pytest.mark.long),

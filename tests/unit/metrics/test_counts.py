@@ -113,6 +113,7 @@ def test_metrics_that_cannot_be_used_are_refused(torchmetrics: Any, alone: World
         assert error.value.code == "E_METRIC"
 
 
+@pytest.mark.long
 def test_built_in_metrics_import_no_library() -> None:
     """The import of torchmetrics takes seconds and hundreds of MiB."""
     script = (

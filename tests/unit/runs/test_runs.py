@@ -234,6 +234,7 @@ def test_ranks_have_the_same_run(tmp_path: Path) -> None:
     assert failure.value.code == "E_RUN_NAME"
 
 
+@pytest.mark.slow
 def test_second_script_in_one_run_is_refused(tmp_path: Path) -> None:
     from samestep.checkpoint.lock import FolderLock
 

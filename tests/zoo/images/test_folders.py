@@ -108,7 +108,7 @@ def test_evaluation_counts_every_image_once(pictures: Path, one: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "workers"),
     [
-        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.long),
         pytest.param(1, 2, marks=pytest.mark.long),
         pytest.param(4, 0, marks=pytest.mark.long),
     ],

@@ -71,6 +71,7 @@ def test_drop_path_increases_to_the_last_block() -> None:
     assert rates == pytest.approx([0.0, 0.3])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_and_three_processes_train_equal_weights_and_runs_resume(
     place: Path, capfd: pytest.CaptureFixture[str]

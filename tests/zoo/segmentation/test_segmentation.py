@@ -55,6 +55,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 # --- training --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_are_equal_on_one_and_three_processes(cells: Path, tmp_path: Path) -> None:
     one, three = (train(cells, tmp_path, f"on-{processes}", processes) for processes in (1, 3))
     assert weights(one) == weights(three)

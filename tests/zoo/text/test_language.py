@@ -408,6 +408,7 @@ def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, 
     return {"weights": weights(place / "runs" / name), "loss": event["loss"], "perplexity": event["perplexity"]}
 
 
+@pytest.mark.slow
 def test_perplexity_covers_all_tokens_and_does_not_depend_on_processes(tmp_path: Path) -> None:
     one, three = (train(tmp_path, processes, name=f"on-{processes}") for processes in (1, 3))
     assert three == one
