@@ -92,7 +92,7 @@ def start(
     Raises:
         InputError: device or mesh do not exist, a process group exists, or the run cannot be written, or is in use.
     """
-    worker, strategy = process_state.worker, strategy or StrategyConfig()
+    worker, strategy = process_state.worker, _with_fixed_shares(strategy or StrategyConfig())
     status = worker.rank_status if worker else local_rank_status()
     if adopt and dist.is_initialized():
         own = adopt_process_group(device, timeout, strategy, share_gpu=share_gpu)
@@ -112,6 +112,17 @@ def start(
         _leave_after_failure(own)
         raise
     _leave(world, own, is_launched=worker is not None)
+
+
+def _with_fixed_shares(strategy: StrategyConfig) -> StrategyConfig:
+    if strategy.shares == "auto":
+        raise InputError(
+            "StrategyConfig(shares='auto') in a custom loop",
+            expected="numbers: only samestep train moves shares, between two iterations of its loader",
+            fix="StrategyConfig(shares=(5, 3)), as samestep tune proposes",
+            code="E_SHARES",
+        )
+    return strategy
 
 
 def init(

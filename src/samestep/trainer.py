@@ -24,6 +24,7 @@ from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.merged import SEPARATE
+from samestep.engine.shares import ShareBalancer
 from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
@@ -69,6 +70,7 @@ class Trainer:
         metrics: metrics of an evaluation.
         best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
+        balancer: moves microbatches from slow ranks to fast ones after a checkpoint; None for fixed shares.
         take_cache_reports: function that returns the new reports of the cache of this rank's samples, if there is a
             cache on all ranks.
         loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
@@ -86,11 +88,13 @@ class Trainer:
         recipe: dict[str, Any],
         epochs: int,
         options: RunOptions,
+        balancer: ShareBalancer | None = None,
         take_cache_reports: Callable[[], list[str]] | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
         self.logger = RunLogger(loggers if engine.world.is_main else ())
+        self._balancer = balancer
         self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
         self._progress = Progress(step=0, recipe=recipe)
         self._timer = StepTimer(train.waits)
@@ -188,6 +192,8 @@ class Trainer:
             with self._timer.step(batch.size, sum(part.size for part in batch.local_microbatches)):
                 result = self._engine.step(batch, save=save)
             self._end_step(batch, result)
+            if self._balancer is not None:
+                self._balancer.add_step(batch, self._timer.last_wait)
             self._writer.poll()
             if result.stop:
                 self._stop = True
@@ -195,7 +201,16 @@ class Trainer:
             every = self._checkpoint_every
             if result.save or (every is not None and not ends_epoch and result.step % every == 0):
                 self._save()
+                if not ends_epoch and self._move_shares():
+                    batches = iter(self._train)
         self._end_epoch()
+
+    def _move_shares(self) -> bool:
+        """Move shares if a rank stays slow, log and return whether they moved; a collective."""
+        moved = self._balancer.move() if self._balancer is not None else None
+        if moved is not None:
+            self.logger.log_event("shares", **moved)
+        return moved is not None
 
     @contextmanager
     def _save_on_bad_data(self) -> Iterator[None]:
@@ -235,7 +250,8 @@ class Trainer:
         if (reason := self._engine.separate_reason) != self._separate_reason:
             self._separate_reason = reason
             self.logger.log_event("note", text=f"{SEPARATE}: {reason}")
-        if (together := self._engine.computes_together) != self._computes_together:
+        together = self._engine.computes_together
+        if together is not None and together != self._computes_together:
             self._computes_together, reason = together, self._engine.alone_reason
             self.logger.log_event("microbatches", step=result.step, together=together, reason=reason)
         if self._checksum_every and result.step % self._checksum_every == 0:
@@ -268,6 +284,8 @@ class Trainer:
             progress, best=values[self._best.by] if is_best else progress.best, loss_sum=0.0, loss_count=0.0
         )
         self._save(is_best=is_best, epoch=progress.cursor.epoch)
+        if progress.cursor.epoch < self._epochs:
+            self._move_shares()
 
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""

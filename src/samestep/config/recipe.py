@@ -272,6 +272,14 @@ class Recipe(Constrained):
             f"set batch_size: {self.microbatches} or more, or microbatches: {max(1, self.batch_size)} or fewer",
             code="E_BATCH_SIZE",
         )
+        for option, value in {"batch_norm": "sync", "gather": "global"}.items():
+            require(
+                self.strategy.shares != "auto" or getattr(self.step, option) != value,
+                f"strategy.shares auto with step.{option} {value}",
+                "ranks that compute a microbatch without waiting for each other, so that their speeds can be measured",
+                "strategy.shares: [] for equal shares, or numbers such as [5, 3]",
+                code="E_SHARES",
+            )
         require(
             self.best_by is None or self.best_by in ("loss", *self.metrics) or self.best_by.startswith("loss_"),
             f"best_by is {self.best_by}, which evaluation does not compute",

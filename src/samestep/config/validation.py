@@ -35,10 +35,12 @@ class Constrained:
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
-        for name, (choices, bounds) in _constraints(type(self)).items():  # type: ignore[arg-type]
+        for name, (choices, bounds, has_tuple) in _constraints(type(self)).items():  # type: ignore[arg-type]
             key, value, expected = self.key(name), getattr(self, name), None
-            if choices and not bounds and value not in (*choices, defaults[name]):  # the default can be None
-                expected = f"one of {', '.join(choices)}"
+            is_valid = has_tuple and isinstance(value, tuple)
+            is_valid |= value in (*choices, defaults[name])  # the default can be None
+            if choices and not bounds and not is_valid:
+                expected = f"{'a tuple, or ' if has_tuple else 'one of '}{', '.join(choices)}"
             # NaN violates every bound.
             elif value not in (None, *choices) and not all(holds(value, limit) for _, holds, limit in bounds):
                 expected = " or ".join(
@@ -56,18 +58,19 @@ class Constrained:
 
 
 @cache
-def _constraints(cls: type) -> dict[str, tuple[tuple[str, ...], list[_Bound]]]:
-    """Return the allowed values and the bounds of each constrained field."""
-    constraints: dict[str, tuple[tuple[str, ...], list[_Bound]]] = {}
+def _constraints(cls: type) -> dict[str, tuple[tuple[str, ...], list[_Bound], bool]]:
+    """Return the allowed values, the bounds, and whether a tuple is valid too, of each constrained field."""
+    constraints: dict[str, tuple[tuple[str, ...], list[_Bound], bool]] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
+        has_tuple = any(get_origin(part) is tuple for part in get_args(hint))
         for part in (hint, *get_args(hint)):  # a constraint can be one alternative of a union
-            choices, bounds = constraints.get(name, ((), []))
+            choices, bounds, _ = constraints.get(name, ((), [], False))
             if get_origin(part) is Literal:
-                constraints[name] = (get_args(part), bounds)
+                constraints[name] = (get_args(part), bounds, has_tuple)
             elif get_origin(part) is Annotated:
                 # The limit is the attribute of the class's name: `Ge.ge`.
                 limits = [(type(bound), getattr(bound, type(bound).__name__.lower())) for bound in part.__metadata__]
-                constraints[name] = (choices, [(*_COMPARISONS[kind], limit) for kind, limit in limits])
+                constraints[name] = (choices, [(*_COMPARISONS[kind], limit) for kind, limit in limits], has_tuple)
     return constraints
 
 

@@ -58,6 +58,9 @@ class BatchedRunner(SequentialRunner):
                 self._parts = batch.local_microbatches[self.strategy.batchable]
         return super().compute(batch, position, save=save)
 
+    def shares_moved(self) -> None:
+        self._shapes, self.computes_together, self.alone_reason = None, None, None
+
     def _outputs(self, microbatch: Microbatch, position: int) -> tuple[Any, Loss]:
         if self._parts and microbatch is self._parts[0]:
             self._compute_together(self._parts, position)

@@ -25,7 +25,7 @@ from samestep.engine.consistency import enable_checks, settings_of
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
-from samestep.engine.microbatch import TRAINING, ForwardFunction
+from samestep.engine.microbatch import TRAINING, ForwardFunction, StepRunner
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
@@ -200,6 +200,11 @@ class Engine:
         runner.forward.function = function
         # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
         runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
+
+    @property
+    def step_runner(self) -> StepRunner:
+        """Computes the microbatches of this rank; another object after parameters were added or replaced."""
+        return self._components.runner
 
     @property
     def separate_reason(self) -> str | None:

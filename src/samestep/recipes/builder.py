@@ -148,8 +148,8 @@ class Built:
 
 def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
     """Return the context manager of the world of a recipe."""
-    config = recipe.step
-    return start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=recipe.strategy)
+    config, strategy = recipe.step, recipe.strategy.at_start
+    return start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=strategy)
 
 
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:

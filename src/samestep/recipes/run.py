@@ -25,6 +25,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
 from samestep.engine.model_call import autocast, call_model
+from samestep.engine.shares import ShareBalancer
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
 from samestep.loggers.rank_monitor import RankMonitor
@@ -172,6 +173,7 @@ def train(
             recipe=recipe_data(recipe),
             epochs=recipe.epochs,
             options=options,
+            balancer=_balancer(built, world, recipe),
             take_cache_reports=built.cache.take_reports if built.cache is not None else None,
             loggers=create_loggers(options.loggers, run, held.locate(), first_step=first_step, quiet=options.quiet),
         )
@@ -233,6 +235,12 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
             fix="set data.options.evaluation_path alone, so that the classes are those of the training data",
             code="E_CLASSES",
         )
+
+
+def _balancer(built: Built, world: World, recipe: Recipe) -> ShareBalancer | None:
+    if recipe.strategy.shares != "auto" or world.size == 1:
+        return None
+    return ShareBalancer(built.engine, recipe.microbatch_count, recipe.batch_size)
 
 
 def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:

@@ -22,7 +22,7 @@ from samestep.distributed.world import World
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients, unflatten
 from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
-from samestep.strategies.strategy import Strategy, TensorFuture
+from samestep.strategies.strategy import ComputeClock, Strategy, TensorFuture
 
 
 class DdpStrategy(Strategy):
@@ -32,13 +32,14 @@ class DdpStrategy(Strategy):
     several parts, as from reentrant activation checkpointing of a shared layer: DDP would send the first part.
     """
 
+    clock: ComputeClock
     batchable = slice(None, -1)  # the backward of the last one reduces gradients
 
     def __init__(
         self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, world: World
     ) -> None:
         self._parameters, self._world = parameters, world
-        self._comm_stream = _CommStream(world.device)
+        self._comm_stream, self.clock = _CommStream(world.device), ComputeClock(world.device)
         weakref.finalize(self, self._comm_stream.end)
         self._is_deferred, self._is_first, self._has_parts = True, True, False
         self._current: tuple[MicrobatchTree, int] | None = None
@@ -70,6 +71,7 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
+        self.clock.begin()
         is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not self._reduces_after_backward
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
@@ -95,6 +97,7 @@ class DdpStrategy(Strategy):
 
     def finish(self, tree: MicrobatchTree) -> None:
         if self._reduces_after_backward or not tree.is_shared_by_all(self._world.shares):
+            self.clock.lap()
             with self._first_failure():
                 reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
         if self._is_first and not self.uses_replicas:  # all ranks must reduce in the same way
@@ -102,11 +105,17 @@ class DdpStrategy(Strategy):
             with self._first_failure():
                 self._comm_stream.submit(lambda: self._all_reduced(has_parts)).wait()
             self._is_deferred, self._is_first = bool(has_parts > 0), False
+        self.clock.finish()
         super().finish(tree)
+
+    def abandon(self) -> None:
+        self.clock.finish()
+        super().abandon()
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> TensorFuture:
         """Start the reduction of a bucket of DDP, in backward of the last microbatch."""
         assert self._current is not None
+        self.clock.lap()
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
         gradients = unflatten(flat, parameters)  # bucket.gradients() assumes contiguous parameters

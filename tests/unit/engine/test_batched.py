@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import samestep
+from helpers.batches import batch_of
 from samestep import launch
 from samestep.engine import batched
 from samestep.engine.engine import Engine
@@ -96,6 +97,19 @@ def test_other_shapes_are_computed_one_by_one(world: samestep.World) -> None:
     samples = (SAMPLES, SAMPLES, 7, SAMPLES, 3, SAMPLES)
     alone, together = (train(world, "perceptron", 4, together=on, samples=samples) for on in (False, True))
     assert together == (alone[0], True, None)
+
+
+def test_moved_shares_repeat_the_decision(world: samestep.World) -> None:
+    engines: list[Engine] = []
+    train(world, "perceptron", 8, together=True, prepare=engines.append)
+    (engine,) = engines
+    assert engine.computes_together
+    engine.step_runner.shares_moved()
+    assert engine.computes_together is None
+    for _ in range(2):  # the rank now has 4 of 8 microbatches, with other shapes
+        inputs = torch.zeros(SAMPLES, ranks_batched.LENGTH, dtype=torch.int64)
+        engine.step(batch_of(world, inputs, torch.zeros(SAMPLES, dtype=torch.int64), 4))
+    assert engine.computes_together
 
 
 def test_memory_has_a_limit(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
