@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.interval import CheckpointInterval
 from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions

@@ -31,9 +31,6 @@ from samestep.data.batch import (
     read,
 )
 from samestep.data.order import (
-    Sampler,
-    draw,
-    drawn_order,
     global_order,
     grouped_order,
     repeats_of,
@@ -43,6 +40,7 @@ from samestep.data.order import (
 )
 from samestep.data.permutation import Indices, Order
 from samestep.data.planner import BatchPlanner
+from samestep.data.samplers import Sampler, draw, drawn_order
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World

@@ -11,8 +11,9 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader
 
 from samestep.data.loader import Loader
-from samestep.data.order import drawn_order, global_order
+from samestep.data.order import global_order
 from samestep.data.permutation import Order
+from samestep.data.samplers import drawn_order
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.integrations.lightning_data import SamestepDataLoader

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from samestep.checkpoint.async_writer import CheckpointInterval
+from samestep.checkpoint.interval import CheckpointInterval
 
 
 class Clock:
