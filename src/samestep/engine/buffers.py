@@ -262,7 +262,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     result = list(tensors)
     for positions in groups.values():
         joined = torch.cat([tensors[position].reshape(-1) for position in positions])
-        pieces = joined.split([tensors[position].numel() for position in positions])
+        pieces = joined.split_with_sizes([tensors[position].numel() for position in positions])
         for position, piece in zip(positions, pieces, strict=True):
             result[position] = piece.view(tensors[position].shape)
     return result
@@ -270,7 +270,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of tensors of one type as a float64 vector; complex elements as two."""
-    joined = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
+    joined = torch.cat(_rows(tensors, tensors[0].device))
     real = torch.view_as_real(joined.resolve_conj()).reshape(-1) if joined.is_complex() else joined
     return real.double()
 
@@ -289,10 +289,17 @@ def hash_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return an integer of `_HASH_BITS` bits that depends on all bits of some tensors."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor.reshape(-1).to(tensors[0].device))
-    data = torch.cat([bytes_of(torch.cat(group)) for group in groups.values()])
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    pieces = [bytes_of(torch.cat(_rows(group, tensors[0].device))) for group in groups.values()]
+    data = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     total: torch.Tensor = (data.long() * _weights(len(data), data.device)).sum() & (2**_HASH_BITS - 1)
     return total
+
+
+def _rows(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors as vectors on a device. Calls without an effect take more time than these conditions."""
+    rows = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+    return [row if row.device == device else row.to(device) for row in rows]
 
 
 @cache
@@ -340,7 +347,10 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 def version_of(value: Any) -> int:
     """Return the number of writes to a tensor; `UNKNOWN_VERSION` for other values, inference tensors and parameters."""
-    is_counted = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    # The check of `torch.nn.Parameter` is slow.
+    is_counted = type(value) is torch.Tensor or (
+        isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    )
     return value._version if is_counted and not value.is_inference() else UNKNOWN_VERSION
 
 

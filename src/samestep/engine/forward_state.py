@@ -22,7 +22,6 @@ import torch
 from samestep.distributed.world import World, all_gather
 from samestep.engine.attributes import ModuleAttributes
 from samestep.engine.buffers import (
-    UNKNOWN_VERSION,
     Kind,
     ParameterCheck,
     Place,
@@ -34,21 +33,19 @@ from samestep.engine.buffers import (
     changed_state_error,
     copies,
     copy_tensors,
-    flat,
     hash_of,
     is_number,
     rules_of,
-    size_of,
     unequal_state_error,
     version_of,
 )
+from samestep.engine.state_vector import Snapshot, StateVector
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
 _MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
 _INEXACT = (torch.float64, torch.complex128)  # the mean of equal values can be rounded
 _SMALL = 2**16  # elements of tensors that are kept and compared in every microbatch
-_SUMMED = ("mean", "sum")
 
 
 class ForwardState:
@@ -73,6 +70,7 @@ class ForwardState:
         self.active: list[str] = []  # names of state that some step has changed
         self._is_first, self.attributes = True, ModuleAttributes(model)
         self._places: dict[str, Place] = {}
+        self._arrangement: object = None  # for which the state is arranged
         self._locate()
         self.declared_parameters = [name for name, place in self._places.items() if place.kind == "_parameters"]
         self.parameters = ParameterCheck(model if is_whole else None, self.declared_parameters)
@@ -80,12 +78,12 @@ class ForwardState:
     @property
     def length(self) -> int:
         """Number of elements of the vector of a microbatch."""
-        return self.control_length + sum(size_of(self._start[n]) for n in self.active if self._rule(n) in _SUMMED)
+        return len(self._inexact) + 2 + self._vector.length
 
     @property
     def control_length(self) -> int:
         """Number of the first elements of the vector, which `combine` needs as numbers."""
-        return len(self._inexact) + 2 + self._hash_count(self.active)
+        return len(self._inexact) + 2 + self._vector.hashes
 
     def begin(self, microbatches: int) -> None:
         """Copy the state at the beginning of a step of `microbatches` microbatches."""
@@ -95,21 +93,40 @@ class ForwardState:
             self._add_attributes(lambda key: True)
         self.parameters.begin(digests=self._is_first)
         self.attributes.begin()
-        self._microbatches = microbatches
         self._objects = {name: place.value() for name, place in self._places.items()}
-        tensors = {n: tensor for n, value in self._objects.items() if (tensor := as_tensor(value)) is not None}
-        self._start = dict(zip(tensors, copies(list(tensors.values())), strict=True))
-        self._versions = {name: version_of(self._objects[name]) for name in self._start}
-        self.active = [name for name in self.active if name in self._start]
-        tensors = {n: start for n, start in self._start.items() if self._places[n].kind != "__dict__"}
-        self._inexact = [name for name in self.active if name in tensors and tensors[name].dtype in _INEXACT]
-        self._inactive = {name: start for name, start in tensors.items() if name not in self.active}
-        self._large = {name for name, start in self._inactive.items() if start.numel() > _SMALL}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in self._objects.items():
+            tensor = value if type(value) is torch.Tensor else as_tensor(value)
+            if tensor is not None:
+                tensors[name] = tensor
+        forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()]
+        arrangement = microbatches, self._places, list(tensors), forms
+        if self._arrangement == (arrangement, self.active):
+            self._snapshot.update(tensors)
+        else:
+            self._arrange(microbatches, tensors)
+            self._arrangement = arrangement, list(self.active)
+        self._versions = {name: version_of(self._objects[name]) for name in self._large}
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values with which each microbatch may have ended
         self._touched: set[str] = set()  # by the last microbatch
         self._results: dict[str, torch.Tensor] = {}
         self._problems, self._changed_attributes = set[str](), set[str]()
         self._dirty: set[str] | None = None  # None: any state may have changed
+
+    def _arrange(self, microbatches: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Arrange the state for steps in which its names, shapes, types and devices are these."""
+        self._microbatches = microbatches
+        self._snapshot = Snapshot({name: tensor.detach() for name, tensor in tensors.items()})
+        self._start = self._snapshot.copies
+        self.active = [name for name in self.active if name in self._start]
+        tensors = {n: start for n, start in self._start.items() if self._places[n].kind != "__dict__"}
+        self._inexact = [name for name in self.active if name in tensors and tensors[name].dtype in _INEXACT]
+        self._inactive = {name: start for name, start in tensors.items() if name not in self.active}
+        self._large = {name for name, start in self._inactive.items() if start.numel() > _SMALL}
+        self._vector = self._vector_of(self.active)
+
+    def _vector_of(self, names: Sequence[str]) -> StateVector:
+        return StateVector(names, self._places, self._start, self._microbatches, self._device)
 
     def restore(self) -> None:
         """Set the state to that at the beginning of the step."""
@@ -142,23 +159,25 @@ class ForwardState:
         self._problems.update(self.attributes.read(module, is_last=is_last))
         if not (self._start or self._problems or self.attributes.has_changed_late):
             return None
-        kept = [n for n in self.active if self._rule(n) == "equal" or (is_last and self._rule(n) == "last")]
-        kept = list(dict.fromkeys([*kept, *self._touched]))
+        kept = [*self._vector.equal, *(self._vector.last if is_last else ())]
+        kept = list(dict.fromkeys([*kept, *self._touched])) if self._touched else kept
         ends = [values[name] for name in kept]
         self._kept[number] = dict(zip(kept, copies(ends) if module is None else ends, strict=True))
-        control = torch.zeros(len(self._inexact) + 2, dtype=torch.float64, device=self._device)
+        count = len(self._inexact)
+        vector = self._vector.encode(number, values, control=count + 2)
         for position, name in enumerate(self._inexact):
-            control[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
+            vector[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
         if compared := [name for name in self._inactive if name in self._touched]:
-            control[-2:-1].copy_(any_differs([values[n] for n in compared], [self._start[n] for n in compared]))
+            differs = any_differs([values[n] for n in compared], [self._start[n] for n in compared])
+            vector[count : count + 1].copy_(differs)
         if self.attributes.has_changed_late:
-            control[-2:-1].fill_(1.0)
+            vector[count : count + 1].fill_(1.0)
         if self._problems:
-            control[-1:].fill_(1.0)
+            vector[count + 1 : count + 2].fill_(1.0)
         elif last and module is None and (names := self._unobserved()):
             objects = [self._objects[name].detach() for name in names]
-            control[-1:].copy_(any_differs(objects, [self._start[name] for name in names]))
-        return torch.cat([control, self._encode(number, values, self.active)])
+            vector[count + 1 : count + 2].copy_(any_differs(objects, [self._start[name] for name in names]))
+        return vector
 
     def combine(
         self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
@@ -188,16 +207,17 @@ class ForwardState:
         if self._is_first:
             self._is_first = False
             self._keep_attributes(changed)
-        results = self._decode(self.active, hashes, total[self.control_length :], tree, world)
-        results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
+        results = self._decode(self._vector, hashes, total[self.control_length :], tree, world)
+        if self._inexact:
+            results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
         new = [name for name in self._places if name in changed and name not in self.active]
         if new:
-            vectors = {(n, n + 1): self._encode(n, {**self._start, **ends}, new) for n, ends in self._kept.items()}
-            count = self._hash_count(new)
-            length = count + sum(size_of(self._start[name]) for name in new if self._rule(name) in _SUMMED)
-            second = strategy.sum_vectors(tree, vectors, length).wait()
+            vector = self._vector_of(new)
+            vectors = {(n, n + 1): vector.encode(n, {**self._start, **ends}) for n, ends in self._kept.items()}
+            second = strategy.sum_vectors(tree, vectors, vector.length).wait()
+            results |= self._decode(vector, second[: vector.hashes].tolist(), second[vector.hashes :], tree, world)
             self.active += new
-            results |= self._decode(new, second[:count].tolist(), second[count:], tree, world)
+            self._vector = self._vector_of(self.active)
         self._results = results | self._received(tree, world)
         self.attributes.combine(world, changed, may_grow=bool(is_changed))
 
@@ -246,7 +266,8 @@ class ForwardState:
 
     @staticmethod
     def _buffer_count(modules: Iterable[torch.nn.Module]) -> int:
-        return sum(buffer is not None for module in modules for buffer in module._buffers.values())
+        tables = [table for module in modules if (table := module._buffers)]
+        return len([1 for table in tables for buffer in table.values() if buffer is not None])
 
     def _rule(self, name: str) -> Rule:
         return self._places[name].rule
@@ -264,6 +285,11 @@ class ForwardState:
             is_known = name in self._large and modules is None and not self._is_first
             if is_known and value is self._objects[name] and version_of(value) == self._versions[name] >= 0:
                 continue
+            if type(value) is torch.Tensor and not value.requires_grad and modules is None:
+                form = value.shape, value.dtype, value.device
+                if form == (start.shape, start.dtype, start.device):
+                    values[name] = value
+                    continue
             tensor = as_tensor(value)
             if tensor is None or tensor.shape != start.shape or tensor.dtype != start.dtype:
                 if place.kind != "__dict__":  # an attribute that is no number any longer belongs to the model
@@ -308,49 +334,19 @@ class ForwardState:
         differ = torch.stack([flag.to(device) for flag in flags]).tolist()  # one synchronization with a GPU
         return [name for name, is_different in zip(names, differ, strict=True) if is_different]
 
-    def _hash_count(self, names: Sequence[str]) -> int:
-        return self._microbatches * any(self._rule(name) == "equal" for name in names)
-
-    def _groups(self, names: Sequence[str]) -> list[tuple[Rule, list[str]]]:
-        """Return the names of state that is summed, by rule and type: one group is one kernel."""
-        groups: dict[tuple[Rule, torch.dtype], list[str]] = {}
-        for name in (name for name in names if self._rule(name) in _SUMMED):
-            groups.setdefault((self._rule(name), self._start[name].dtype), []).append(name)
-        return [(rule, members) for (rule, _), members in groups.items()]
-
-    def _encode(self, number: int, values: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
-        """Return a microbatch's hash of the state that must be equal in all microbatches, and the summands."""
-        hashes = torch.zeros(self._hash_count(names), dtype=torch.float64, device=self._device)
-        if equal := [values[name] for name in names if self._rule(name) == "equal"]:
-            hashes[number : number + 1].copy_(hash_of(equal))
-        parts = [hashes]
-        for rule, members in self._groups(names):
-            summand = flat([values[name] for name in members])
-            parts.append(summand if rule == "mean" else summand - flat([self._start[name] for name in members]))
-        return torch.cat([part.to(self._device) for part in parts])
-
     def _decode(
-        self, names: Sequence[str], hashes: Sequence[float], sums: torch.Tensor, tree: MicrobatchTree, world: World
+        self, vector: StateVector, hashes: Sequence[float], sums: torch.Tensor, tree: MicrobatchTree, world: World
     ) -> dict[str, torch.Tensor]:
         """Return the means and sums of the state, and require that equal state is equal."""
-        groups, results = self._groups(names), {}
-        lengths = [sum(size_of(self._start[name]) for name in members) for _, members in groups]
-        for (rule, members), part in zip(groups, sums.split(lengths), strict=True):
-            starts = [self._start[name] for name in members]
-            value = part / len(tree.filled) if rule == "mean" else part + flat(starts).to(part.device)
-            pieces = value.split([size_of(start) for start in starts])
-            for name, start, piece in zip(members, starts, pieces, strict=True):
-                pair = piece.view(*start.shape, 2) if start.is_complex() else None
-                results[name] = piece.view_as(start) if pair is None else torch.view_as_complex(pair)
-        if hashes and len({hashes[number] for number in tree.filled}) > 1:
-            self._raise_unequal([name for name in names if self._rule(name) == "equal"], world)
-        return results
+        filled = tree.filled
+        if hashes and len({hashes[number] for number in filled}) > 1:
+            self._raise_unequal(vector.equal, world)
+        return vector.decode(sums, len(filled))
 
     def _received(self, tree: MicrobatchTree, world: World) -> dict[str, torch.Tensor]:
         """Return the state that is that of the last microbatch, which the last rank owns."""
         own = self._kept[max(self._kept)] if self._kept else {}
-        equal = [name for name in self.active if self._rule(name) == "equal"]
-        last = [name for name in self.active if self._rule(name) == "last"]
+        equal, last = self._vector.equal, self._vector.last
         results = {name: own.get(name, self._start[name]) for name in (*equal, *last)}
         sent = last if tree.is_shared_by_all(world.shares) else [*equal, *last]  # some ranks have no microbatch
         if sent and world.size > 1:
@@ -367,20 +363,20 @@ class ForwardState:
         if not self._start:
             return
         targets, sources = [], []
-        for name in self._start if self._dirty is None else self._dirty.union(self.active):
+        written = set(self._start) if self._dirty is None else self._dirty.union(self.active)
+        for name in written:
             place, target, value = self._places.get(name), self._objects[name], results.get(name, self._start[name])
             if place is None:  # an attribute that the first step did not change
                 continue
             if isinstance(target, torch.Tensor):
                 place.put(target)
-                targets.append(target.detach())
+                targets.append(target.detach() if target.requires_grad else target)
                 sources.append(value)
             else:
                 place.put(as_number(value.item(), target))
-            self._versions[name] = UNKNOWN_VERSION
         with torch.no_grad():
             copy_tensors(targets, sources)
-        self._versions |= {n: version_of(self._objects[n]) for n, v in self._versions.items() if v == UNKNOWN_VERSION}
+        self._versions |= {name: version_of(self._objects[name]) for name in written.intersection(self._versions)}
 
     def _raise_problems(self, world: World) -> None:
         written = self._differing({n: self._objects[n].detach() for n in self._large}, self._unobserved())
