@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": Command("measure", "compare ways to run a recipe on this machine"),
     "profile": Command("measure", "measure the phases of a step, and possible savings"),
     "tune": Command("measure", "find the number of loader processes for a recipe on this machine"),
+    "plan": Command("plan", "predict step time and memory on other numbers of devices"),
     "cache": Command("cache", "list or remove the caches of images"),
     "doctor": Command("doctor", "check this machine before training"),
 }

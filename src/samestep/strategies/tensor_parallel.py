@@ -61,8 +61,12 @@ def slice_model(model: nn.Module, world: World, config: StepConfig) -> dict[str,
     return columns
 
 
-def _slicing(world: World, config: StepConfig) -> Slicing:
-    ranks = world.mesh_shape.tensor
+def slice_count(config: StepConfig, ranks: int) -> int:
+    """Return the number of slices of matrix products with a tensor axis of `ranks` ranks.
+
+    Raises:
+        InputError: the slices of the recipe cannot be divided among the ranks.
+    """
     count = config.tensor_slices if config.tensor_slices > 1 else ranks
     if count % ranks:
         raise InputError(
@@ -72,6 +76,12 @@ def _slicing(world: World, config: StepConfig) -> Slicing:
             "slices, with other results",
             code="E_TENSOR_AXIS",
         )
+    return count
+
+
+def _slicing(world: World, config: StepConfig) -> Slicing:
+    ranks = world.mesh_shape.tensor
+    count = slice_count(config, ranks)
     if ranks == 1:
         return Slicing(count, World(0, 1, world.device, world.context))
     assert world.mesh is not None

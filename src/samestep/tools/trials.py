@@ -38,7 +38,7 @@ _RESERVED_BYTES = 32 << 20  # least memory of a rank in addition to that in use 
 _IMAGE_DIMENSIONS = 4
 
 
-class _StopRequested(Exception):
+class StopRequested(Exception):
     """A stop was requested; raised after the same step on all ranks."""
 
 
@@ -72,7 +72,7 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         warmup = min(PROBED_STEPS, steps - 1)
         try:
             timed = _time_steps(built.engine, built.train.endless(), warmup=warmup, steps=steps - warmup)
-        except _StopRequested:
+        except StopRequested:
             return None
         memory = _held_bytes(built.engine), accelerator_module().max_memory_allocated(world.device) if is_gpu else 0
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
@@ -86,7 +86,7 @@ def probe_contender(contender: Contender, options: RunOptions) -> Probe | None:
         built = _build(contender, options, world)
         try:
             timed = _time_steps(built.engine, built.train.endless(), warmup=PROBED_STEPS, steps=PROBED_STEPS)
-        except _StopRequested:
+        except StopRequested:
             return None
         return Probe(timed.timing.step_seconds, len(built.train), len(built.evaluation))
 
@@ -99,7 +99,7 @@ def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOpt
             built = _build(contender, options, world)
             try:
                 timed = _time_steps(built.engine, built.train.endless(), warmup=PROBED_STEPS, steps=steps)
-            except _StopRequested:
+            except StopRequested:
                 return None
             timings.append(timed.timing)
     return timings
@@ -136,7 +136,7 @@ def inspect_recipe(recipe: Recipe, options: RunOptions, memory: int | None) -> I
         return Inspection(
             device=world.device.type,
             workers=built.train.num_workers,
-            peak=max(all_gather(_peak_memory(world.device), world)),
+            peak=max(all_gather(peak_memory(world.device), world)),
             norms=len(norm_layers(model)),
             dropouts=sum(module.p > 0 for module in dropouts),
             has_images=any(tensor.dim() == _IMAGE_DIMENSIONS for tensor in inputs),
@@ -160,7 +160,7 @@ def search_settings(
         try:
             _time_steps(built.engine, built.train.endless(), warmup=_WARMUP, steps=1)
             return search(measure, settings, default)
-        except _StopRequested:
+        except StopRequested:
             return None
 
 
@@ -170,7 +170,7 @@ def time_setting(built: Built, setting: Setting, seconds: float) -> Timing:
     with engine.world.context.status.operation(f"trial of {setting}"):
         loader = data.with_workers(setting.workers, setting.prefetch)
         try:
-            return _time(engine, loader.endless(), seconds=seconds)
+            return time_engine(engine, loader.endless(), seconds=seconds)
         finally:
             loader.close()
             data.cursor = loader.cursor
@@ -234,18 +234,20 @@ def compare_recipes(
         sides = [(built.engine, recipe.step.threads), (changed.engine, other.step.threads)]
 
         def speeds(order: int, seconds: float) -> list[float]:
-            timings = [_time(engine, cycle(batches), seconds=seconds, threads=n) for engine, n in sides[::order]]
+            timings = [time_engine(engine, cycle(batches), seconds=seconds, threads=n) for engine, n in sides[::order]]
             return [timing.samples_per_second for timing in timings[::order]]
 
         try:
             speeds(1, seconds=0)  # selects kernels and compiles
             pairs = [speeds(-1 if number % 2 else 1, seconds) for number in range(rounds)]
-        except _StopRequested:
+        except StopRequested:
             return None
         return [new / base for base, new in pairs]
 
 
-def _time(engine: Engine, batches: Iterator[GlobalBatch], *, seconds: float, threads: int | None = None) -> Timing:
+def time_engine(
+    engine: Engine, batches: Iterator[GlobalBatch], *, seconds: float, threads: int | None = None
+) -> Timing:
     """Time steps for about `seconds`, at least two; equally many on every rank."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -258,9 +260,9 @@ def _time(engine: Engine, batches: Iterator[GlobalBatch], *, seconds: float, thr
 
 
 def _time_steps(engine: Engine, batches: Iterator[GlobalBatch], *, warmup: int, steps: int) -> _TimedSteps:
-    """Train `warmup` steps, then time `steps` more; raise `_StopRequested` after a stop request. Collective."""
+    """Train `warmup` steps, then time `steps` more; raise `StopRequested` after a stop request. Collective."""
     if any(engine.step(batch).stop for batch in islice(batches, warmup)):
-        raise _StopRequested
+        raise StopRequested
     samples, waits = 0, []
     _synchronize(engine.world)
     began = time.perf_counter()
@@ -269,7 +271,7 @@ def _time_steps(engine: Engine, batches: Iterator[GlobalBatch], *, warmup: int, 
         batch = next(batches)
         waits.append(time.perf_counter() - asked)
         if engine.step(batch).stop:
-            raise _StopRequested
+            raise StopRequested
         samples += batch.size
     _synchronize(engine.world)
     return _TimedSteps(time.perf_counter() - began, samples, waits)
@@ -310,7 +312,8 @@ def _limit_memory(memory: int, device: torch.device) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
+    """Return the largest memory so far in bytes: of tensors on a GPU, of the process on a CPU."""
     if is_accelerator(device):
         return int(accelerator_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
