@@ -89,7 +89,7 @@ class Step:
             flat = torch.cat([parameter.grad.reshape(-1) for parameter in group])
             for parameter, view in zip(group, self.split(flat, group), strict=True):
                 parameter.grad = view
-            total = self._reduction.reduce_bucket(tree, last, group, [parameter.grad for parameter in group], flat)
+            total = self._reduction.reduce_bucket(tree, last, group, flat)
             assert total.data_ptr() == flat.data_ptr()
         return self.end()
 

@@ -20,7 +20,7 @@ from samestep.distributed.collective_check import is_lost_connection
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import PeerLostError
-from samestep.strategies.buckets import reduce_gradients, unflatten
+from samestep.strategies.buckets import reduce_gradients
 from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
 from samestep.strategies.strategy import ComputeClock, Strategy, TensorFuture
 
@@ -118,8 +118,7 @@ class DdpStrategy(Strategy):
         self.clock.lap()
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
-        gradients = unflatten(flat, parameters)  # bucket.gradients() assumes contiguous parameters
-        return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, gradients, flat))
+        return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, flat))
 
     def _all_reduced(self, tensor: torch.Tensor) -> torch.Tensor:
         self._world.all_reduce(tensor)

@@ -44,9 +44,10 @@ class FastReduction(Reduction):
         self._sums = {(0, tree.microbatches): gradients}
 
     def reduce_bucket(
-        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], flat: torch.Tensor
     ) -> torch.Tensor:
-        self._add_sums(parameters, gradients)
+        if self._sums:
+            self._add_sums(parameters, unflatten(flat, parameters))
         return self._all_reduce(parameters, flat)
 
     def reduce_accumulated(self, tree: MicrobatchTree, parameters: Sequence[Parameter]) -> torch.Tensor:

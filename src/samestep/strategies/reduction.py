@@ -24,7 +24,7 @@ import torch.distributed as dist
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import Shares, owned_microbatches, rank_count
-from samestep.strategies.buckets import flatten, reduce_gradients
+from samestep.strategies.buckets import flatten, reduce_gradients, unflatten
 
 Node = tuple[int, int]
 Additions = tuple[tuple[Node, tuple[Node, ...]], ...]  # sums with their operands
@@ -271,11 +271,11 @@ class Reduction(ABC):
 
     @abstractmethod
     def reduce_bucket(
-        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], flat: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of the gradients of some parameters over all microbatches and ranks, written to `flat`.
 
-        `gradients` are views of `flat`, one per parameter, and belong to `last`, the last microbatch of this rank.
+        `flat` are the gradients of `last`, the last microbatch of this rank, in the memory order of the parameters.
         """
 
     @abstractmethod
@@ -348,8 +348,11 @@ class ExactReduction(Reduction):
         self._sums = self._merge(tree, {leaf: gradients, **self._sums}, _add_to_left)
 
     def reduce_bucket(
-        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], gradients: Tensors, flat: torch.Tensor
+        self, tree: MicrobatchTree, last: int, parameters: Sequence[Parameter], flat: torch.Tensor
     ) -> torch.Tensor:
+        if not self._sums:  # the rank has one microbatch
+            return tree_all_reduce(self._world, tree, [flat], flat)
+        gradients = unflatten(flat, parameters)
         sums = {node: self._select(node, parameters) for node in self._sums}
         *others, own = self._merge(tree, {**sums, (last, last + 1): gradients}, _add_to_right).values()
         assert own is gradients, "the last microbatch is the right-most, and sums go to the right-hand operand"
