@@ -16,6 +16,7 @@ from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.data.joint_batch import Batches, joint_batch
 from samestep.distributed.collective_check import BATCH, DATASET
+from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.batch_statistics import uses_batch_statistics, warn_of_evaluation_mode, warn_of_few_samples
 from samestep.engine.buffers import Rule
@@ -255,7 +256,7 @@ class Engine:
         total = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
             reduce_requests(batch.microbatches, total, world)
-        self.local_parameters.align_gradients()
+        self.local_parameters.align_gradients(self.optimizer)
         self._divide_by_count(batch, counts_of(batch.microbatches, total).sum())
         for callback in self._callbacks:
             callback.end_gradients(self)
@@ -287,8 +288,9 @@ class Engine:
         """Correct the divisor of the gradients from the number of samples to the global count, on the device."""
         # Not `batch.size / count`, which torch computes as a product with the reciprocal. Without a count, gradients
         # are zero, and stay so.
-        factor = (count.new_full((), batch.size) / count).nan_to_num_(nan=math.nan, posinf=1.0)
-        self.local_parameters.scale_gradients(factor)
+        if value_on_host(count) != batch.size:  # a factor of one leaves all bits
+            factor = (count.new_full((), batch.size) / count).nan_to_num_(nan=math.nan, posinf=1.0)
+            self.local_parameters.scale_gradients(factor)
         self.scaler.unscale_(self.optimizer)
         self.local_parameters.agree_on_overflow(self.scaler, self.optimizer, self.world)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.metrics.counts import rounded_sum
@@ -115,9 +116,8 @@ class LocalStats:
 
     def add(self, microbatch: int, loss: Loss, buffers: torch.Tensor | None) -> None:
         """Add a microbatch; `buffers` is its float64 vector, None for zeros."""
-        self._losses[microbatch] = loss.sum.detach().view(())
-        count = loss.count
-        self._counts[microbatch] = count.detach().view(()) if isinstance(count, torch.Tensor) else count
+        self._losses[microbatch] = _scalar(loss.sum)
+        self._counts[microbatch] = _scalar(loss.count)
         if buffers is not None:
             self._buffers[microbatch] = buffers
 
@@ -174,6 +174,14 @@ class LocalStats:
             column = [tensor.to(vector.device, non_blocking=True) for tensor in tensors]
             stacked = torch.stack(column) if len(column) > 1 else column[0]
             vector[first : first + len(column)].copy_(stacked, non_blocking=True)
+
+
+def _scalar(value: torch.Tensor | float) -> torch.Tensor | float:
+    """Return a scalar as a number, without its graph; as a tensor if the host would wait for its device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_host = value_on_host(value.detach())
+    return value.detach().view(()) if on_host is None else on_host
 
 
 def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:

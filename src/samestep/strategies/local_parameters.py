@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from samestep.distributed.devices import value_on_host
+from samestep.distributed.devices import is_accelerator, value_on_host
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.gradient_norm import partial_squares, sums_on_grids
@@ -129,15 +129,18 @@ class LocalParameters:
         for name in self._divisions:
             self._in_module[name].grad = None
 
-    def align_gradients(self) -> None:
+    def align_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy gradients at odd addresses, such as views of a bucket, to memory of their own.
 
-        CUDA's kernels add in another order if an address is no multiple of 16 bytes: optimizers that reduce over a
-        gradient would depend on the layout of buckets.
+        CUDA's kernels, and products of matrices on CPUs, can add in another order if an address is no multiple of 16
+        bytes: an optimizer that reduces over a gradient would depend on the layout of buckets. On CPUs, an elementwise
+        optimizer does not.
         """
+        if not is_accelerator(self._device) and is_elementwise(optimizer):
+            return
         for parameter in self.names:
-            if parameter.grad is not None and parameter.grad.data_ptr() % _ALIGNMENT:
-                parameter.grad = parameter.grad.clone()
+            if (gradient := parameter.grad) is not None and gradient.data_ptr() % _ALIGNMENT:
+                parameter.grad = gradient.clone()
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply the gradients by a float64 scalar on a device, without a wait for it."""
@@ -189,16 +192,21 @@ class LocalParameters:
         """Return per-parameter values of all ranks; every rank has values of every parameter already."""
         return values
 
+    @cached_property
+    def _counted_by_groups(self) -> dict[tuple[dist.ProcessGroup, ...], list[str]]:
+        """Names of the parameters of the norm by the groups among whose ranks they are divided."""
+        names: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
+        for name in self._counted:
+            groups = self._divisions[name].groups if name in self._divisions else ()
+            names.setdefault(groups, []).append(name)
+        return names or {(): []}
+
     def total_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients as a float64 scalar; the bits do not depend on the division of rows.
 
         A collective if parameters are divided. No wait for the device.
         """
-        names_by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
-        for name in self._counted:
-            groups = self._divisions[name].groups if name in self._divisions else ()
-            names_by_groups.setdefault(groups, []).append(name)
-        squares = {groups: self._partial_squares(names) for groups, names in (names_by_groups or {(): []}).items()}
+        squares = {groups: self._partial_squares(names) for groups, names in self._counted_by_groups.items()}
         largest = reduce(torch.maximum, [values.amax() for values in squares.values()])
         for group in dict.fromkeys(chain.from_iterable(division.groups for division in self._divisions.values())):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -233,6 +241,11 @@ class LocalParameters:
                 world.all_reduce(flag)
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer updates an element from its own gradient and state alone."""
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+
+
 def replace_optimizer_parameters(
     optimizer: torch.optim.Optimizer, before: Iterable[torch.nn.Parameter], local_parameters: LocalParameters
 ) -> None:
@@ -243,8 +256,7 @@ def replace_optimizer_parameters(
     """
     if not local_parameters.is_divided:
         return
-    is_elementwise = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
-    if local_parameters.divides_tensors and not is_elementwise:
+    if local_parameters.divides_tensors and not is_elementwise(optimizer):
         raise InputError(
             f"the optimizer {type(optimizer).__name__} with parameters that are divided among ranks",
             expected=f"an elementwise optimizer of torch.optim: {', '.join(sorted(_ELEMENTWISE))}",
