@@ -104,6 +104,7 @@ CODES = {
     "E_ITERABLE_DATASET": "A loader needs a dataset with a length and an index, and has one that only iterates.",
     "E_LOADER": "Two arguments of a loader exclude each other.",
     "E_SAMPLER": "A sampler divides the data among ranks, depends on earlier draws, or yields no indices of samples.",
+    "E_MIXTURE": "Sources and weights of a mixture do not fit together, or a source has too few samples.",
     "E_EPOCHS": "No step used a batch of the loader in a loop over `samestep.epochs`.",
     "E_LENGTHS": "The number of lengths differs from the number of samples.",
     "E_METRIC": "A metric is unknown, or does not support the outputs, the targets or the number of classes.",

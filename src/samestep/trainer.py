@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from samestep.engine.merged import SEPARATE
 from samestep.engine.shares import ShareBalancer
 from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
-from samestep.errors import CheckpointWriteError, InputError
+from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress, StepTimer
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
@@ -97,7 +97,8 @@ class Trainer:
         self.logger = RunLogger(loggers if engine.world.is_main else ())
         self._balancer = balancer
         self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
-        self._progress = Progress(step=0, recipe=recipe)
+        data = {} if train.stream is None else train.stream.settings(shuffle=True)
+        self._progress = Progress(step=0, recipe=recipe, data=data)
         self._timer = StepTimer(train.waits)
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
@@ -118,7 +119,7 @@ class Trainer:
         """Resume from a checkpoint of any number of ranks.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or belongs to another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model or stream.
         """
         progress = load(checkpoint, self._engine.training)
         cursor, before = progress.cursor, progress.recipe.get("epochs", self._epochs)
@@ -128,16 +129,31 @@ class Trainer:
             "at least the epochs that are complete",
             f"--set epochs={cursor.epoch} or more",
         )
+        self._require_same_data(progress.data)
         require_position(cursor, self._train.samples_of(cursor.epoch), self._train.batch_size)
         if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
             apply_schedule(self._engine.scheduler)
-        self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
+        recipe = {**progress.recipe, "epochs": self._epochs}
+        self._progress = replace(progress, recipe=recipe, data=self._progress.data)
         self._engine.steps = progress.step
         self._train.cursor = cursor
         text = f"resuming after step {progress.step}: {self._position()}"
         if before != self._epochs:
             text += f" (before: {plural(before, 'epoch')})"
         self.logger.log_event("resume", step=progress.step, epoch=cursor.epoch, samples=cursor.samples, text=text)
+
+    def _require_same_data(self, saved: Mapping[str, Any]) -> None:
+        data = self._progress.data
+        changed = [
+            f"{name} was {saved[name]} and is {data.get(name)}" for name in saved if saved[name] != data.get(name)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"the stream differs from that of the checkpoint: {', '.join(changed)}",
+                expected="the same files, weights and window",
+                fix="restore them, or begin another run",
+                code="E_RESUME_CHANGED",
+            )
 
     def _position(self) -> str:
         """Return the next work of a resumed run."""

@@ -22,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, get_wor
 
 from samestep.config import BadSamples
 from samestep.data.permutation import Indices
+from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.devices import accelerator_module, copy_stream, is_accelerator
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.signals import die_with_parent
@@ -137,6 +138,7 @@ class MicrobatchRequest(NamedTuple):
     indices: Indices
     repeats: Indices | None = None  # how often each index occurs before in the epoch; None for never
     is_filler: bool = False
+    files: tuple[int, ...] = ()  # of a stream: the next files of the rank, in the order of their use
 
 
 class FailedMicrobatch(NamedTuple):
@@ -174,6 +176,8 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
         try:
             # For each microbatch, not once: other loaders of this process can read the same dataset in other epochs.
             self.set_epoch(request.epoch)
+            if request.files and isinstance(self.dataset, StreamDataset):
+                self.dataset.prepare(request.files)
             with preserved_generators():
                 return self._microbatch(request)
         except SamestepError as error:
@@ -327,8 +331,6 @@ def prefetch_to_device(
 def _first_device(data: Any) -> torch.device | None:
     return next((tensor.device for tensor in tensors_of(data)), None)
 
-
-# Worker processes.
 
 MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
 _WORKER_EXIT_SECONDS = 2.0  # time limit for the end of a worker with a broken connection to be visible

@@ -41,6 +41,7 @@ from samestep.data.order import (
 from samestep.data.permutation import Indices, Order
 from samestep.data.planner import BatchPlanner
 from samestep.data.samplers import Sampler, draw, drawn_order
+from samestep.data.streams.dataset import stream_of
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
@@ -75,6 +76,7 @@ class Loader:
         skips: whether unusable samples are left out.
         skipped: error lines of the samples left out on this rank; the caller clears the list after reporting.
         counts_tokens: whether `take_counts` counts tokens.
+        stream: the dataset, if the order is that of its files.
         planner: divides global batches into microbatches, and requests those of this rank.
 
     Args:
@@ -85,7 +87,7 @@ class Loader:
         seed: seed of order and augmentation, 0 if omitted.
         shuffle: use a new order in each epoch, a function of seed and epoch.
         order: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory), or `auto`, which is `keyed` for more
-            than 10,000,000 samples.
+            than 10,000,000 samples. With `auto`, a `StreamDataset` has an order of its own.
         sampler: function of (seed, epoch) that returns the indices of an epoch, a sampler of torch, or a list. A
             sampler is drawn once per epoch, with generators that are seeded by seed and epoch.
         batch_sampler: like `sampler`, with lists of indices: global batches of one size.
@@ -152,6 +154,7 @@ class Loader:
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
         self._kind: SampleOrder = order if shuffle and lengths is None else "shuffled"
+        self.stream = stream_of(dataset, order, has_indices=self._sampler is not None or lengths is not None)
         self._epoch_size, self._probed = ((-1, -1), 0), ((-1, -1), "")  # each with epoch and length of the dataset
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.waits, self.planned_epochs = WaitClock(), 0  # 0 for an unknown number
@@ -192,6 +195,7 @@ class Loader:
             "order": resolve_order(self._kind, len(self._dataset)),
             "sampler": "" if self._sampler is None else digest_of(self._order(epoch)[: self.samples_of(epoch)]),
             "lengths": digest_of(self._lengths),
+            **({} if self.stream is None else self.stream.settings(shuffle=self._shuffle)),
         }
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,8 +254,13 @@ class Loader:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
         if (epoch, len(self._dataset)) != self._epoch_size[0]:
             self._reader.set_epoch(epoch)
-            self._note_size(epoch, len(self._dataset) if self._sampler is None else len(self._drawn(epoch)))
+            self._note_size(epoch, self._plain_size if self._sampler is None else len(self._drawn(epoch)))
         return self._epoch_size[1]
+
+    @property
+    def _plain_size(self) -> int:
+        """Number of samples of an epoch without a sampler."""
+        return self.stream.epoch_samples if self.stream is not None and self._shuffle else len(self._dataset)
 
     def _note_size(self, epoch: int, samples: int) -> int:
         require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
@@ -267,9 +276,11 @@ class Loader:
     def _order(self, epoch: int) -> Order:
         """Return the samples of an epoch in the order of use, with those that `drop_last` leaves out."""
         self._reader.set_epoch(epoch)
-        size, seed, shuffle = len(self._dataset), self._seed, self._shuffle
+        size, seed, shuffle = self._plain_size, self._seed, self._shuffle
         order: Order
-        if self._sampler is not None:
+        if self.stream is not None:
+            order = self.stream.order(self.planner.slot_sizes(size), seed=seed, epoch=epoch, shuffle=shuffle)
+        elif self._sampler is not None:
             order = self._drawn(epoch)
         elif self._lengths is not None:
             order = grouped_order(self._lengths, self.batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
@@ -302,7 +313,8 @@ class Loader:
         plans, requested = tee(self.planner.plans(epoch, order, repeats, positions))
         # Every rank reads the first, middle and last sample once, to compare the datasets of ranks.
         probed = numpy.unique([0, size // 2, size - 1])
-        key, is_known = (epoch if self._reader.epoch_hooks else 0, size), self._world.size == 1
+        key = (epoch if self._reader.epoch_hooks else 0, size)
+        is_known = self._world.size == 1 or self.stream is not None  # a stream has a fingerprint
         is_known |= self._probed[0] == key
         probes = [] if is_known else [MicrobatchRequest(epoch, PROBE, probed)]
         requests = chain(probes, chain.from_iterable(plan.requests for plan in requested))
@@ -320,10 +332,12 @@ class Loader:
                     Cursor(epoch, plan.span.start),
                     Cursor(epoch, plan.span.stop) if plan.span.stop < samples else Cursor(epoch + 1),
                     plan.indices,
-                    self.planner.number_of(plan.indices),
+                    self.planner.number_of(len(plan.indices)),
                     tuple(microbatch for microbatch in loaded if not microbatch.is_filler),
                     tuple(microbatch for microbatch in loaded if microbatch.is_filler),
-                    f"{size} samples (hashes of samples {', '.join(map(str, probed))}: {self._probed[1]})",
+                    f"{size} samples (hashes of samples {', '.join(map(str, probed))}: {self._probed[1]})"
+                    if self.stream is None
+                    else f"{size} samples in files {self.stream.fingerprint}",
                     self,
                     iteration,
                 )

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from samestep.config import SampleOrder
-from samestep.data.permutation import DatasetOrder, Indices, KeyedPermutation, Order
+from samestep.data.permutation import DatasetOrder, Indices, KeyedPermutation, Order, random_order
 from samestep.distributed.rng import derive_seed
 from samestep.errors import DataError, InputError
 
@@ -32,15 +32,13 @@ def resolve_order(order: SampleOrder, size: int) -> Literal["shuffled", "keyed"]
 def global_order(size: int, *, seed: int, epoch: int, shuffle: bool, order: SampleOrder = "shuffled") -> Order:
     """Return the sample indices of one epoch in the order of use, length `size`.
 
-    The order `shuffled` is an array that sorts `size` random keys. The keys are the raw output of Philox (Salmon et
-    al., "Parallel random numbers: as easy as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its
-    `permutation`. The order `keyed` computes the indices of a slice.
+    The order `shuffled` is an array. The order `keyed` computes the indices of a slice.
     """
     if not shuffle:
         return DatasetOrder(size)
     if resolve_order(order, size) == "keyed":
         return KeyedPermutation(size, seed=seed, epoch=epoch)
-    return _random_order(size, derive_seed("order", seed, epoch))
+    return random_order(size, derive_seed("order", seed, epoch))
 
 
 def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
@@ -58,13 +56,9 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, s
     batches_per_window = min(_MAX_BATCHES_PER_WINDOW, max(1, batches // _MIN_WINDOWS))
     window = numpy.arange(len(complete)) // (batches_per_window * batch_size)
     rows = complete[numpy.lexsort((lengths[complete], window))].reshape(batches, batch_size)
-    rows = rows[_random_order(batches, derive_seed("order", seed, epoch, batch_size))]
+    rows = rows[random_order(batches, derive_seed("order", seed, epoch, batch_size))]
     # Samples stay sorted within a batch, because each microbatch is padded separately.
     return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
-
-
-def _random_order(size: int, seed: int) -> Indices:
-    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(numpy.int64)
 
 
 def repeats_of(order: Indices) -> Indices:

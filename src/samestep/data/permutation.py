@@ -1,4 +1,4 @@
-"""Orders of samples that need no memory per sample: of the dataset, and a keyed permutation."""
+"""Orders of samples: of the dataset, a keyed permutation without memory per sample, and a random array."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ class DatasetOrder:
 
     def __getitem__(self, positions: slice, /) -> Indices:
         return numpy.arange(*positions.indices(self._size), dtype=numpy.int64)
+
+
+def random_order(size: int, seed: int) -> Indices:
+    """Return a random permutation of `range(size)`.
+
+    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
+    which NumPy keeps stable between versions, unlike its `permutation`.
+    """
+    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(numpy.int64)
 
 
 class KeyedPermutation:

@@ -10,6 +10,7 @@ import numpy
 
 from samestep.data.batch import MicrobatchRequest
 from samestep.data.permutation import Indices, Order
+from samestep.data.streams.order import BatchSizes, StreamOrder
 from samestep.distributed.world import World
 from samestep.microbatches import microbatch_bounds, microbatches_of_short_batch, owned_microbatches, rank_count
 
@@ -47,19 +48,38 @@ class BatchPlanner:
         """
         for start in positions:
             span = slice(start, min(start + self.batch_size, positions.stop))
-            indices = order[span]
-            counts = numpy.zeros_like(indices) if repeats is None else repeats[span]
-            yield BatchPlan(span, indices, self.requests(epoch, indices, counts))
+            files: tuple[int, ...] = ()
+            if isinstance(order, StreamOrder):
+                indices, counts = order.draws(span)
+                data = self.world.data
+                files = order.files_ahead(span, owned_microbatches(self.microbatches, data.shares, data.rank))
+            else:
+                indices = order[span]
+                counts = numpy.zeros_like(indices) if repeats is None else repeats[span]
+            yield BatchPlan(span, indices, self.requests(epoch, indices, counts, files))
 
-    def number_of(self, batch: Indices) -> int:
-        """Return the number of microbatches of a batch."""
-        if not self.keeps_size or len(batch) == self.batch_size:
+    def number_of(self, size: int) -> int:
+        """Return the number of microbatches of a batch of `size` samples."""
+        if not self.keeps_size or size == self.batch_size:
             return self.microbatches
-        return microbatches_of_short_batch(len(batch), self.batch_size, self.microbatches)
+        return microbatches_of_short_batch(size, self.batch_size, self.microbatches)
 
-    def requests(self, epoch: int, batch: Indices, repeats: Indices) -> list[MicrobatchRequest]:
-        """Return the requests of this rank: for its non-empty microbatches, and for fillers."""
-        number, shares = self.number_of(batch), self.world.data.shares
+    def slot_sizes(self, samples: int) -> BatchSizes:
+        """Return the sizes for the slots of an epoch of `samples` samples."""
+        return BatchSizes(self.batch_size, self.microbatches, self.number_of(samples % self.batch_size))
+
+    def requests(
+        self, epoch: int, batch: Indices, repeats: Indices, files: tuple[int, ...] = ()
+    ) -> list[MicrobatchRequest]:
+        """Return the requests of this rank: for its non-empty microbatches, and for fillers.
+
+        Args:
+            epoch: number of the epoch.
+            batch: indices of the samples of the global batch.
+            repeats: how often each index occurs before in the epoch.
+            files: the next files of this rank.
+        """
+        number, shares = self.number_of(len(batch)), self.world.data.shares
         bounds = [slice(*bound) for bound in microbatch_bounds(len(batch), number)]
 
         def filled(rank: int) -> list[int]:
@@ -67,7 +87,7 @@ class BatchPlanner:
             return [number for number in owned if bounds[number].start < bounds[number].stop]
 
         own = filled(self.world.data.rank)
-        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]]) for n in own]
+        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]], files=files) for n in own]
         if not self.equal_counts:
             return local
         # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.

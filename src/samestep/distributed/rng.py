@@ -22,7 +22,9 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 
 # 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was not drawn yet.
 _PYTHON_STATE, _NUMPY_STATE = "<625I?d", "<625Iid"
-Purpose = Literal["order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "engine"]
+Purpose = Literal[
+    "order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "engine", "files", "window"
+]
 
 
 def derive_seed(purpose: Purpose, *facts: int) -> int:

@@ -1,0 +1,59 @@
+"""A stream gives one SHA-256 of the weights on any number of processes and workers, also killed and resumed."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from samestep import launch
+from samestep.errors import SamestepError
+from workers import streams
+
+KINDS = ["source", pytest.param("mixture", marks=pytest.mark.long)]
+
+
+@cache
+def alone(kind: str) -> set[tuple[str, float]]:
+    results: set[tuple[str, float]] = launch(streams.train, kind, 0, processes=1)
+    assert len(results) == 1
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("processes", "workers"),
+    [
+        (3, 0),
+        (4, 3),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, 3), (2, 0), (2, 3), (3, 3), (4, 0)]),
+    ],
+)
+def test_processes_and_workers_change_no_bit(kind: str, processes: int, workers: int) -> None:
+    assert launch(streams.train, kind, workers, processes=processes) == alone(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("killed", "resumed", "workers"),
+    [(2, 3, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1, 0), (1, 4, 3), (3, 2, 0)])],
+)
+@pytest.mark.parametrize("step", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_run_resumes_on_another_number_with_the_same_bits(
+    tmp_path: Path, kind: str, killed: int, resumed: int, workers: int, step: int
+) -> None:
+    with pytest.raises(SamestepError) as failed:
+        launch(streams.train, kind, workers, tmp_path, step, processes=killed)
+    assert failed.value.code == "E_RANK_KILLED"
+    assert list(tmp_path.glob("step-*"))
+    assert launch(streams.train, kind, 3 - workers, tmp_path, processes=resumed) == alone(kind)
+
+
+@pytest.mark.slow
+def test_resumption_with_another_window_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SamestepError):
+        launch(streams.train, "source", 0, tmp_path, 4, processes=1)
+    with pytest.raises(SamestepError, match="window is 11, and was 10") as failed:
+        launch(streams.train, "source", 0, tmp_path, None, 11, processes=1)
+    assert failed.value.code == "E_RESUME_CHANGED"

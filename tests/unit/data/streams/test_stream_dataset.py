@@ -1,0 +1,142 @@
+"""Dataset of a stream in a loader: samples, order on any ranks, settings of checkpoints, and refusals."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.number_files import NumberFiles
+from samestep.data.loader import Loader
+from samestep.data.streams.dataset import Origin, StreamDataset
+from samestep.data.streams.mixture import MixtureSource
+from samestep.distributed.world import World
+from samestep.errors import DataError, InputError
+from samestep.microbatches import Cursor
+from unit.data.test_loader import start_world
+
+FILES = [10, 0, 17, 9, 30, 3]
+
+
+def loader_of(rank: int = 0, ranks: int = 1, source: Any = None, window: int = 8, **options: Any) -> Loader:
+    dataset = StreamDataset(source or NumberFiles(FILES), window=window)
+    world: World = start_world(rank, ranks)
+    return Loader(dataset, world=world, **{"batch_size": 16, "microbatches": 4, "seed": 5, "shuffle": True, **options})
+
+
+def used(loader: Loader) -> list[tuple[int, ...]]:
+    """Return the samples of this rank with position and microbatch."""
+    return [
+        (batch.begin.samples, microbatch.number, *sample)
+        for batch in loader
+        for microbatch in batch.local_microbatches
+        for sample in microbatch.data.tolist()
+    ]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_order_does_not_depend_on_ranks(drop_last: bool) -> None:
+    alone = used(loader_of(drop_last=drop_last))
+    assert len({sample[2:] for sample in alone}) == len(alone) == (64 if drop_last else 69)
+    for ranks in (2, 3, 4):
+        together = [used(loader_of(rank, ranks, drop_last=drop_last)) for rank in range(ranks)]
+        assert sorted(sample for part in together for sample in part) == sorted(alone)
+
+
+def test_iteration_resumes_at_any_batch() -> None:
+    alone = used(loader_of())
+    resumed = loader_of(1, 2)
+    resumed.cursor = Cursor(0, 32)
+    assert used(resumed) == [sample for sample in alone if sample[0] >= 32 and sample[1] in (2, 3)]
+
+
+def test_a_rank_reads_and_prepares_files_of_its_slots_alone() -> None:
+    by_rank = []
+    for rank in range(2):
+        source = NumberFiles([10] * 60)
+        used(loader_of(rank, 2, source, window=20))
+        assert set(source.reads) <= {file for files in source.prepared for file in files}
+        by_rank.append(set(source.reads))
+    assert [len(files) for files in by_rank] == [30, 30]
+    assert len(set.union(*by_rank)) == 60
+
+
+def test_evaluation_has_the_order_of_the_files() -> None:
+    samples = [sample[2:] for sample in used(loader_of(shuffle=False))]
+    assert samples == [(file, index) for file, size in enumerate(FILES) for index in range(size)]
+
+
+def test_sample_has_an_origin_and_a_transform() -> None:
+    dataset = StreamDataset(NumberFiles(FILES), transform=lambda sample: sample * 10)
+    assert dataset[10].tolist() == [20, 0]
+    assert dataset.origin(10) == Origin("", "file-2", 0)
+    with pytest.raises(IndexError):
+        dataset[69]
+    mixed = StreamDataset(MixtureSource({"a": NumberFiles([2]), "b": NumberFiles(FILES, "b")}, {"a": 1, "b": 1}))
+    assert mixed[12].tolist() == [2, 0]
+    assert mixed.origin(12) == Origin("b", "b-2", 0)
+    assert [mixed.source.names[index] for index in (0, 1)] == ["a/file-0", "b/b-0"]
+
+
+def test_dataset_can_be_pickled() -> None:
+    dataset = pickle.loads(pickle.dumps(StreamDataset(NumberFiles(FILES))))
+    assert torch.equal(dataset[10], torch.tensor([2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("window", {"window": 9}),
+        ("files", {"source": NumberFiles([10, 0, 17, 9, 30, 3], "other")}),
+        ("files", {"source": NumberFiles([11, 0, 17, 9, 30, 2])}),
+        ("order", {"order": "keyed"}),
+        ("weights", {"source": MixtureSource({"a": NumberFiles(FILES)}, {"a": 1})}),
+    ],
+)
+def test_settings_of_a_checkpoint_have_the_inputs_of_the_order(name: str, change: dict[str, Any]) -> None:
+    before, after = loader_of().settings_of(0), loader_of(**change).settings_of(0)
+    assert before.get(name) != after[name]
+    assert before == loader_of(1, 2).settings_of(0)
+
+
+def test_mixture_has_its_own_length_of_epoch() -> None:
+    sources = {"a": NumberFiles([40]), "b": NumberFiles([20])}
+    loader = loader_of(source=MixtureSource(sources, {"a": 1, "b": 3}, samples=100))
+    assert (loader.samples, len(loader), len(used(loader))) == (100, 7, 100)
+    evaluation = loader_of(source=MixtureSource(sources, {"a": 1, "b": 3}, samples=100), shuffle=False)
+    assert evaluation.samples == len(used(evaluation)) == 60
+
+
+@pytest.mark.parametrize("options", [{"order": "keyed"}, {"lengths": [1] * 60}, {"sampler": range(60)}])
+def test_mixture_refuses_orders_without_weights(options: dict[str, Any]) -> None:
+    source = MixtureSource({"a": NumberFiles([40]), "b": NumberFiles([20])}, {"a": 1, "b": 3})
+    with pytest.raises(InputError) as caught:
+        loader_of(source=source, **{"shuffle": "sampler" not in options, **options})
+    assert caught.value.code == "E_LOADER"
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "samples"),
+    [
+        ({"a": NumberFiles([1])}, {"b": 1}, None),
+        ({}, {}, None),
+        ({"a": NumberFiles([1])}, {"a": 0}, None),
+        ({"a": NumberFiles([1])}, {"a": float("inf")}, None),
+        ({"a": NumberFiles([1])}, {"a": 1}, 0),
+        ({"a": MixtureSource({"b": NumberFiles([1])}, {"b": 1})}, {"a": 1}, None),
+    ],
+)
+def test_invalid_mixture_is_refused(sources: Any, weights: Any, samples: int | None) -> None:
+    with pytest.raises(InputError) as caught:
+        MixtureSource(sources, weights, samples=samples)
+    assert caught.value.code == "E_MIXTURE"
+
+
+def test_stream_without_samples_or_window_is_refused() -> None:
+    for files in ([], [0, 0]):
+        with pytest.raises(DataError) as empty:
+            StreamDataset(NumberFiles(files))
+        assert empty.value.code == "E_EMPTY_DATASET"
+    with pytest.raises(InputError) as caught:
+        StreamDataset(NumberFiles(FILES), window=0)
+    assert caught.value.code == "E_VALUE"
