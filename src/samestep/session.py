@@ -32,17 +32,18 @@ from samestep.distributed.devices import (
 )
 from samestep.distributed.disk import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
-from samestep.distributed.launcher_detection import Rendezvous, loopback_address
+from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.store import job_prefix, wait_for_ranks
+from samestep.distributed.store import wait_for_ranks
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
+from samestep.launcher.software import require_same_software
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 
 if TYPE_CHECKING:
@@ -232,7 +233,8 @@ def _create_process_group(
     """Select the device, find the other ranks and create the process group."""
     _require_no_process_group()
     rendezvous = read_rendezvous() if worker is None else None
-    prepare_torch_environment(loopback=rendezvous is None or rendezvous.is_on_one_machine)
+    is_local = worker.place.is_on_one_host if worker else rendezvous is None or rendezvous.is_on_one_machine
+    prepare_torch_environment(loopback=is_local)
     rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
     device, own_gpus = _select_devices(kind, worker, rendezvous, strategy, share_gpu=share_gpu)
@@ -318,7 +320,7 @@ def _end_loader_workers() -> None:
 def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[int, int, int]:
     """Return rank, number of ranks and local rank."""
     if worker is not None:
-        return worker.rank, worker.size, worker.rank
+        return worker.rank, worker.size, worker.local_rank
     return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) if rendezvous is not None else (0, 1, 0)
 
 
@@ -382,9 +384,12 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         rank, size, hint = worker.rank, worker.size, "read the output of the missing ranks"
         store = process_state.hosted_store
         if store is None:
-            store = dist.TCPStore(loopback_address(), worker.port, size, False, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(job_prefix(read_environment().token), store)
+            address, port = worker.place.address, worker.place.port
+            store = dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+        store = dist.PrefixStore(read_environment().job_prefix, store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
         )
+        if not worker.place.is_on_one_host:
+            require_same_software(process_state.launch_store, rank, size, timeout)
     return process_state.launch_store

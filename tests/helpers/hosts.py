@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,11 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import TESTS, Running
+from helpers.surroundings import require_bounded
+from helpers.system import TESTS, Done, Running, events, here, until, weights
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
 SOURCES = TESTS.parent / "src"
 PORT = 29400  # no other process uses ports of these namespaces
+RECIPE = TESTS / "helpers/recorded.yaml"
+HANG_SECONDS = 8
+END_SECONDS = 40  # limit of hangs, reports of silent ranks, and the end of torchrun
+# gloo uses the interface of the host's name, which has no address here.
+INTERFACE = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,10 @@ class Host:
         self, *command: object, cwd: Path, variables: Mapping[str, str] | None = None, clock_offset: int = 0
     ) -> Running:
         """Start a command on this host, without the variables of other launchers."""
-        bare = [f"--unset={name}" for name in (*LAUNCH_VARIABLES, "SAMESTEP_TOKEN")]
+        bare = [f"--unset={name}" for name in (*LAUNCH_VARIABLES, "SAMESTEP_TOKEN", *INTERFACE)]
         path = os.pathsep.join(map(str, (SOURCES, TESTS)))
         # The sockets of one host must not be in a folder of another.
-        own = {"TMPDIR": "/var/tmp", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        own = {"TMPDIR": "/var/tmp", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         own |= variables or {}
         environment = ["env", *bare, *(f"{name}={value}" for name, value in own.items())]
         return Running(*command, cwd=cwd, command=[*self.prefix(clock_offset=clock_offset), *environment])
@@ -87,19 +95,47 @@ def hosts(count: int) -> Iterator[list[Host]]:
         yield machines
 
 
-def torchrun(machines: Sequence[Host], number: int, ranks: int) -> list[str]:
-    """Return the command of torchrun on host `number`, for `ranks` ranks on each host; the first host has the store."""
+def by_torchrun(
+    machines: Sequence[Host],
+    stack: ExitStack,
+    path: Path,
+    *command: object,
+    ranks: int = 1,
+    minimum: int = 0,
+    restarts: int = 0,
+) -> list[Running]:
+    """Start torchrun on each host, for `ranks` ranks; the first host has the store.
+
+    With a `minimum` of hosts, torchrun restarts the ranks of fewer hosts, in seconds.
+    """
+    nodes, waits = len(machines), ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(machines)}", f"--nproc-per-node={ranks}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={machines[0].address}:{PORT}", "--rdzv-id=samestep"),
-        f"--rdzv-conf=is_host={'true' if number == 0 else 'false'}",
-        f"--local-addr={machines[number].address}",
+        stack.enter_context(
+            host.run(
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={minimum or nodes}:{nodes}"),
+                *(f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=1"),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint={machines[0].address}:{PORT}", "--rdzv-id=samestep"),
+                f"--rdzv-conf=is_host={'true' if number == 0 else 'false'}{waits if minimum else ''}",
+                f"--local-addr={host.address}",
+                *command,
+                cwd=path,
+                variables=INTERFACE,
+            )
+        )
+        for number, host in enumerate(machines)
     ]
+
+
+def listed(machines: Sequence[Host], number: int) -> list[str]:
+    """Return the options of `samestep train` and `samestep run` on host `number`."""
+    names = ",".join(host.address for host in machines)
+    return ["--hosts", names, "--host-rank", str(number), "--port", str(PORT)]
 
 
 def by_hand(machines: Sequence[Host], number: int) -> dict[str, str]:
     """Return the variables of the only rank of host `number`, without an agent; rank 0 has the store."""
     return {
+        **INTERFACE,
         "RANK": str(number),
         "WORLD_SIZE": str(len(machines)),
         "LOCAL_RANK": "0",
@@ -107,6 +143,118 @@ def by_hand(machines: Sequence[Host], number: int) -> dict[str, str]:
         "MASTER_ADDR": machines[0].address,
         "MASTER_PORT": str(PORT),
     }
+
+
+def by_variables(
+    machines: Sequence[Host],
+    stack: ExitStack,
+    path: Path,
+    *command: object,
+    python_path: str = f"{SOURCES}:{TESTS}",
+    token: str = "token",
+    clock_offset: int = 0,
+) -> list[Running]:
+    """Start one rank per host by variables alone, without an agent; path, token and clocks are those of other hosts."""
+    commands = []
+    for number, host in enumerate(machines):
+        own = {"PYTHONPATH": python_path, "SAMESTEP_TOKEN": token} if number else {"SAMESTEP_TOKEN": "token"}
+        variables = {**by_hand(machines, number), **own}
+        offset = clock_offset if number else 0
+        running = host.run(sys.executable, *command, cwd=path, variables=variables, clock_offset=offset)
+        commands.append(stack.enter_context(running))
+    return commands
+
+
+def by_hosts(
+    machines: Sequence[Host],
+    stack: ExitStack,
+    path: Path,
+    *command: object,
+    python_path: str = f"{SOURCES}:{TESTS}",
+    token: str = "token",
+    clock_offset: int = 0,
+    without: int | None = None,
+) -> list[Running]:
+    """Start a command with `--hosts` on each host; path, token and clocks are those of hosts other than the first.
+
+    No command starts on the host `without`.
+    """
+    commands = []
+    for number, host in enumerate(machines):
+        if number == without:
+            continue
+        own = {"PYTHONPATH": python_path, "SAMESTEP_TOKEN": token} if number else {"SAMESTEP_TOKEN": "token"}
+        options, offset = listed(machines, number), clock_offset if number else 0
+        running = host.run(sys.executable, *command, *options, cwd=path, variables=own, clock_offset=offset)
+        commands.append(stack.enter_context(running))
+    return commands
+
+
+def same_report(results: Sequence[Done]) -> str:
+    """Return the report that the commands of all hosts print, once each."""
+    reports = {single_report([result]).partition("error: ")[2] for result in results}
+    assert len(reports) == 1, results
+    return reports.pop()
+
+
+def ended(commands: Sequence[Running], seconds: float = END_SECONDS) -> list[Done]:
+    """Return the results of commands that must end within some seconds and leave no process."""
+    deadline = time.monotonic() + seconds
+    results = [command.wait(max(1.0, deadline - time.monotonic())) for command in commands]
+    for command in commands:
+        until(lambda command=command: not command.processes(), "no process is left", 10, command.processes)
+    return results
+
+
+def single_report(results: Sequence[Done]) -> str:
+    """Return the only report of all ranks."""
+    reports = [result.err for result in results if "error: " in result.err]
+    assert len(reports) == 1, results
+    require_bounded(reports[0])
+    assert reports[0].count("error: ") == 1, reports[0]
+    return reports[0]
+
+
+def kill_host(machine: Host, commands: Running) -> None:
+    """End all processes of a host as a loss of power does: its kernel ends no connection."""
+    machine.cut()
+    for process in commands.processes():
+        commands.try_kill_process(process, signal.SIGKILL)
+
+
+def name_of(process: int) -> str:
+    """Return the name of a process."""
+    return Path(f"/proc/{process}/comm").read_text(encoding="ascii").strip()
+
+
+def command_of(running: Running) -> int:
+    """Return the process of the command with `--hosts`."""
+    texts = {process: Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0") for process in running.processes()}
+    (process,) = (
+        process for process, text in texts.items() if text[0] == sys.executable.encode() and b"--hosts" in text
+    )
+    return process
+
+
+STARTS = {"variables": by_variables, "--hosts": by_hosts}
+
+
+def held_run(way: str, machines: Sequence[Host], stack: ExitStack, path: Path, *options: object) -> list[Running]:
+    """Start a run whose rank 0 waits in call 20 of the loss, after the checkpoint of step 3."""
+    (path / "hold").write_text("0 20", encoding="utf-8")
+    command = ("-m", "samestep", "train", RECIPE, *options, "--name", "many", "--checkpoint-every", 3)
+    commands = STARTS[way](machines, stack, path, *command, "--hang-after", f"{HANG_SECONDS}s")
+    # The hold must be shorter than the time that counts as a hang.
+    commands[0].until(lambda: len(events(path / "runs/many", "step")) >= 6, "6 steps")
+    return commands
+
+
+def require_resumable(path: Path) -> None:
+    """Require that one process resumes the run to the weights of an undisturbed run."""
+    (path / "hold").unlink(missing_ok=True)
+    assert here("resume", path / "runs/many", cwd=path) == 0
+    assert here("train", RECIPE, "--name", "one", cwd=path) == 0
+    assert weights(path / "runs/many") == weights(path / "runs/one")
 
 
 def _ip(*arguments: str) -> None:

@@ -17,6 +17,7 @@ from samestep.cli.external_launcher import require_single_process, run_as_rank
 from samestep.cli.launch_options import (
     LaunchOptions,
     add_fault_options,
+    add_hosts_options,
     launch_ranks,
     launch_with_restarts,
     requeue_after,
@@ -39,7 +40,7 @@ from samestep.cli.recipe_options import (
     plan_from_checkpoint,
     plan_to_resume,
 )
-from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions
+from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions, resolve_mesh
 from samestep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -50,7 +51,9 @@ from samestep.errors import (
     SamestepError,
     WitnessError,
 )
+from samestep.launcher.arrival import join_hosts
 from samestep.launcher.failure import E_DISK_HANG, RankError
+from samestep.launcher.hosts import HostsConfig
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
@@ -109,6 +112,7 @@ def add_run(commands: Any) -> None:
     text = "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)"
     group.add_argument("--processes", default="auto", metavar="N", help=text)
     add_options(group, "--devices", "--share-gpu")
+    add_hosts_options(parser)
     add_fault_options(parser)
     add_options(parser.add_argument_group("output"), "--runs")
     parser.set_defaults(run=_run_script)
@@ -116,6 +120,7 @@ def add_run(commands: Any) -> None:
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     add_machine_options(parser)
+    add_hosts_options(parser)
     text = "ignore the settings that samestep tune found here; --workers and --prefetch ignore them too"
     parser.add_argument("--no-tuned", action="store_true", help=text)
     add_strategy_options(parser)
@@ -188,6 +193,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
     log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
     processes = options.process_range()
     call = partial(ByName("samestep.launcher.worker", "run_script"), script, tuple(arguments.arguments))
+    if options.hosts is not None:
+        return _run_script_on_hosts(options, options.hosts, call, log_dir)
     starts = itertools.count()
 
     def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
@@ -200,9 +207,21 @@ def _run_script(arguments: argparse.Namespace) -> int:
     return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
 
 
+def _run_script_on_hosts(options: LaunchOptions, hosts: HostsConfig, call: Callable[..., Any], log_dir: Path) -> int:
+    """Run the script on this host and others; return the exit code of the first host."""
+    _, processes = options.process_range()
+    with join_hosts(hosts, processes, options.hang_after) as group:
+        folder = Path(group.share(str(log_dir)))
+        launch_config = LaunchConfig(options.hang_after, options.grace, log_dir=folder, hosts=group)
+        result = run_workers(call, processes=processes, launch_config=launch_config, environment=options.environment)
+        return group.agree_on_exit(EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE)
+
+
 def _train(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
     """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
     rendezvous = options.launch.rendezvous
+    if options.launch.hosts is not None:
+        return _train_on_hosts(options, options.launch.hosts, make_plan)
     if rendezvous is None:
         return _launch(options, make_plan(slurm_restarts(options.launch.requeue)))
 
@@ -220,6 +239,24 @@ def _train(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int
         # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
         return EXIT_DONE if options.launch.requeue else EXIT_STOPPED
     return EXIT_FAILED if _skipped_most_steps(summary) else EXIT_DONE
+
+
+def _train_on_hosts(options: TrainingOptions, hosts: HostsConfig, make_plan: Callable[[int], RunPlan]) -> int:
+    """Train on this host and others, with the plan of the first host; return its exit code."""
+    launch = options.launch
+    _, processes = launch.process_range()
+    with join_hosts(hosts, processes, launch.hang_after) as group:
+        text = make_plan(slurm_restarts(launch.requeue)).to_json() if group.is_first else None
+        plan = RunPlan.from_json(group.share(text))
+        recipe = plan.recipe
+        resolve_mesh(recipe.strategy, group.place.size, recipe.microbatch_count, recipe.batch_size)
+        launch_config = LaunchConfig(launch.hang_after, launch.grace, log_dir=plan.folder / "logs", hosts=group)
+        arguments = (recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step, plan.accept_changes)
+        result = launch_ranks("train", *arguments, processes=processes, launch_config=launch_config, options=launch)
+        code = EXIT_DONE
+        if group.is_first:
+            code = _finish(options, result.value, plan.folder, stop_signal=result.stop_signal)
+        return group.agree_on_exit(code)
 
 
 def _launch(options: TrainingOptions, plan: RunPlan) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ _TOKEN = "SAMESTEP_TOKEN"
 CACHE = "SAMESTEP_CACHE"  # folder of the caches of samples
 _LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
@@ -40,6 +41,11 @@ class Environment:
     device_order: str | None = None  # order in which CUDA numbers devices
     gloo_interface: str | None = None  # network interface of gloo
     share_gpu: bool = False  # several ranks may use one GPU
+
+    @property
+    def job_prefix(self) -> str:
+        """Prefix of all keys of a job in a store."""
+        return f"samestep/{hashlib.sha256(self.token.encode()).hexdigest() if self.token is not None else 'no-token'}"
 
 
 def read_environment() -> Environment:
@@ -137,11 +143,12 @@ def environment_copy() -> dict[str, str]:
     return dict(os.environ)
 
 
-def prepare_torch_environment(*, loopback: bool) -> None:
+def prepare_torch_environment(*, loopback: bool, interface: str | None = None) -> None:
     """Set torch's variables that are not set yet. Call before torch uses a device or a process group.
 
     Args:
         loopback: all ranks are on this machine, so gloo uses the loopback interface.
+        interface: otherwise the network interface of gloo and NCCL; None for their own choice.
     """
     # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -151,6 +158,9 @@ def prepare_torch_environment(*, loopback: bool) -> None:
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+    elif interface is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
+        os.environ.setdefault(_NCCL_INTERFACE, interface)
 
 
 def silence_torch_warnings() -> None:

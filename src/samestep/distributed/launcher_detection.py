@@ -5,7 +5,6 @@ Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/laun
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
+from samestep.distributed.addresses import is_loopback
 from samestep.errors import InputError
 
 Variables = Mapping[str, str]
@@ -67,14 +67,6 @@ class Rendezvous:
         if self.local_size is None:
             return self.address is not None and is_loopback(self.address)
         return self.local_size == self.world_size
-
-
-def is_loopback(address: str) -> bool:
-    """Whether no other machine can reach `address`."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def find_rendezvous(variables: Variables) -> Rendezvous | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -15,16 +14,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from samestep.distributed.addresses import accepts_connections, is_loopback, listen, resolve
 from samestep.distributed.env import prepare_torch_environment, read_environment
-from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, is_loopback, loopback_address
-from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
-from samestep.errors import EXIT_FAILED, InputError, RunError
+from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, loopback_address
+from samestep.distributed.store import publish_port, wait_for_port, wait_for_ranks
+from samestep.errors import EXIT_FAILED, RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.software import require_same_software
 from samestep.launcher.source_files import SourceFiles
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from samestep.launcher.worker import WorkerSpec
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
-_CONNECT_POLL_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
+_CONNECT_POLL_SECONDS = 0.1
 _REPORT_POLL_SECONDS = 0.02
 # Time that a rank which lost another waits for the report of the lost rank.
 _SETTLE_SECONDS = 1.0
@@ -132,7 +132,7 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
         with _job_store(rendezvous, timeout) as (tcp, address):
-            store = dist.PrefixStore(job_prefix(read_environment().token), tcp)
+            store = dist.PrefixStore(read_environment().job_prefix, tcp)
             # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on
             # several machines each agent counts its own.
             earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
@@ -164,7 +164,7 @@ def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> Iterator[tuple[dis
     assert rendezvous.address is not None
     address = (rendezvous.address, rendezvous.port)
     if rendezvous.rank == 0 and not rendezvous.has_store:
-        yield _tcp_store(_listen(*address), *address, size, timeout), address
+        yield _tcp_store(listen(*address), *address, size, timeout), address
     else:
         yield _connect(rendezvous, timeout), address
 
@@ -177,7 +177,7 @@ def _tcp_store(listener: socket.socket, address: str, port: int, size: int, time
 def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     address, port = rendezvous.address, rendezvous.port
     assert address is not None and port is not None
-    _resolve(address, port)
+    resolve(address, port)
     # Own attempts first: torch's attempts end with pages of C++ frames.
     deadline = time.monotonic() + timeout.total_seconds()
     while not accepts_connections(address, port):
@@ -191,50 +191,6 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
             )
         time.sleep(_CONNECT_POLL_SECONDS)
     return dist.TCPStore(address, port, rendezvous.world_size, False, timeout, wait_for_workers=False)
-
-
-def accepts_connections(address: str, port: int) -> bool:
-    """Whether a process listens at an address."""
-    with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECT_SECONDS):
-        return True
-    return False
-
-
-def _resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return address families and socket addresses of a host."""
-    try:
-        results = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise InputError(
-            f"the host {address!r} cannot be resolved: {error.strerror}",
-            expected="the host of rank 0, from MASTER_ADDR or the list of hosts of the Slurm step",
-            fix="set MASTER_ADDR to an address that all ranks can reach",
-            code="E_UNKNOWN_HOST",
-        ) from error
-    return [(family, socket_address) for family, _, _, _, socket_address in results]
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen on an address of this machine alone; on all interfaces for another address, as behind a proxy."""
-    results = _resolve(address, port)
-    # /etc/hosts may map the machine's own name to a loopback address; the address that others use is unknown then.
-    is_local_name = any(is_loopback(str(target[0])) for _, target in results) and not is_loopback(address)
-    attempts = [] if is_local_name else results
-    for family, target in [*attempts, (results[0][0], ("", port))]:
-        try:
-            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-            return socket.create_server(target, family=family, backlog=1024, dualstack_ipv6=is_dual)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise InputError(
-                    f"port {port} at {address} is used by another process",
-                    expected="a free port for rank 0: MASTER_PORT, or in Slurm a port derived from job and step",
-                    fix="set MASTER_PORT to a free port, the same for all ranks",
-                    code="E_PORT_IN_USE",
-                ) from error
-            if error.errno != errno.EADDRNOTAVAIL or not target[0]:
-                raise
-    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _mpi_job() -> str:
@@ -255,7 +211,8 @@ def host_store(worker: WorkerSpec, timeout: timedelta) -> None:
     """In rank 0 of a launch: open the store of the launch. The store stays open until the process ends."""
     if worker.rank == 0 and process_state.hosted_store is None:
         assert worker.listener is not None
-        process_state.hosted_store = _tcp_store(worker.listener, loopback_address(), worker.port, worker.size, timeout)
+        place = worker.place
+        process_state.hosted_store = _tcp_store(worker.listener, place.address, place.port, place.size, timeout)
 
 
 def failure_reported(store: dist.Store) -> bool:

@@ -38,6 +38,8 @@ from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError
 from samestep.launcher.failure import RankError, StoppedError
+from samestep.launcher.host_workers import HostWorkerGroup
+from samestep.launcher.hosts import Place
 from samestep.launcher.pickling import portable, unpack
 from samestep.launcher.preflight import require_machine
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
@@ -71,7 +73,7 @@ PRELOAD = (
 class LaunchResult:
     """Result of a launch."""
 
-    value: Any  # of rank 0
+    value: Any  # of rank 0; None on a host without rank 0
     stop_signal: int | None  # signal that requested the end of the run, if any
 
 
@@ -127,7 +129,8 @@ def run_workers(
     """Run a function as `launch` does, with a `LaunchConfig`; the result includes the stop signal."""
     _require_valid(processes, launch_config)
     require_machine(processes)
-    prepare_torch_environment(loopback=True)
+    hosts = launch_config.hosts
+    prepare_torch_environment(loopback=False)  # each rank sets its network interface
     silence_torch_warnings()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
@@ -135,18 +138,26 @@ def run_workers(
         context = multiprocessing.get_context("spawn")
     log_dir = launch_config.log_dir
     with ExitStack() as stack:
-        listener = stack.enter_context(free_loopback_socket())
-        status_board = stack.enter_context(closing(StatusBoard.create(processes)))
-        worker_group = WorkerGroup(status_board, launch_config)
+        listener = stack.enter_context(free_loopback_socket()) if hosts is None else hosts.listener
+        if hosts is None:
+            assert listener is not None
+            place = Place((processes,), 0, *listener.getsockname()[:2])
+        else:
+            place = hosts.place
+        status_board = stack.enter_context(closing(StatusBoard.create(place.size)))
+        worker_group = (
+            WorkerGroup(status_board, launch_config)
+            if hosts is None
+            else HostWorkerGroup(status_board, launch_config, hosts)
+        )
         stack.enter_context(worker_group.signals())
         try:
             server = start_server()
             stack.callback(_report_orphans, server)
-            for rank in range(processes):
+            for rank in place.ranks_of(place.host):
                 worker_spec = WorkerSpec(
                     rank=rank,
-                    size=processes,
-                    port=listener.getsockname()[1],
+                    place=place,
                     listener=listener if rank == 0 else None,
                     function=partial(function, *arguments),
                     log=log_dir / f"rank-{rank}.log" if log_dir is not None and rank > 0 else None,
@@ -159,10 +170,10 @@ def run_workers(
                 variables = {HASH_SEED: str(rank)} if launch_config.has_own_hash_seeds else {}
                 with variables_of_subprocess(variables):
                     worker_group.start(context, worker_spec)
-            value = unpack(worker_group.wait_for_all())
+            packed = worker_group.wait_for_all()
         finally:
             worker_group.end()
-    return LaunchResult(value, worker_group.stop_signal)
+    return LaunchResult(unpack(packed) if packed else None, worker_group.stop_signal)
 
 
 def _require_valid(processes: int, config: LaunchConfig) -> None:

@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from samestep.distributed.addresses import accepts_connections
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job, accepts_connections, report_failure, wait_for_keys
+from samestep.launcher.job import Job, report_failure, wait_for_keys
 from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from samestep.distributed.env import set_environment
-from samestep.distributed.launcher_detection import loopback_address
+from samestep.distributed.env import prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_parent
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.distributed.streams import STALL_SECONDS, protect_output
 from samestep.errors import message_of
 from samestep.launcher.failure import Failure
+from samestep.launcher.hosts import Place
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
 
@@ -39,9 +39,8 @@ class WorkerSpec:
     """Specification of one worker process."""
 
     rank: int
-    size: int
-    port: int  # of rank 0's store on the loopback interface
-    listener: socket.socket | None  # bound to `port`, in rank 0 only; no other process can take the port meanwhile
+    place: Place  # of the ranks of this host, and the store of rank 0
+    listener: socket.socket | None  # of the store, in rank 0 only; no other process can take the port meanwhile
     function: Callable[[], Any]  # runs in every rank; the launcher receives rank 0's result
     log: Path | None  # file for the output of this rank; None for the launcher's terminal
     status_board: StatusBoard
@@ -50,6 +49,16 @@ class WorkerSpec:
     timeout: float  # default time limit of a collective, in seconds
     server: int  # process id of the fork server, the parent
     stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this host, from 0."""
+        return self.rank - self.place.first_rank
 
     @cached_property
     def rank_status(self) -> RankStatus:
@@ -94,6 +103,7 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
     protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
     set_environment(worker_spec.environment)
+    prepare_torch_environment(loopback=worker_spec.place.is_on_one_host, interface=worker_spec.place.interface)
     rank, status = worker_spec.rank, worker_spec.rank_status
     try:
         value = _call(worker_spec)
@@ -173,17 +183,20 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
 
     worker_spec = process_state.worker
     assert worker_spec is not None
+    place = worker_spec.place
     host_store(worker_spec, _SCRIPT_TIMEOUT)
     process_state.is_script = True
     set_environment(
         {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            **dict.fromkeys(("RANK", "ROLE_RANK"), str(worker_spec.rank)),
+            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
+            "LOCAL_RANK": str(worker_spec.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.counts[place.host]),
+            "GROUP_RANK": str(place.host),
+            "GROUP_WORLD_SIZE": str(len(place.counts)),
             "ROLE_NAME": "default",
-            "MASTER_ADDR": loopback_address(),
-            "MASTER_PORT": str(worker_spec.port),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

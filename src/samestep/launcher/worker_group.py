@@ -14,22 +14,25 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from socket import socket
 from types import FrameType
 
 from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
+from samestep.launcher.hosts import HostGroup
 from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_failure, waits_for_loader
 from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
 RANK_NAME = "samestep-rank-"
 # Time for the other ranks to report their failures after the first one, before they are killed.
-_SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 # Time for killed processes to end; a process that waits for a disk may never end.
-_KILL_SECONDS = 4.0
+KILL_SECONDS = 4.0
 # Time after which running threads of a rank whose function has returned are reported.
 _THREADS_SECONDS = 3.0
+Stacks = dict[int, list[str]]  # by rank, outermost frame first
 # Exit code that multiprocessing reports for a fork whose server is gone.
 _SERVER_GONE = 255
 
@@ -43,6 +46,7 @@ class LaunchConfig:
     stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
     log_dir: Path | None = None  # folder for output of ranks other than 0, and for failures that are consequences
     has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
+    hosts: HostGroup | None = None  # hosts of the ranks; None for this machine alone
 
 
 @dataclass
@@ -138,7 +142,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kill all running workers."""
-        self._deadline = min(self._deadline, time.monotonic() + _KILL_SECONDS)
+        self._deadline = min(self._deadline, time.monotonic() + KILL_SECONDS)
         for worker in self._workers:
             if worker.is_running:
                 worker.process.kill()
@@ -146,32 +150,44 @@ class WorkerGroup:
     def wait_for_all(self) -> bytes:
         """Wait until every worker has ended, and return rank 0's result; raise `RankError` or `StoppedError`."""
         next_check = time.monotonic()
-        while running := [worker for worker in self._workers if worker.is_running]:
-            now = time.monotonic()
-            if now >= self._deadline:
-                break
+        while self._is_waiting() and (now := time.monotonic()) < self._deadline:
+            running = [worker for worker in self._workers if worker.is_running]
             sentinels = [worker.process.sentinel for worker in running]
             channels = [worker.channel for worker in running if worker.result is None]
-            wait([*sentinels, *channels], timeout=max(0.0, min(self._deadline - now, next_check - now)))
+            wait(
+                [*sentinels, *channels, *self._connections()],
+                timeout=max(0.0, min(self._deadline - now, next_check - now)),
+            )
             if self._collect_results():
-                self._deadline, self._exceeds_grace = min(self._deadline, time.monotonic() + _SETTLE_SECONDS), False
+                self._deadline, self._exceeds_grace = min(self._deadline, time.monotonic() + SETTLE_SECONDS), False
             elif time.monotonic() >= next_check:
                 self._check_progress()
                 next_check = time.monotonic() + _CHECK_SECONDS
         self.end()
         failures = [worker.result for worker in self._workers if isinstance(worker.result, Failure)]
-        if failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers):
-            self._raise(Failure.of_fork_server(failures[0].activity), failures)
-        if failures:
-            self._raise(first_cause(failures), failures)
+        if (cause := self._cause(failures)) is not None:
+            self._raise(cause, failures)
         main = self._workers[0].result
         assert isinstance(main, RankResult)
         return main.value
 
+    def _is_waiting(self) -> bool:
+        return any(worker.is_running for worker in self._workers)
+
+    def _connections(self) -> list[socket]:
+        """Connections to other hosts that end the wait for workers when a message arrives."""
+        return []
+
+    def _cause(self, failures: list[Failure]) -> Failure | None:
+        """Return the first cause of the failures; None without failures."""
+        if failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers):
+            return Failure.of_fork_server(failures[0].activity)
+        return first_cause(failures) if failures else None
+
     def end(self) -> None:
         """Kill all running workers and collect the last results."""
         self.kill()
-        deadline = time.monotonic() + _KILL_SECONDS
+        deadline = time.monotonic() + KILL_SECONDS
         for worker in self._workers:
             if worker.is_running:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -225,22 +241,32 @@ class WorkerGroup:
         if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._stop_requests:
             self._stop_requests = 1
             self._forward_stop()
-        if seconds := self._watchdog.hang_seconds(states):
-            running = [(worker, pid) for worker in self._workers if worker.is_running and (pid := worker.process.pid)]
-            stacks = {worker.rank: worker.stacks.request(pid) for worker, pid in running}
-            loader_stacks = {
-                worker.rank: worker.stacks.request_loader_worker(pid)
-                for worker, pid in running
-                if waits_for_loader(stacks[worker.rank])
-            }
-            failure = hang_failure(Hang(seconds, self._config.hang_after, states, stacks, loader_stacks))
-            self._workers[failure.rank].result = failure
-            self._deadline = time.monotonic()
-        elif message := self._watchdog.slow_rank(states):
-            report_line(message)
+        self._watch(states)
         self._end_stuck_exits(states)
         for worker in self._workers:
             self._check_threads(worker)
+
+    def _watch(self, states: Mapping[int, RankState]) -> None:
+        """End a hang of the ranks, or report a slow rank."""
+        if seconds := self._watchdog.hang_seconds(states):
+            self._end_hang(hang_failure(Hang(seconds, self._config.hang_after, states, *self._stacks())))
+        elif message := self._watchdog.slow_rank(states):
+            report_line(message)
+
+    def _stacks(self) -> tuple[Stacks, Stacks]:
+        """Return the stacks of running ranks, and those of their busy loader workers."""
+        running = [(worker, pid) for worker in self._workers if worker.is_running and (pid := worker.process.pid)]
+        stacks = {worker.rank: worker.stacks.request(pid) for worker, pid in running}
+        loader_stacks = {
+            worker.rank: worker.stacks.request_loader_worker(pid)
+            for worker, pid in running
+            if waits_for_loader(stacks[worker.rank])
+        }
+        return stacks, loader_stacks
+
+    def _end_hang(self, failure: Failure) -> None:
+        self._workers[failure.rank].result = failure
+        self._deadline = time.monotonic()
 
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
         """End the wait for ranks that have returned and whose threads wait for a disk, such as those of monitors."""
@@ -249,7 +275,7 @@ class WorkerGroup:
             self._exit_began = None
         elif self._exit_began is None:
             self._exit_began = time.monotonic()
-        elif time.monotonic() - self._exit_began > _KILL_SECONDS:
+        elif time.monotonic() - self._exit_began > KILL_SECONDS:
             self._deadline = time.monotonic()
 
     def _check_threads(self, worker: _Worker) -> None:

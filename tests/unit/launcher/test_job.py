@@ -1,6 +1,5 @@
 """Jobs of other launchers: the address of the store, and connections of ranks."""
 
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -8,9 +7,11 @@ from datetime import timedelta
 import pytest
 
 from helpers.started import free_port
+from helpers.system import TESTS
+from samestep.distributed.addresses import listen
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import InputError, RunError
-from samestep.launcher.job import _connect, _listen
+from samestep.launcher.job import _connect
 
 # In one process per rank: a process joins a job once.
 JOIN = """
@@ -18,6 +19,7 @@ import sys
 from datetime import timedelta
 from samestep.errors import SamestepError
 from samestep.launcher.job import join_job
+from samestep.distributed.addresses import listen
 from samestep.distributed.launcher_detection import Rendezvous
 rank, size, port, seconds = map(int, sys.argv[1:])
 try:
@@ -33,41 +35,17 @@ else:
 
 def joiner(rank: int, size: int, port: int, seconds: int, token: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", JOIN, *map(str, (rank, size, port, seconds))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"SAMESTEP_TOKEN": token})
+    variables = {"SAMESTEP_TOKEN": token, "PYTHONPATH": str(TESTS.parent / "src")}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
 
 
 def output(process: "subprocess.Popen[str]") -> str:
     return process.communicate(timeout=60)[0].strip()
 
 
-def test_rank_0_listens_on_its_address_only() -> None:
-    with _listen("127.0.0.1", 0) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_address_of_another_machine_means_all_interfaces() -> None:
-    with _listen("192.0.2.77", 0) as listener:  # RFC 5737: reserved for documentation
-        assert listener.getsockname()[0] == "0.0.0.0"
-
-
-def test_host_name_with_a_loopback_address_means_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: results)
-    with _listen("this-host", 0) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
-
-
-def test_port_in_use_is_named() -> None:
-    with _listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(InputError, match=f"port {port} at 127.0.0.1 is used") as caught:
-            _listen("127.0.0.1", port)
-    assert "MASTER_PORT" in str(caught.value)
-
-
 def test_unknown_host_is_named() -> None:
     rendezvous = Rendezvous("Slurm", 1, 2, 0, None, "no-such-host.invalid", 1234)
-    for call in (lambda: _listen("no-such-host.invalid", 1234), lambda: _connect(rendezvous, timedelta(seconds=1))):
+    for call in (lambda: listen("no-such-host.invalid", 1234), lambda: _connect(rendezvous, timedelta(seconds=1))):
         with pytest.raises(InputError, match=r"the host 'no-such-host.invalid' cannot be resolved"):
             call()
 

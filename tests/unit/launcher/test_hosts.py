@@ -1,0 +1,171 @@
+"""Launchers of several hosts: arrival, places, refusals, shared values, and lost hosts. Each launcher is a thread."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from helpers.started import free_port
+from samestep.errors import InputError, RunError
+from samestep.launcher import arrival
+from samestep.launcher.arrival import join_hosts
+from samestep.launcher.failure import Failure, RankError
+from samestep.launcher.hosts import HostGroup, HostsConfig, Link, Place, failure_from, failure_values
+
+HOSTS = ("127.0.0.1", "second", "third")
+LIMIT = 20.0
+SHORT = 1.0
+Use = Callable[[HostGroup], Any]
+
+
+def place_of(group: HostGroup) -> Place:
+    return group.place
+
+
+def on_hosts(
+    *ranks: int, use: Use = place_of, limit: float = LIMIT, hosts: tuple[str, ...] = HOSTS, port: int | None = None
+) -> list["Future[Any]"]:
+    """Run `use` with the group of each host in a thread, with one rank more on each host; return the results."""
+    port = port or free_port()
+
+    def run(rank: int) -> Any:
+        with join_hosts(HostsConfig(hosts, rank, port), rank + 1, limit) as group:
+            return use(group)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [pool.submit(run, rank) for rank in ranks]
+
+
+def test_ranks_are_numbered_host_by_host() -> None:
+    places = [future.result() for future in on_hosts(0, 1, 2)]
+    assert [(place.first_rank, place.size, place.counts) for place in places] == [
+        (0, 6, (1, 2, 3)),
+        (1, 6, (1, 2, 3)),
+        (3, 6, (1, 2, 3)),
+    ]
+    assert len({place.port for place in places}) == 1
+    assert [place.address for place in places] == [HOSTS[0]] * 3
+    assert [places[0].host_of(rank) for rank in range(6)] == [0, 1, 1, 2, 2, 2]
+    assert all(place.interface in ("lo", "lo0") for place in places)
+
+
+def test_first_host_shares_a_value_and_its_exit_code() -> None:
+    def use(group: HostGroup) -> tuple[Any, int]:
+        return group.share("plan" if group.is_first else None), group.agree_on_exit(3 if group.is_first else 0)
+
+    assert [future.result() for future in on_hosts(0, 1, 2, use=use)] == [("plan", 3)] * 3
+
+
+def test_failure_of_the_first_host_is_that_of_all() -> None:
+    def use(group: HostGroup) -> None:
+        if group.is_first:
+            raise InputError("the recipe is invalid", expected="a valid one", fix="change it", code="E_VALUE")
+        group.share()
+
+    first, *others = on_hosts(0, 1, 2, use=use)
+    with pytest.raises(InputError):
+        first.result()
+    for other in others:
+        with pytest.raises(RankError, match="the recipe is invalid") as caught:
+            other.result()
+        assert (caught.value.code, caught.value.exit_code) == ("E_VALUE", 2)
+
+
+def test_missing_hosts_are_named_on_the_hosts_that_have_arrived() -> None:
+    first, second = on_hosts(0, 1, limit=SHORT)
+    with pytest.raises(RunError, match=r"host third did not arrive at 127\.0\.0\.1:") as caught:
+        first.result()
+    assert caught.value.code == "E_RENDEZVOUS"
+    with pytest.raises(RankError, match="host third did not arrive"):
+        second.result()
+
+
+def test_missing_first_host_is_named() -> None:
+    (second,) = on_hosts(1, limit=SHORT)
+    with pytest.raises(RunError, match=r"the first host, 127.0.0.1:\d+, has admitted no host within 1 s"):
+        second.result()
+
+
+def connected(port: int) -> socket.socket:
+    """Return a connection to a first host that is about to listen."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return socket.create_connection((HOSTS[0], port), timeout=LIMIT)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def answer(data: bytes) -> Any:
+    """Return the first answer of a first host to a connection, None without one; two proper hosts arrive later."""
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(on_hosts, 0, hosts=HOSTS[:2], port=port)
+        with connected(port) as connection, connection.makefile("rb") as file:
+            connection.sendall(data)
+            line = file.readline()
+        (second,) = on_hosts(1, hosts=HOSTS[:2], port=port)
+        assert first.result()[0].result().size == second.result().size == 3
+    return json.loads(line) if line else None
+
+
+def refusal(**changes: Any) -> Any:
+    """Return the reason for which a first host refuses a hello with these changes."""
+    hello = {"protocol": arrival._PROTOCOL, "token": "samestep/no-token", "hosts": HOSTS[:2], "host": 1, "processes": 1}
+    kind, reason = answer(json.dumps(["hello", {**hello, **changes}]).encode() + b"\n")
+    assert kind == "refused"
+    return reason
+
+
+@pytest.mark.skipif("SAMESTEP_TOKEN" in os.environ, reason="the test has no token")
+def test_other_commands_are_refused_by_name() -> None:
+    assert refusal(token="samestep/other") == "it has another SAMESTEP_TOKEN"
+    assert refusal(hosts=["second"]) == "it has --hosts second, the first host 127.0.0.1,second"
+    assert refusal(host=0) == "--host-rank 0 has arrived already"
+    assert refusal(protocol="samestep-hosts-0") == "it runs another version of Samestep"
+
+
+def test_connection_without_a_hello_is_ignored() -> None:
+    assert answer(b"GET / HTTP/1.1\r\n\r\n") is None
+
+
+def test_silent_host_is_lost() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        group = HostGroup(HostsConfig(HOSTS, 0, 1), Place((1, 2, 1), 0, "", 1), {1: Link(ours, 1)}, lost_after=0.2)
+        assert group.lost_hosts() == {}
+        theirs.sendall(b"\n")
+        assert list(group.links[1].messages()) == []
+        time.sleep(0.15)
+        assert group.lost_hosts() == {}
+        time.sleep(0.25)
+        assert "has not answered" in group.lost_hosts()[1]
+    assert list(group.links[1].messages()) == []
+    assert group.lost_hosts() == {1: "its command has ended"}
+    failure = group.lost_failure(1, "its command has ended")
+    assert (failure.rank, failure.code, failure.exit_code) == (1, "E_HOST_LOST", 1)
+    assert "ranks 1 and 2: on this host" in failure.text
+    group.links[1].close()
+
+
+def test_failure_of_another_host_keeps_its_age() -> None:
+    failure = Failure(3, time.monotonic() - 5, "error: failed", 1, by_signal=9)
+    received = failure_from(json.loads(json.dumps(failure_values(failure))))
+    assert abs(received.when - failure.when) < 1
+    assert (received.rank, received.text, received.by_signal) == (3, "error: failed", 9)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "port"),
+    [(("a", "a"), 0, 1), (("a", ""), 0, 1), (("a", "b"), 2, 1), (("a",), -1, 1), (("a",), 0, 0)],
+)
+def test_invalid_lists_are_refused(hosts: tuple[str, ...], rank: int, port: int) -> None:
+    with pytest.raises(InputError) as caught:
+        HostsConfig(hosts, rank, port)
+    assert caught.value.code == "E_HOSTS"
