@@ -16,7 +16,6 @@ from helpers.hosts import (
     HANG_SECONDS,
     PORT,
     RECIPE,
-    SOURCES,
     STARTS,
     by_hosts,
     by_torchrun,
@@ -33,7 +32,7 @@ from helpers.hosts import (
     single_report,
 )
 from helpers.surroundings import RecordFault
-from helpers.system import TESTS, Done, events, here, weights
+from helpers.system import SOURCES, TESTS, Done, events, here, weights
 
 SMALL = ("--set", "epochs=1", "--set", "model.options.width=8", "--set", "metrics=[]")
 TRAIN_DIGITS = ("-m", "samestep", "train", "digits", *SMALL, "--name", "many")

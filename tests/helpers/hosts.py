@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from helpers.surroundings import require_bounded
-from helpers.system import TESTS, Done, Running, events, here, until, weights
+from helpers.system import IMPORT_PATH, TESTS, Done, Running, events, here, until, weights
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
-SOURCES = TESTS.parent / "src"
 PORT = 29400  # no other process uses ports of these namespaces
 RECIPE = TESTS / "helpers/recorded.yaml"
 HANG_SECONDS = 8
@@ -56,9 +55,8 @@ class Host:
     ) -> Running:
         """Start a command on this host, without the variables of other launchers."""
         bare = [f"--unset={name}" for name in (*LAUNCH_VARIABLES, "SAMESTEP_TOKEN", *INTERFACE)]
-        path = os.pathsep.join(map(str, (SOURCES, TESTS)))
         # The sockets of one host must not be in a folder of another.
-        own = {"TMPDIR": "/var/tmp", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        own = {"TMPDIR": "/var/tmp", "PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1"}
         own |= variables or {}
         environment = ["env", *bare, *(f"{name}={value}" for name, value in own.items())]
         return Running(*command, cwd=cwd, command=[*self.prefix(clock_offset=clock_offset), *environment])
@@ -150,7 +148,7 @@ def by_variables(
     stack: ExitStack,
     path: Path,
     *command: object,
-    python_path: str = f"{SOURCES}:{TESTS}",
+    python_path: str = IMPORT_PATH,
     token: str = "token",
     clock_offset: int = 0,
 ) -> list[Running]:
@@ -170,7 +168,7 @@ def by_hosts(
     stack: ExitStack,
     path: Path,
     *command: object,
-    python_path: str = f"{SOURCES}:{TESTS}",
+    python_path: str = IMPORT_PATH,
     token: str = "token",
     clock_offset: int = 0,
     without: int | None = None,

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from helpers.system import COMMAND, TESTS, Done
+from helpers.system import COMMAND, IMPORT_PATH, Done
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
 Variables = Callable[[int, int], Mapping[str, str]]
@@ -101,7 +101,7 @@ def ranks(
         for rank in range(size):
             paths = [folder / f"{rank}.{name}" for name in ("out", "err")]
             out, err = (stack.enter_context(path.open("wb")) for path in paths)
-            environment = {**bare, "PYTHONPATH": str(TESTS), **variables(rank, size), **(more or {})}
+            environment = {**bare, "PYTHONPATH": IMPORT_PATH, **variables(rank, size), **(more or {})}
             process = subprocess.Popen(
                 [*command, *map(str, arguments)],
                 cwd=cwd,

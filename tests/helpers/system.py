@@ -21,6 +21,9 @@ import pytest
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parents[1]
+SOURCES = TESTS.parent / "src"
+# Import path of commands that run this checkout, whatever is installed.
+IMPORT_PATH = os.pathsep.join(map(str, (SOURCES, TESTS)))
 COMMAND = (sys.executable, "-m", "samestep")
 _MARK = "SAMESTEP_TEST_MARK"
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from helpers.started import free_port
-from helpers.system import TESTS
+from helpers.system import IMPORT_PATH
 from samestep.distributed.addresses import listen
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import InputError, RunError
@@ -35,7 +35,7 @@ else:
 
 def joiner(rank: int, size: int, port: int, seconds: int, token: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", JOIN, *map(str, (rank, size, port, seconds))]
-    variables = {"SAMESTEP_TOKEN": token, "PYTHONPATH": str(TESTS.parent / "src")}
+    variables = {"SAMESTEP_TOKEN": token, "PYTHONPATH": IMPORT_PATH}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
 
 
