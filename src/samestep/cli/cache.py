@@ -24,8 +24,8 @@ def add_cache(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
         help=COMMANDS["cache"].summary,
-        description="List the caches that runs with data.cache have written, or remove them. They are in "
-        f"~/.cache/samestep, or in the folder of the environment variable {CACHE}.",
+        description="List the caches that runs with data.cache, or with files of an object store, have written, or "
+        f"remove them. They are in ~/.cache/samestep, or in the folder of the environment variable {CACHE}.",
         epilog="example: samestep cache --clear photos-1f3a9c02de",
     )
     text = "remove one cache, or all of them without NAME"

@@ -35,7 +35,8 @@ COMMANDS = {
     "profile": Command("measure", "measure the phases of a step, and possible savings"),
     "tune": Command("measure", "find the number of loader processes for a recipe on this machine"),
     "plan": Command("plan", "predict step time and memory on other numbers of devices"),
-    "cache": Command("cache", "list or remove the caches of images"),
+    "pack": Command("pack", "write samples to sharded files, or the index of such files"),
+    "cache": Command("cache", "list or remove the caches of images and of streams"),
     "doctor": Command("doctor", "check this machine before training"),
 }
 

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.data.streams.cache import KIND
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError
 from samestep.zoo.cache.parts import Parts
@@ -22,9 +23,9 @@ class CacheInfo:
 
     Attributes:
         name: name of the folder in `cache_folder()`.
-        kind: `decoded` or `encoded`.
-        source: folder of the files.
-        entries: number of samples.
+        kind: `decoded` or `encoded` samples, or `files` of an object store.
+        source: folder or address of the files.
+        entries: number of samples or files.
         bytes: size of all files of the cache.
     """
 
@@ -68,5 +69,6 @@ def _info(folder: Path) -> CacheInfo:
         kind, source = str(facts["kind"]), str(facts["source"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed
         kind, source = "unknown", "unknown"
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return CacheInfo(folder.name, kind, source, len(Parts(folder)), size)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    entries = sum(path.parent.name == "files" for path in files) if kind == KIND else len(Parts(folder))
+    return CacheInfo(folder.name, kind, source, entries, sum(path.stat().st_size for path in files))

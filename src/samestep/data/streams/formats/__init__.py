@@ -1,0 +1,1 @@
+"""Readers of sample files in the formats of other libraries."""

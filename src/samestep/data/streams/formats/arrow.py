@@ -1,0 +1,89 @@
+"""Arrow IPC files and streams, such as those of Hugging Face `save_to_disk` (https://arrow.apache.org)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.formats.index import find_files
+from samestep.data.streams.formats.tables import require_pyarrow, row_of
+from samestep.data.streams.opened import IndexedSource, damaged_file
+
+_FILE_MAGIC = b"ARROW1"
+
+
+class _Reader:
+    """Record batches of a memory-mapped file."""
+
+    memory = 0  # the batches are parts of the memory map; compressed ones are decompressed when they are read
+
+    def __init__(self, path: Path) -> None:
+        arrow = require_pyarrow("Arrow files")
+        with path.open("rb") as file:
+            is_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        self._map = arrow.memory_map(str(path))
+        if is_file:
+            opened = arrow.ipc.open_file(self._map)
+            self._batches = [opened.get_batch(number) for number in range(opened.num_record_batches)]
+        else:
+            self._batches = list(arrow.ipc.open_stream(self._map))
+        self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
+        self.rows = int(self._ends[-1]) if self._batches else 0
+
+    def row(self, index: int) -> dict[str, Any]:
+        number = int(numpy.searchsorted(self._ends, index, side="right"))
+        return row_of(self._batches[number], index - (int(self._ends[number - 1]) if number else 0))
+
+    def close(self) -> None:
+        self._batches = []
+        self._map.close()
+
+
+class ArrowSource(IndexedSource[_Reader]):
+    """Rows of Arrow files: dictionaries with a Python value per column.
+
+    Args:
+        folder: folder with files `*.arrow`, each an IPC file or stream. Without the index of `samestep pack --index`,
+            each file is opened once for its number of rows.
+        columns: names of the columns, or None for all.
+
+    Raises:
+        DataError: there are no such files, or one is damaged, or pyarrow is not installed.
+    """
+
+    def __init__(self, folder: StreamFolder, columns: Sequence[str] | None = None) -> None:
+        self._columns = None if columns is None else set(columns)
+        files, sizes = find_files(folder, "arrow")
+        if sizes is None:
+            sizes = [folder.use(file, count_rows) for file in files]
+        super().__init__(folder, files, sizes)
+
+    def open(self, path: Path, file: int) -> _Reader:
+        """Map a file."""
+        reader = _Reader(path)
+        if reader.rows != self.sizes[file]:
+            raise damaged_file(str(path), f"it has {reader.rows:,} rows, its index {self.sizes[file]:,}")
+        return reader
+
+    def sample(self, reader: _Reader, file: int, index: int) -> dict[str, Any]:
+        """Return one row."""
+        row = reader.row(index)
+        return row if self._columns is None else {name: row[name] for name in row if name in self._columns}
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a local file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        reader = _Reader(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise damaged_file(str(path), str(error)) from error
+    reader.close()
+    return reader.rows

@@ -1,0 +1,87 @@
+"""Index of a tar file: the positions of its members.
+
+The index `NAME.tar.idx` has the format of NVIDIA DALI's `wds2idx`, version 1.2: a first line with the version and the
+number of samples, and a line per sample with extension, offset, size and name of each member, separated by spaces.
+Spaces, `%` and characters beyond ASCII in names are percent-encoded.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from samestep.data.streams.opened import damaged_file
+
+SUFFIX = ".idx"
+_VERSION = "v1.2"
+_KEPT = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+
+
+class Member(NamedTuple):
+    """One file in a tar file."""
+
+    extension: str  # after the first dot of the name
+    offset: int
+    size: int
+    name: str
+
+
+def read_members(path: Path) -> list[list[Member]]:
+    """Return the members of each sample of a tar file: consecutive files with one name up to the first dot.
+
+    Raises:
+        DataError: the file is truncated or damaged.
+    """
+    samples: list[list[Member]] = []
+    key, size = None, path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for entry in tar:
+                present, extension = split_name(entry.name)
+                if not entry.isreg() or not extension or entry.name.startswith("__"):
+                    continue
+                if entry.offset_data + entry.size > size:
+                    raise damaged_file(str(path), f"it ends within {entry.name}")
+                if present != key:
+                    samples.append([])
+                    key = present
+                samples[-1].append(Member(extension, entry.offset_data, entry.size, entry.name))
+    except tarfile.TarError as error:
+        raise damaged_file(str(path), str(error)) from error
+    return samples
+
+
+def index_of_tar(samples: list[list[Member]]) -> str:
+    """Return the contents of an index file."""
+    lines = (
+        " ".join(f"{quote(m.extension, _KEPT)} {m.offset} {m.size} {quote(m.name, _KEPT)}" for m in members)
+        for members in samples
+    )
+    return "\n".join((f"{_VERSION} {len(samples)}", *lines)) + "\n"
+
+
+def parse_index(text: str) -> list[list[Member]]:
+    """Return the members of each sample.
+
+    Raises:
+        ValueError: the text is no index.
+    """
+    first, *lines = text.splitlines()
+    version, _, count = first.partition(" ")
+    if version != _VERSION or int(count) != len(lines):
+        raise ValueError(f"the first line is {first!r}, with {len(lines):,} more; expected {_VERSION} and their number")
+    samples = []
+    for line in lines:
+        words = line.split(" ")
+        rows = [words[place : place + 4] for place in range(0, len(words), 4)]
+        samples.append([Member(unquote(e), int(o), int(s), unquote(name)) for e, o, s, name in rows])
+    return samples
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return a name up to the first dot of its last part, and the extension; hidden files have none."""
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower() if stem else ""

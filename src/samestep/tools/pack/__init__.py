@@ -1,0 +1,1 @@
+"""Sharded files from any iterable of samples, and indices of existing files."""

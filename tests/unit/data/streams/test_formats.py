@@ -1,0 +1,292 @@
+"""Sources read the files of the libraries of their formats, and name files that are missing, truncated or changed."""
+
+import json
+import os
+import pickle
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.formats.open import FORMATS, open_source
+from samestep.data.streams.opened import IndexedSource
+from samestep.errors import DataError
+
+FILES = Path(__file__).with_name("files")
+COUNT = 10
+
+
+def image(i: int) -> Image.Image:
+    return Image.fromarray(numpy.full((2, 3, 3), i, numpy.uint8))
+
+
+def mds_sample(i: int) -> dict[str, Any]:
+    sample = {"number": i, "text": f"text ä {i}", "data": bytes([i] * i), "third": i / 3, "small": i}
+    sample |= {"large": 10**30 + i, "json": {"k": [i, None]}}
+    sample |= {"array": numpy.arange(i + 1, dtype=numpy.int16).reshape(1, -1)}
+    return sample | {"matrix": numpy.full((2, 3), i, numpy.float32), "raw": image(i), "image": image(i)}
+
+
+def litdata_sample(i: int) -> dict[str, Any]:
+    sample = {"number": i, "text": f"text ä {i}", "third": i / 3, "flag": i % 2 == 0, "data": bytes([i] * i)}
+    sample |= {"pair": (torch.full((2, 2), i), torch.arange(i + 1, dtype=torch.float32))}
+    return sample | {"array": numpy.full((2, 3), i, numpy.float32), "flat": [numpy.arange(i + 1, dtype=numpy.uint16)]}
+
+
+def webdataset_sample(i: int) -> dict[str, Any]:
+    values = {"cls": str(i).encode(), "txt": f"text ä {i}".encode(), "seg.json": json.dumps({"k": i}).encode()}
+    return {"__key__": f"sub/{i:03d}", **values}
+
+
+def row(i: int) -> dict[str, Any]:
+    return {"number": i, "text": f"text ä {i}", "list": list(range(i))}
+
+
+def tables(folder: Path, kind: str) -> None:
+    """Write rows to files of 4, 4 and 2 rows, in groups or batches of 3."""
+    folder.mkdir()
+    for number, begin in enumerate(range(0, COUNT, 4)):
+        table = pyarrow.Table.from_pylist([row(i) for i in range(begin, min(begin + 4, COUNT))])
+        path = str(folder / f"part-{number}.{kind}")
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=3)
+        else:
+            writer = pyarrow.ipc.new_stream if number else pyarrow.ipc.new_file  # both kinds of Arrow files
+            with pyarrow.OSFile(path, "wb") as file, writer(file, table.schema) as opened:
+                opened.write_table(table, max_chunksize=3)
+
+
+def tokens(folder: Path) -> None:
+    folder.mkdir()
+    numpy.arange(17, dtype="<u2").tofile(folder / "a.bin")
+    numpy.arange(100, 109, dtype="<u2").tofile(folder / "b.bin")
+
+
+EXPECTED: dict[str, Any] = {
+    "mds": mds_sample,
+    "mds_zstd": mds_sample,
+    "litdata": litdata_sample,
+    "webdataset": webdataset_sample,
+    "parquet": row,
+    "arrow": row,
+}
+
+
+def opened(name: str, tmp_path: Path) -> IndexedSource[Any]:
+    """Return a source of a copy of the files, which a test may change."""
+    folder = tmp_path / name
+    if name in ("parquet", "arrow"):
+        tables(folder, name)
+    elif name == "tokens":
+        tokens(folder)
+        return open_source("tokens", StreamFolder(str(folder)), length=4)
+    else:
+        shutil.copytree(FILES / name, folder)
+    return open_source(name.partition("_")[0], StreamFolder(str(folder)))
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
+    if isinstance(right, list | tuple):
+        return type(left) is type(right) and all(map(same, left, right)) and len(left) == len(right)
+    if isinstance(right, numpy.ndarray | torch.Tensor):
+        return type(left) is type(right) and left.dtype == right.dtype and bool((left == right).all())
+    if isinstance(right, Image.Image):
+        return left.mode == right.mode and left.size == right.size and left.tobytes() == right.tobytes()
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_samples_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    places = [(file, index) for file, size in enumerate(source.sizes) for index in range(size)]
+    assert len(places) == COUNT and len(source.sizes) > 1
+    for number in (*range(COUNT), *reversed(range(COUNT))):
+        assert same(source.read(*places[number]), EXPECTED[name](number))
+    source.close()
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+def test_pickled_source_reads_the_same(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    first = source.read(1, 0)
+    copy = pickle.loads(pickle.dumps(source))
+    assert same(copy.read(1, 0), first)
+    assert copy.fingerprint == source.fingerprint
+    with pytest.raises(IndexError):
+        source.read(0, source.sizes[0])
+    source.close()
+    copy.close()
+
+
+def test_windows_of_tokens(tmp_path: Path) -> None:
+    source = opened("tokens", tmp_path)
+    assert source.sizes == [4, 2]
+    assert source.read(0, 3).tolist() == [12, 13, 14, 15, 16]
+    assert source.read(1, 1).tolist() == [104, 105, 106, 107, 108]
+    assert source.read(1, 1).dtype == torch.int64
+
+
+def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
+    header = numpy.zeros(256, "<i4")
+    header[:3] = 20240801, 7, 9
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + numpy.arange(9, dtype="<u4").tobytes())
+    folder = StreamFolder(str(tmp_path))
+    source = open_source("tokens", folder, length=4, dtype="uint32", header="llm.c")
+    assert [source.read(0, i).tolist() for i in range(source.sizes[0])] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    with pytest.raises(DataError) as caught:
+        open_source("tokens", folder, length=4, dtype="uint16", header="llm.c").read(0, 0)
+    assert caught.value.code == "E_UNREADABLE" and "a.bin" in caught.value.value
+
+
+def test_blocks_of_litdata_tokens() -> None:
+    source = open_source("litdata", StreamFolder(str(FILES / "litdata_tokens")), block_size=4)
+    assert source.sizes == [7, 7]
+    assert source.read(1, 6).tolist() == [54, 55, 56, 57]
+    source.close()
+
+
+def test_columns_of_tables(tmp_path: Path) -> None:
+    for kind in ("parquet", "arrow"):
+        tables(tmp_path / kind, kind)
+        source = open_source(kind, StreamFolder(str(tmp_path / kind)), columns=["number"])
+        assert source.read(1, 2) == {"number": 6}
+        source.close()
+
+
+@pytest.mark.slow
+def test_files_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
+    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(tmp_path / "saved", num_shards=2)
+    source = open_source("arrow", StreamFolder(str(tmp_path / "saved")))
+    assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
+    source.close()
+
+
+# --- faults ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    (tmp_path / name / source.names[1]).unlink()
+    source.read(0, 0)
+    with pytest.raises(DataError) as caught:
+        source.read(1, 0)
+    assert caught.value.code == "E_FILE_MISSING" and source.names[1] in caught.value.value
+    source.close()
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+def test_truncated_file_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    path = tmp_path / name / source.names[1]
+    os.truncate(path, path.stat().st_size - 3)
+    with pytest.raises(DataError) as caught:
+        source.read(1, source.sizes[1] - 1)
+    assert caught.value.code == "E_FILE_CHANGED" and source.names[1] in caught.value.value
+    source.close()
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+def test_changed_byte_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    path = tmp_path / name / source.names[1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, (1, 1))  # a change within the resolution of the clock would be a change of the time, too
+    with pytest.raises(DataError) as caught:
+        source.read(1, 0)
+    assert caught.value.code == "E_FILE_CHANGED" and source.names[1] in caught.value.value
+    source.close()
+
+
+@pytest.mark.parametrize("name", ["mds", "litdata", "webdataset", "tokens"])
+def test_file_that_is_truncated_while_it_is_open(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    source.read(1, 0)
+    os.truncate(tmp_path / name / source.names[1], 16)
+    with pytest.raises(DataError) as caught:
+        source.read(1, source.sizes[1] - 1)
+    assert caught.value.code == "E_UNREADABLE" and source.names[1] in caught.value.value
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("index", "old", "new"),
+    [
+        ("mds", '"version": 2', '"version": 3'),
+        ("mds", '"json"', '"pkl"'),
+        ("mds", "shard.00001.mds", "../shard.00001.mds"),
+        ("mds", '"shards"', '"other"'),
+        ("mds", "{", ""),
+        ("litdata", '"compression": null', '"compression": "zstd"'),
+        ("litdata", '"bytes"', '"pickle"'),
+        ("litdata", '"chunks"', '"other"'),
+    ],
+)
+def test_index_that_cannot_be_used(index: str, old: str, new: str, tmp_path: Path) -> None:
+    shutil.copytree(FILES / index, tmp_path / index)
+    path = tmp_path / index / "index.json"
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        open_source(index, StreamFolder(str(tmp_path / index)))
+    assert caught.value.code == "E_UNREADABLE" and "index.json" in caught.value.value
+
+
+def test_tar_that_ends_within_a_member(tmp_path: Path) -> None:
+    shutil.copytree(FILES / "webdataset", tmp_path / "tars")
+    path = tmp_path / "tars" / "part-01.tar"
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    os.truncate(path, last.offset_data + 1)
+    with pytest.raises(DataError) as caught:
+        open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
+    assert caught.value.code == "E_UNREADABLE" and "part-01.tar" in caught.value.value
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_folder_without_files_of_the_format(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        open_source(kind, StreamFolder(str(tmp_path)), **({"length": 4} if kind == "tokens" else {}))
+    assert caught.value.code == "E_FILE_MISSING"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "code"),
+    [
+        ("mdss", {}, "E_UNKNOWN_NAME"),
+        ("tokens", {}, "E_MISSING_KEY"),
+        ("tokens", {"length": 0}, "E_VALUE"),
+        ("mds", {"length": 4}, "E_UNKNOWN_OPTION"),
+    ],
+)
+def test_options_of_a_format(kind: str, options: dict[str, Any], code: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        open_source(kind, StreamFolder(str(tmp_path)), **options)
+    assert caught.value.code == code
+
+
+def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
+    for i in range(80):
+        numpy.arange(5, dtype="<u2").tofile(tmp_path / f"{i:02d}.bin")
+    source = open_source("tokens", StreamFolder(str(tmp_path)), length=4)
+    before = len(os.listdir("/proc/self/fd"))
+    for file in range(80):
+        assert source.read(file, 0).tolist() == [0, 1, 2, 3, 4]
+    assert len(os.listdir("/proc/self/fd")) - before == 64
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
