@@ -63,6 +63,8 @@ def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
 
 def most_owned(microbatches: int, shares: Shares) -> int:
     """Return the largest number of microbatches that a rank owns."""
+    if isinstance(shares, int):
+        return -(-microbatches // shares)
     return max(len(owned_microbatches(microbatches, shares, rank)) for rank in range(rank_count(shares)))
 
 

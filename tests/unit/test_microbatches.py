@@ -11,6 +11,7 @@ from samestep.microbatches import (
     auto_microbatches,
     microbatch_bounds,
     microbatches_of_short_batch,
+    most_owned,
     owned_microbatches,
     require_enough_microbatches,
     require_shares,
@@ -59,6 +60,12 @@ def test_unequal_shares_give_each_microbatch_one_owner(microbatches: int, shares
 def test_the_same_share_for_each_rank_is_an_equal_share(microbatches: int, ranks: int, share: int) -> None:
     for rank in range(ranks):
         assert owned_microbatches(microbatches, (share,) * ranks, rank) == owned_microbatches(microbatches, ranks, rank)
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_most_owned_is_the_largest_number_of_a_rank(microbatches: int, ranks: int) -> None:
+    owned = [len(owned_microbatches(microbatches, ranks, rank)) for rank in range(ranks)]
+    assert most_owned(microbatches, ranks) == max(owned)
 
 
 def test_shares_that_add_up_to_the_microbatches_are_numbers_of_them() -> None:

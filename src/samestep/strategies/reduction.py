@@ -72,6 +72,8 @@ class MicrobatchTree:
     @lru_cache(maxsize=4096)  # noqa: B019
     def pairs_up(self, shares: Shares) -> bool:
         """Return whether each rank owns one subtree, and these merge in pairs, level by level."""
+        if self._is_even(shares):
+            return True
         level: list[Node] = [(0, self.microbatches)]
         while len(level) < rank_count(shares):
             level = [child for node in level for child in children(node)]
@@ -84,7 +86,12 @@ class MicrobatchTree:
 
     def is_shared_by_all(self, shares: Shares) -> bool:
         """Return whether each rank has samples; a last batch may be too small."""
-        return all(self.covers(shares))
+        return self._is_even(shares) or all(self.covers(shares))
+
+    def _is_even(self, shares: Shares) -> bool:
+        """Return whether a power of two of ranks divides filled microbatches; found without a loop over the ranks."""
+        is_power = isinstance(shares, int) and shares & (shares - 1) == 0
+        return is_power and self.microbatches % rank_count(shares) == 0 and self.samples >= self.microbatches
 
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
