@@ -72,7 +72,7 @@ def build_all(world: World, model: nn.Module, reduction: Any) -> dict[str, Strat
     wrapped, plain = copy.deepcopy(model), copy.deepcopy(model)
     sums = [build_reduction(reduction, world, trained(copy_)) for copy_ in (wrapped, plain)]
     strategies["ddp"] = DdpStrategy(wrapped, trained(wrapped), sums[0], world)
-    strategies["deferred"] = DeferredStrategy(plain, LocalParameters(plain, world.device), sums[1], world)
+    strategies["deferred"] = DeferredStrategy(plain, LocalParameters(plain, world), sums[1], world)
     return strategies
 
 
@@ -149,4 +149,4 @@ def strategy_name() -> str:
     """Return the name of the strategy of a world."""
     with samestep.start(device="cpu") as world:
         model = nn.Linear(2, 2)
-        return build_strategy(model, LocalParameters(model, world.device), "exact", world).name
+        return build_strategy(model, LocalParameters(model, world), "exact", world).name

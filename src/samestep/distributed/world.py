@@ -51,6 +51,9 @@ class RunContext:
         return cls(status, stop or StopRequest(), check)
 
 
+_FEW_BYTES = 2**16  # every rank sends its values to every other one
+
+
 @dataclass
 class DataShares:
     """Shares of the microbatches, which can change during a run."""
@@ -167,6 +170,20 @@ class World:
         """Sum `tensor` over ranks in place, in the backend's order of summation."""
         self._begin("all-reduce")
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
+
+    def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
+        """Reduce values in place whose result does not depend on the order: maxima, or sums without rounding.
+
+        Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread that uses these.
+        """
+        sockets = self.sockets if values.nbytes <= _FEW_BYTES else None
+        if sockets is None:
+            reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+            self.run_collective(lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce")
+            return
+        rows = values.new_empty(self.size, *values.shape)
+        self.run_collective(lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather")
+        torch.sum(rows, 0, out=values) if operation == "sum" else torch.amax(rows, 0, out=values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""

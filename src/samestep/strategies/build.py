@@ -44,7 +44,7 @@ def divide_model(model: torch.nn.Module, world: World, config: StepConfig) -> Lo
         shard_model(model, world, is_exact=config.reduction == "exact")
     if world.mesh_shape.pipeline > 1:
         return split_into_stages(model, world, column_slices)
-    return LocalParameters(model, world.device, column_slices)
+    return LocalParameters(model, world, column_slices)
 
 
 def build_strategy(

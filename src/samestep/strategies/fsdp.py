@@ -160,17 +160,15 @@ class TreeReduceScatter(ReduceScatter):
     FSDP calls this object once per backward. Gradients of all but the last microbatch are kept and added in tree order.
     In the last backward each rank receives its part of every subtree sum of the shard axis, as many bytes as in a ring
     reduce-scatter if each rank owns one subtree. Copies of the model (`hsdp`) then add their parts.
+
+    Args:
+        data: ranks that share the data.
+        shards: ranks of the shard axis.
+        copies: ranks with the same shard of other copies of the model, if there are any.
     """
 
-    def __init__(self, world: World) -> None:
-        assert world.mesh is not None
-        self._data, self._shards = world.data, world.subworld(world.mesh.get_group("shard"))
-        shares, shards, self._copies = self._data.uneven_shares, world.mesh_shape.shard, None
-        if world.mesh_shape.replicate > 1:
-            of_copies = shares and tuple(sum(shares[first : first + shards]) for first in range(0, len(shares), shards))
-            self._copies = world.subworld(world.mesh.get_group("replicate"), of_copies)
-        for part in (self._shards, self._copies):
-            _ = part and part.sockets  # connects the ranks, a collective
+    def __init__(self, data: World, shards: World, copies: World | None) -> None:
+        self._data, self._shards, self._copies = data, shards, copies
         self._sums: dict[Node, torch.Tensor] = {}
         self.backward: _Backward | None = None
 
@@ -227,12 +225,12 @@ class TreeReduceScatter(ReduceScatter):
         first = self._data.rank - rank  # data ranks of a copy are consecutive
         covers = [tree.cover(first + shard, self._data.shares) for shard in range(size)]
         parts = [self._sums[node].view(size, -1) for node in covers[rank]]
-        rows = {shard: list(part.new_empty(len(covers[shard]), part.numel())) for shard in range(size)}
+        rows = {peer: part.new_empty(len(covers[peer]), part.numel()).unbind() for peer in range(size) if peer != rank}
         peers = [(rank + offset) % size for offset in range(1, size)]
         sent = [(rows_of_sum[peer], peer) for peer in peers for rows_of_sum in parts]
         received = [(row, peer) for peer in peers for row in rows[peer]]
         self._shards.run_collective(lambda: communicate(self._shards, sent, received), "a reduce-scatter")
-        rows[rank] = [rows_of_sum[rank] for rows_of_sum in parts]
+        rows[rank] = tuple(rows_of_sum[rank] for rows_of_sum in parts)
         values = {node: row for shard in range(size) for node, row in zip(covers[shard], rows[shard], strict=True)}
         copies = self._copies.shares if self._copies is not None else 1
         return [tree.merge(node, values, _add)[node] for node in tree.cover(self._data.rank // size, copies)]
@@ -254,9 +252,10 @@ class FsdpStrategy(Strategy):
         self._units: list[TreeReduceScatter] = []
         self._computed = 0  # microbatches of this rank in this step
         if isinstance(reduction, ExactReduction):
+            shards, copies = _worlds_of_axes(world)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    self._units.append(TreeReduceScatter(world))
+                    self._units.append(TreeReduceScatter(world.data, shards, copies))
                     module.set_custom_reduce_scatter(self._units[-1])
 
     @contextmanager
@@ -286,6 +285,19 @@ class FsdpStrategy(Strategy):
         self._computed = 0
         for unit in self._units:
             unit.clear()
+
+
+def _worlds_of_axes(world: World) -> tuple[World, World | None]:
+    """Return the ranks of the shard axis, and of the axis of copies if there is one; connect them, a collective."""
+    assert world.mesh is not None
+    shards, copies = world.subworld(world.mesh.get_group("shard")), None
+    if world.mesh_shape.replicate > 1:
+        shares, size = world.data.uneven_shares, shards.size
+        of_copies = shares and tuple(sum(shares[first : first + size]) for first in range(0, len(shares), size))
+        copies = world.subworld(world.mesh.get_group("replicate"), of_copies)
+    for axis in (shards, copies):
+        _ = axis and axis.sockets
+    return shards, copies
 
 
 def _clone_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Division:
         """Return the division of a DTensor."""
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
-    @property
+    @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """One process group per axis along which local parts differ."""
         axes = enumerate(self.placements)
@@ -84,7 +84,7 @@ class LocalParameters:
 
     Args:
         model: the model.
-        device: device of this rank.
+        world: ranks, with the device of this rank.
         column_slices: number of slices of the columns on this rank, by name of a parameter whose rows are divided into
             slices. The squares of a row are added per slice, which can be on another rank.
 
@@ -98,12 +98,12 @@ class LocalParameters:
 
     _own_axes: tuple[str, ...] = ()  # axes along which ranks have different parameters
 
-    def __init__(
-        self, model: torch.nn.Module, device: torch.device, column_slices: Mapping[str, int] | None = None
-    ) -> None:
-        self._device, self._column_slices = device, column_slices or {}
+    def __init__(self, model: torch.nn.Module, world: World, column_slices: Mapping[str, int] | None = None) -> None:
+        self._device, self._column_slices = world.device, column_slices or {}
         self._in_module = dict(model.named_parameters())
         self._divisions = {name: Division.of(p) for name, p in self._in_module.items() if isinstance(p, DTensor)}
+        groups = chain.from_iterable(division.groups for division in self._divisions.values())
+        self._worlds = {group: world.subworld(group) for group in dict.fromkeys(groups)}  # with parts of parameters
         self.local = {name: _local_parameter(parameter) for name, parameter in self._in_module.items()}
         self.names = {self.local[name]: name for name, p in self._in_module.items() if p.requires_grad}
         self.module_names = {p: name for name, p in self._in_module.items() if p.requires_grad}
@@ -120,8 +120,12 @@ class LocalParameters:
         """Move gradients from the model's parameters to the local parts."""
         for name, division in self._divisions.items():
             parameter = self._in_module[name]
-            if isinstance(parameter.grad, DTensor):
-                self.local[name].grad = parameter.grad.redistribute(placements=division.placements).to_local()
+            if isinstance(gradient := parameter.grad, DTensor):
+                if gradient.placements == division.placements:
+                    with torch.no_grad():  # without a function of autograd
+                        self.local[name].grad = gradient.to_local()
+                else:
+                    self.local[name].grad = gradient.redistribute(placements=division.placements).to_local()
                 parameter.grad = None
 
     def drop_gradients(self) -> None:
@@ -208,16 +212,16 @@ class LocalParameters:
         """
         squares = {groups: self._partial_squares(names) for groups, names in self._counted_by_groups.items()}
         largest = reduce(torch.maximum, [values.amax() for values in squares.values()])
-        for group in dict.fromkeys(chain.from_iterable(division.groups for division in self._divisions.values())):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        self._reduce_over_stages(largest, dist.ReduceOp.MAX)
+        for world in self._worlds.values():
+            world.combine(largest, "max")
+        self._combine_stages(largest, "max")
         totals = []
         for groups, values in squares.items():
             totals.append(sums_on_grids(values, largest, self._size))
             for group in groups:
-                dist.all_reduce(totals[-1], group=group)
+                self._worlds[group].combine(totals[-1])
         total = reduce(torch.add, totals)
-        self._reduce_over_stages(total, dist.ReduceOp.SUM)
+        self._combine_stages(total, "sum")
         return total.sum().sqrt()
 
     def _partial_squares(self, names: Iterable[str]) -> torch.Tensor:
@@ -228,8 +232,8 @@ class LocalParameters:
                 gradients += gradient.chunk(slices, 1) if slices > 1 else [gradient]
         return partial_squares(gradients, self._device)
 
-    def _reduce_over_stages(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        """Reduce values over the stages of a pipeline, in place."""
+    def _combine_stages(self, values: torch.Tensor, operation: Literal["sum", "max"]) -> None:
+        """Combine values of the stages of a pipeline, in place."""
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Share the scaler's overflow flag among ranks: an overflow in one part skips the step on every rank."""

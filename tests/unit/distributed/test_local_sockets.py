@@ -29,6 +29,13 @@ def test_some_ranks_exchange_without_the_others(results: dict[str, list[Any]]) -
     assert results["some"] == [None, True, True, True]
 
 
+def test_values_are_combined_over_sockets_and_by_the_backend(results: dict[str, list[Any]]) -> None:
+    ranks = len(results["combined"])
+    total, last = 2.0**ranks - 1, float(ranks - 1)
+    few_and_many = [[[total, total], [last, 0.0], last]] * 2
+    assert results["combined"] == [few_and_many] * ranks
+
+
 def test_closed_connection_is_the_loss_of_a_rank(results: dict[str, list[Any]]) -> None:
     assert results["closed"] == ["E_PEER_LOST"] * RANKS
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.distributed.world import World
 from samestep.strategies import gradient_norm
 from samestep.strategies.gradient_norm import folded_squares, partial_squares, row_norms, sums_on_grids
 from samestep.strategies.local_parameters import LocalParameters
@@ -131,9 +132,9 @@ def test_norm_skips_frozen_parameters_and_those_without_a_gradient() -> None:
     model[2].requires_grad_(False)
     model(torch.randn(5, 40)).square().sum().backward()
     model[1].bias.grad = None
-    parameters = LocalParameters(model, CPU)
+    parameters = LocalParameters(model, World(0, 1, CPU))
     found: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(found) == 3
     assert float(parameters.total_norm()) == pytest.approx(expected_norm(found), rel=1e-7)
     assert parameters.total_norm().dtype == torch.float64
-    assert float(LocalParameters(model.requires_grad_(False), CPU).total_norm()) == 0.0
+    assert float(LocalParameters(model.requires_grad_(False), World(0, 1, CPU)).total_norm()) == 0.0

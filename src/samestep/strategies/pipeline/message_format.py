@@ -74,7 +74,7 @@ class MessageFormat:
     def agree(self) -> bool:
         """Share new entries with the other ranks; return whether there were any. A collective."""
         is_new = torch.tensor([float(bool(self._new))], device=self._world.device)
-        self._world.all_reduce(is_new)
+        self._world.combine(is_new)
         if not is_new.item():
             return False
         self.learn()

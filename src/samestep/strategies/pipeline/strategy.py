@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class StageParameters(LocalParameters):
     _own_axes = ("pipeline",)
 
     def __init__(self, model: nn.Module, stages: PipelineStages, column_slices: Mapping[str, int]) -> None:
-        super().__init__(model, stages.world.device, column_slices)
+        super().__init__(model, stages.world, column_slices)
         self.stages, self._pipeline = stages, stages.world
         size = self._pipeline.size
         self._ranks = {
@@ -130,10 +130,8 @@ class StageParameters(LocalParameters):
             if name in merged
         }
 
-    def _reduce_over_stages(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        self._pipeline.run_collective(
-            partial(dist.all_reduce, values, operation, self._pipeline.group), "an all-reduce of the norm"
-        )
+    def _combine_stages(self, values: torch.Tensor, operation: Literal["sum", "max"]) -> None:
+        self._pipeline.combine(values, operation)
 
     def _is_own(self, name: str) -> bool:
         return self._pipeline.rank in self._ranks[name]
@@ -217,7 +215,7 @@ class PipelineStrategy(DeferredStrategy):
         if vectors:
             # Losses are on the last stage's rank, buffers on that of their stage: one summand is non-zero.
             rows = torch.stack(list(vectors.values()))
-            self._pipeline.all_reduce(rows)
+            self._pipeline.combine(rows)
             vectors = dict(zip(vectors, rows, strict=True))
         return super().sum_vectors(tree, vectors, length)
 
