@@ -1,12 +1,16 @@
 """A stream gives one SHA-256 of the weights on any number of processes and workers, also killed and resumed."""
 
+import os
+import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from samestep import launch
-from samestep.errors import SamestepError
+from samestep.errors import EXIT_INPUT, SamestepError
+from samestep.tools.pack.write_index import write_index
 from workers import streams
 
 KINDS = ["source", pytest.param("mixture", marks=pytest.mark.long)]
@@ -57,3 +61,55 @@ def test_resumption_with_another_window_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SamestepError, match="window is 11, and was 10") as failed:
         launch(streams.train, "source", 0, tmp_path, None, 11, processes=1)
     assert failed.value.code == "E_RESUME_CHANGED"
+
+
+# --- large files ------------------------------------------------------------------------------------------
+
+LIMIT = 40 << 20
+FILES, SAMPLES = 80, 100  # 2 GiB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("workers", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, workers: int) -> None:
+    assert FILES * SAMPLES * streams.SAMPLE_BYTES >= 50 * LIMIT
+    streams.write_sparse_files(tmp_path / "data", FILES, SAMPLES)
+    growth = launch(streams.read_large_files, tmp_path / "data", workers, processes=2)
+    assert len(growth) == 2
+    assert max(growth) < LIMIT
+    # Control: one tenth of the data, all of it in memory.
+    streams.write_sparse_files(tmp_path / "small", FILES // 10, SAMPLES)
+    growth = launch(streams.read_large_files, tmp_path / "small", workers, True, processes=2)
+    assert min(growth) > LIMIT
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 3 * streams.SAMPLE_BYTES)
+
+
+def change(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (change, "E_FILE_CHANGED"),
+        pytest.param(Path.unlink, "E_FILE_MISSING", marks=pytest.mark.long),
+        pytest.param(shorten, "E_FILE_CHANGED", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("workers", [3, pytest.param(0, marks=pytest.mark.long)])
+def test_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], None], code: str, workers: int) -> None:
+    folder = tmp_path / "data"
+    streams.write_sparse_files(folder, 6, 10)
+    write_index(folder, "tokens", lambda text: None)
+    damage(folder / "004.bin")
+    with pytest.raises(SamestepError, match=r"004\.bin") as failed:
+        launch(streams.read_large_files, folder, workers, processes=2)
+    assert failed.value.code == code
+    assert failed.value.exit_code == EXIT_INPUT

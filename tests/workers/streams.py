@@ -12,6 +12,8 @@ from torch import nn
 import samestep
 from helpers.number_files import NumberFiles
 from samestep.data.streams.dataset import StreamDataset
+from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.formats.open import open_source
 from samestep.data.streams.mixture import MixtureSource
 from samestep.distributed.world import all_gather
 
@@ -74,3 +76,78 @@ def sha256_of(engine: samestep.Engine) -> str:
     for tensor in engine.model.state_dict().values():
         total.update(tensor.detach().contiguous().numpy().tobytes())
     return total.hexdigest()
+
+
+SAMPLE_BYTES = 1 << 18
+
+
+def write_sparse_files(folder: Path, files: int, samples: int) -> None:
+    """Write token files of zeros, which take no space on the disk."""
+    folder.mkdir()
+    for number in range(files):
+        with (folder / f"{number:03}.bin").open("wb") as file:
+            file.truncate(samples * SAMPLE_BYTES + 4)
+
+
+class First(nn.Module):
+    """Linear function of the first tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs[:, :4].float())
+        return outputs
+
+
+class Kept:
+    """Transform that keeps all samples in memory, as a dataset with a leak does."""
+
+    def __init__(self) -> None:
+        self.samples = list[torch.Tensor]()
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        self.samples.append(sample)
+        return sample
+
+
+def read_large_files(folder: Path, workers: int, keeps: bool = False) -> list[int]:
+    """Train one epoch; return for each rank the growth of its memory, with its workers, in bytes.
+
+    The growth is the difference of the peaks of both halves of the epoch.
+    """
+    model = First()
+    with samestep.start(device="cpu") as world:
+        source = open_source("tokens", StreamFolder(str(folder)), length=SAMPLE_BYTES // 4, dtype="uint32")
+        engine = samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero, world=world)
+        data = StreamDataset(source, window=64, transform=Kept() if keeps else None)
+        options: dict[str, Any] = {"batch_size": 32, "microbatches": 8, "num_workers": workers, "world": world}
+        sizes = []
+        for batch in samestep.loader(data, shuffle=True, **options, collate_fn=inputs_alone):
+            engine.step(batch)
+            sizes.append(resident_memory())
+        half = len(sizes) // 2
+        return [int(growth) for growth in all_gather(max(sizes[half:]) - max(sizes[:half]), world)]
+
+
+def inputs_alone(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the samples, and a target of zero for each."""
+    return torch.stack(samples), torch.zeros(len(samples), 1)
+
+
+def zero(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
+    """Return the sum of squares."""
+    return samestep.Loss((outputs - targets).square().sum(), len(outputs))
+
+
+def resident_memory() -> int:
+    """Return the resident bytes of this process and its children, without mapped files.
+
+    Pages that a child still shares with its parent count for both, so their copies after a write are no growth.
+    """
+    pids = [os.getpid()]
+    for thread in Path("/proc/self/task").iterdir():
+        pids += map(int, (thread / "children").read_text().split())
+    rows = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return 1024 * sum(int(row.split()[1]) for row in rows if row.startswith(("RssAnon", "RssShmem")))
