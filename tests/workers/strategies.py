@@ -101,7 +101,7 @@ def gradients(strategy: Strategy, world: World, size: int, dtype: torch.dtype) -
     total = total or strategy.sum_vectors(tree, vectors, 7)
     strategy.finish(tree)
     result = [p.grad.detach().clone() for p in trained(strategy.module) if p.grad is not None]
-    return result, as_bytes([total.wait()])
+    return result, as_bytes([total()])
 
 
 def reference(model: nn.Module, size: int) -> list[torch.Tensor]:

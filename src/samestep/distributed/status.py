@@ -161,9 +161,8 @@ class RankStatus:
     def _update(self, **changes: Any) -> None:
         with self._lock:
             values, waits = self._values, self._waits
-            values.update(changes)
-            now = {**values, "last_change": time.monotonic(), "is_waiting": bool(waits)}
-            *numbers, text = now.values()
+            values.update(changes, last_change=time.monotonic(), is_waiting=bool(waits))
+            *numbers, text = values.values()
             if waits:
                 text = f"{text}, waiting in {waits[-1]}"
             if self._disk_operation:

@@ -214,7 +214,7 @@ class ForwardState:
         if new:
             vector = self._vector_of(new)
             vectors = {(n, n + 1): vector.encode(n, {**self._start, **ends}) for n, ends in self._kept.items()}
-            second = strategy.sum_vectors(tree, vectors, vector.length).wait()
+            second = strategy.sum_vectors(tree, vectors, vector.length)()
             results |= self._decode(vector, second[: vector.hashes].tolist(), second[vector.hashes :], tree, world)
             self.active += new
             self._vector = self._vector_of(self.active)

@@ -30,7 +30,7 @@ from samestep.engine.step_stats import LocalStats, StepStats, vector_length
 from samestep.errors import UnusedParameterError
 from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree
-from samestep.strategies.strategy import Strategy, TensorFuture, sparse_error
+from samestep.strategies.strategy import Strategy, Sum, sparse_error
 
 TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
@@ -257,7 +257,7 @@ class StepRunner(ABC):
             self.strategy.abandon()
             raise
 
-    def sum_stats(self, tree: MicrobatchTree, stats: LocalStats, save: bool) -> TensorFuture:
+    def sum_stats(self, tree: MicrobatchTree, stats: LocalStats, save: bool) -> Sum:
         """Start the sum of the statistics of all microbatches; `save` is a request for a checkpoint."""
         data, length, requests = self.world.data, self.buffers.length, (self.world.stop_requested, save)
         cover, in_order = tree.cover(data.rank, data.shares), length > self.buffers.control_length
@@ -267,10 +267,10 @@ class StepRunner(ABC):
         )
         return self.strategy.sum_vectors(tree, vectors, vector_length(tree.microbatches, length))
 
-    def finish(self, tree: MicrobatchTree, total: TensorFuture) -> torch.Tensor:
+    def finish(self, tree: MicrobatchTree, total: Sum) -> torch.Tensor:
         """Complete the gradients and return the sum of the statistics vectors."""
         self.strategy.finish(tree)
-        return total.wait()
+        return total()
 
     def read(self, batch: GlobalBatch, total: torch.Tensor, norm: torch.Tensor) -> StepStats:
         """Wait for the device, and return the statistics of the step; complete the state that the forward changed."""
@@ -326,7 +326,8 @@ class SequentialRunner(StepRunner):
     buffers: ForwardState
 
     def joins_check(self, batch: GlobalBatch) -> bool:
-        if self.strategy.forward_communicates or self.world.mesh_shape.forward_communicates:
+        alone, mesh = self.world.size == 1, self.world.mesh_shape
+        if alone or self.strategy.forward_communicates or mesh.forward_communicates:
             return False  # an early message of a step could meet one of another operation
         shared = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.data.shares)
         return shared and not may_have_one_value(batch, self.model)

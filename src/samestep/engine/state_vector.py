@@ -30,8 +30,8 @@ class Snapshot:
 
     def update(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors with the same names, shapes, types and devices as the first ones."""
-        with torch.no_grad():
-            for names, targets in self._groups:
+        for names, targets in self._groups:
+            with torch.no_grad():
                 torch._foreach_copy_(targets, [tensors[name] for name in names])
 
 

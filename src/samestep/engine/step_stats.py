@@ -10,10 +10,11 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from samestep.distributed.devices import value_on_host
+from samestep.distributed.devices import is_accelerator, value_on_host
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.metrics.counts import rounded_sum
@@ -75,10 +76,14 @@ class StepStats:
         Everything is read at once: the only time in a step that the host waits for the device.
         """
         length = vector_length(microbatches, 0)
-        scalars = [scalar.detach().double().view(1).to(total.device, non_blocking=True) for scalar in values]
-        norms = [] if norm is None else [norm.double().view(1).to(total.device, non_blocking=True)]
-        numbers = torch.cat([total[: length + control_length], *scalars, *norms]).tolist()
-        grad_norm = numbers.pop() if norms else 0.0
+        vector = total[: length + control_length]
+        scalars = [scalar.detach() for scalar in (*values, *([] if norm is None else [norm]))]
+        if is_accelerator(total.device):
+            columns = [scalar.double().view(1).to(total.device, non_blocking=True) for scalar in scalars]
+            numbers = torch.cat([vector, *columns]).tolist()
+        else:
+            numbers = [*vector.tolist(), *map(float, scalars)]
+        grad_norm = 0.0 if norm is None else numbers.pop()
         *head, stop, save, hashes, squares = numbers[:length]
         control, others = numbers[length : length + control_length], numbers[length + control_length :]
         buffers = total[length:]
@@ -146,15 +151,16 @@ class LocalStats:
         """
         nodes = [(number, number + 1) for number in self._losses] if in_order else cover
         length = vector_length(tree.microbatches, 0)
-        vectors = {node: torch.zeros(length + buffers, dtype=torch.float64, device=device) for node in nodes}
-        for node in nodes[:1]:
-            self._write(vectors[node], tree.microbatches, (*requests, step_hash, step_hash**2))
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        first = self._numbers(tree.microbatches, (*requests, step_hash, step_hash**2), device)
+        first = torch.cat([first, zeros(buffers)]) if buffers else first
+        vectors = {node: zeros(length + buffers) if order else first for order, node in enumerate(nodes)}
         for number, values in self._buffers.items():
             vectors[(number, number + 1) if in_order else nodes[0]][length:].add_(values.to(device, non_blocking=True))
         return vectors
 
-    def _write(self, vector: torch.Tensor, microbatches: int, numbers: Sequence[float]) -> None:
-        """Write losses and counts of all microbatches of this rank, and numbers of the rank."""
+    def _numbers(self, microbatches: int, numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+        """Return losses and counts of all microbatches of this rank, and numbers of the rank, as a vector."""
         host = array("d", bytes(16 * microbatches))
         columns: dict[int, list[torch.Tensor]] = {}  # consecutive elements, by the first
         for values, start in ((self._losses, 0), (self._counts, microbatches)):
@@ -169,11 +175,12 @@ class LocalStats:
                 following = number + 1
         host.extend(numbers)
         # A copy of all numbers of the host at once needs no wait for a device.
-        vector[: len(host)].copy_(torch.frombuffer(host, dtype=torch.float64), non_blocking=True)
+        vector = torch.frombuffer(host, dtype=torch.float64).to(device, non_blocking=True)
         for first, tensors in columns.items():
-            column = [tensor.to(vector.device, non_blocking=True) for tensor in tensors]
+            column = [tensor.to(device, non_blocking=True) for tensor in tensors]
             stacked = torch.stack(column) if len(column) > 1 else column[0]
             vector[first : first + len(column)].copy_(stacked, non_blocking=True)
+        return vector
 
 
 def _scalar(value: torch.Tensor | float) -> torch.Tensor | float:

@@ -22,7 +22,9 @@ from samestep.distributed.world import World
 from samestep.errors import PeerLostError
 from samestep.strategies.buckets import reduce_gradients
 from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
-from samestep.strategies.strategy import ComputeClock, Strategy, TensorFuture
+from samestep.strategies.strategy import ComputeClock, Strategy, Sum
+
+TensorFuture = torch.futures.Future[torch.Tensor]
 
 
 class DdpStrategy(Strategy):
@@ -89,8 +91,8 @@ class DdpStrategy(Strategy):
             self.module = self._ddp
         self._reduction.accumulate(tree, microbatch)
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
-        return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length))
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
+        return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length)).wait
 
     def close(self) -> None:
         del self._ddp, self.module  # the reducer keeps shapes and types of parameters in the autograd graph

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
@@ -32,7 +32,7 @@ _WRAPPERS = {
     torch.jit.ScriptModule: "pass the model without torch.jit, and StepConfig(compile=True)",
 }
 
-TensorFuture = torch.futures.Future[torch.Tensor]
+Sum = Callable[[], torch.Tensor]  # waits for a sum, and returns it
 
 
 class ComputeClock:
@@ -120,15 +120,14 @@ class Strategy(ABC):
         """Move gradients of an earlier microbatch from `.grad` to the sums, inside `microbatch` of the last one."""
         self._reduction.accumulate(tree, microbatch)
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
         """Start the sum of float64 vectors of `length`, of microbatches or subtrees, over all ranks.
 
         Every rank calls this once per step: between forward and backward of its last microbatch, or before `finish` if
         it has no microbatch.
         """
-        future: TensorFuture = torch.futures.Future()
-        future.set_result(self._reduction.reduce_vector(tree, vectors, length))
-        return future
+        total = self._reduction.reduce_vector(tree, vectors, length)
+        return lambda: total
 
     def abandon(self) -> None:
         """Drop the sums of a failed step."""

@@ -22,7 +22,7 @@ from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.shared_weights import SharedWeights, pipeline_group
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.reduction import MicrobatchTree, Node
-from samestep.strategies.strategy import DeferredStrategy, TensorFuture
+from samestep.strategies.strategy import DeferredStrategy, Sum
 
 
 def split_into_stages(model: nn.Module, world: World, column_slices: Mapping[str, int]) -> StageParameters:
@@ -211,7 +211,7 @@ class PipelineStrategy(DeferredStrategy):
         if stage in self._reductions:  # a stage can be frozen
             self._reductions[stage].accumulate(tree, microbatch)
 
-    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> TensorFuture:
+    def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
         if vectors:
             # Losses are on the last stage's rank, buffers on that of their stage: one summand is non-zero.
             rows = torch.stack(list(vectors.values()))
