@@ -1,10 +1,13 @@
-"""`--hosts`, `--host-rank` and `--port`: combinations that are refused before a connection."""
+"""`--hosts`, `--host-rank` and `--port`: refused combinations, and stop requests before all hosts have arrived."""
 
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
-from helpers.system import here
+from helpers.started import free_port
+from helpers.system import Done, Running, here
 
 BOTH = ("--hosts", "node-0,node-1", "--host-rank", 1)
 
@@ -42,3 +45,41 @@ def test_another_launcher_excludes_hosts(
         monkeypatch.setenv(name, value)
     assert here("train", "digits", *BOTH, cwd=tmp_path) == 2
     assert "--hosts, but torchrun has started this process [E_OPTION_CONFLICT]" in capfd.readouterr().err
+
+
+def require_stopped(running: Running, path: Path, number: signal.Signals) -> Done:
+    """Send a signal to a command that waits for other hosts, and require its end."""
+    running.kill(number)
+    done = running.wait(10)
+    assert done.code == 130, done
+    assert f"error: stopped by {number.name} while the hosts waited for one another [E_STOPPED]" in done.err, done
+    assert len(done.err.splitlines()) <= 3, done
+    assert not list(path.iterdir())
+    return done
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_first_host_stops_while_it_waits(number: signal.Signals, tmp_path: Path) -> None:
+    port = free_port()
+    options = ("--hosts", "127.0.0.1,127.0.0.2", "--host-rank", 0, "--port", port)
+    with Running("train", "digits", *options, cwd=tmp_path) as running:
+
+        def is_waiting() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        running.until(is_waiting, "the first host listens")
+        require_stopped(running, tmp_path, number)
+
+
+def test_other_host_stops_while_it_waits(tmp_path: Path) -> None:
+    """The connection to the first host ends with the request to stop."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        first.settimeout(30)
+        options = ("--hosts", "127.0.0.1,127.0.0.2", "--host-rank", 1, "--port", first.getsockname()[1])
+        with Running("train", "digits", *options, cwd=tmp_path) as running:
+            connection, _ = first.accept()
+            with connection, connection.makefile("rb") as lines:
+                assert b"hello" in lines.readline()
+                require_stopped(running, tmp_path, signal.SIGTERM)
+                assert any(b"stop" in line for line in lines)

@@ -1,18 +1,18 @@
 """Ranks on several simulated hosts: the bits of one process, and faults of hosts, network, clocks and software."""
 
-import json
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import run
 
 import pytest
 import torch
 
 from helpers.hosts import (
+    END_SECONDS,
     HANG_SECONDS,
     PORT,
     RECIPE,
@@ -27,12 +27,14 @@ from helpers.hosts import (
     kill_host,
     listed,
     name_of,
+    named,
     require_resumable,
+    require_trained,
     same_report,
     single_report,
 )
 from helpers.surroundings import RecordFault
-from helpers.system import SOURCES, TESTS, Done, events, here, weights
+from helpers.system import SOURCES, TESTS, events, here, until, weights
 
 SMALL = ("--set", "epochs=1", "--set", "model.options.width=8", "--set", "metrics=[]")
 TRAIN_DIGITS = ("-m", "samestep", "train", "digits", *SMALL, "--name", "many")
@@ -68,11 +70,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 WAYS = pytest.mark.parametrize("way", STARTS)
 
 
-def named(fault: str, way: str) -> str:
-    """Return the fault with the way in which the ranks start, for the table."""
-    return f"{fault}, `--hosts`" if way == "--hosts" else fault
-
-
 HOSTS_AND_RANKS = pytest.mark.parametrize(
     ("count", "ranks"),
     [
@@ -80,14 +77,6 @@ HOSTS_AND_RANKS = pytest.mark.parametrize(
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2), (4, 1))),
     ],
 )
-
-
-def require_trained(results: Sequence[Done], path: Path, ranks: int, undisturbed: tuple[str, str]) -> None:
-    """Require that all commands have ended with a run of this number of ranks and with the undisturbed weights."""
-    assert [result.code for result in results] == [0] * len(results), results
-    (environment,) = json.loads((path / "runs/many/environment.json").read_text(encoding="utf-8"))
-    assert environment["processes"] == ranks
-    assert weights(path / "runs/many") == undisturbed
 
 
 @HOSTS_AND_RANKS
@@ -288,6 +277,24 @@ def test_stop_request_on_one_host(tmp_path: Path, record_fault: RecordFault) -> 
     expected = "all hosts stop after the step, with a checkpoint; resumed to the same weights"
     fault = named("SIGTERM to the command of one host", "--hosts")
     record_fault(fault, expected, "exit code 130 on both; resumed on 1: the same weights")
+
+
+@pytest.mark.long
+def test_stop_request_before_all_hosts_have_arrived(tmp_path: Path, record_fault: RecordFault) -> None:
+    with hosts(3) as machines, ExitStack() as stack:
+        command = ("-m", "samestep", "train", RECIPE, "--name", "many")
+        commands = by_hosts(machines, stack, tmp_path, *command, without=1)
+        address = f"{machines[0].address}:{PORT}"
+        joined = ["ip", "netns", "exec", machines[0].namespace, "ss", "-Htn", "state", "established", "src", address]
+        until(lambda: run(joined, capture_output=True, check=True).stdout, "host 2 has arrived", END_SECONDS)
+        commands[1].kill_process(command_of(commands[1]), signal.SIGTERM)
+        results = ended(commands, 5)
+    assert [result.code for result in results] == [130, 130], results
+    assert all("E_STOPPED" in single_report([result]) for result in results), results
+    assert not (tmp_path / "runs").exists()
+    expected = "all hosts that have arrived stop at once"
+    fault = named("SIGTERM to the command of one host, before all hosts have arrived", "--hosts")
+    record_fault(fault, expected, "exit code 130 on both")
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Several hosts on one machine: namespaces with cables to one bridge, host names, and temporary files of their own."""
 
+import json
 import os
 import shutil
 import signal
@@ -253,6 +254,19 @@ def require_resumable(path: Path) -> None:
     assert here("resume", path / "runs/many", cwd=path) == 0
     assert here("train", RECIPE, "--name", "one", cwd=path) == 0
     assert weights(path / "runs/many") == weights(path / "runs/one")
+
+
+def require_trained(results: Sequence[Done], path: Path, ranks: int, undisturbed: tuple[str, str]) -> None:
+    """Require that all commands have ended with a run of this number of ranks and with the undisturbed weights."""
+    assert [result.code for result in results] == [0] * len(results), results
+    (environment,) = json.loads((path / "runs/many/environment.json").read_text(encoding="utf-8"))
+    assert environment["processes"] == ranks
+    assert weights(path / "runs/many") == undisturbed
+
+
+def named(fault: str, way: str) -> str:
+    """Return the fault with the way in which the ranks start, for the table."""
+    return f"{fault}, `--hosts`" if way == "--hosts" else fault
 
 
 def _ip(*arguments: str) -> None:

@@ -7,18 +7,22 @@ ranks. After the arrival of all hosts, the first one numbers the ranks host by h
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from types import FrameType
 from typing import Any, NoReturn
 
 from samestep.distributed.addresses import interface_of, listen, resolve
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
+from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
 from samestep.errors import InputError, RunError
+from samestep.launcher.failure import StoppedError
 from samestep.launcher.hosts import BEAT_SECONDS, RECEIVE_BYTES, HostGroup, HostsConfig, Link, Place, raise_end
 from samestep.launcher.watchdog import ProgressTimer
 
@@ -42,6 +46,7 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
     Raises:
         InputError: the first host has refused this one, cannot be resolved, or cannot listen at the port.
         RunError: a host did not arrive.
+        StoppedError: a stop signal arrived while the hosts waited for one another.
     """
     lost_after = min(_LOST_SECONDS, limit / 2)
     links: dict[int, Link] = {}
@@ -57,8 +62,9 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
     group = HostGroup(config, Place((processes,), 0, "", 0), links, lost_after)
     try:
         arrive = _admit_hosts if config.rank == 0 else _arrive
-        group.place, group.listener = arrive(config, processes, limit, lost_after, links)
-        yield group
+        with _stop_by_signal():
+            group.place, group.listener = arrive(config, processes, limit, lost_after, links)
+            yield group
     except BaseException as error:  # boundary: every end of this host is the end of all
         group.conclude(error)
         raise
@@ -69,6 +75,35 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
             link.close()
         if group.listener is not None:
             group.listener.close()
+
+
+@contextmanager
+def _stop_by_signal() -> Iterator[None]:
+    """Raise a `StoppedError` at the first stop signal in the block; worker processes install handlers of their own.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
+    terminals, is_stopped = open_terminals(), False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        if number == signal.SIGHUP:
+            redirect_to_null(terminals)
+        if not is_stopped:
+            is_stopped = True
+            raise StoppedError(
+                f"stopped by {signal.Signals(number).name} while the hosts waited for one another",
+                fix="start the command on all hosts again",
+            )
+
+    is_main = threading.current_thread() is threading.main_thread()
+    stops = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN] if is_main else []
+    before = {number: signal.signal(number, stop) for number in stops}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _admit_hosts(

@@ -20,6 +20,9 @@ def file_name(job: Job) -> str:
 def torchrun(job: Job, host: str | None = None) -> list[str]:
     """Return the command of each node.
 
+    The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store for
+    an agent that joins or replaces another one, and both wait.
+
     Args:
         job: the job.
         host: host name of the first node; None if the variable PET_RDZV_ENDPOINT has host and port.
@@ -27,7 +30,7 @@ def torchrun(job: Job, host: str | None = None) -> list[str]:
     subject = job.subject if job.text is None else f"{SUBJECT_FOLDER}/{file_name(job)}"
     nodes = str(job.nodes) if job.minimum == job.maximum else f"{job.minimum_nodes}:{job.nodes}"
     return [
-        "torchrun",
+        *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
         f"--nnodes={nodes}",
         f"--nproc-per-node={job.per_node}",
         "--rdzv-backend=c10d",
