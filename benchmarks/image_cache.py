@@ -22,7 +22,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config import DataConfig
-from samestep.data.batch import MicrobatchDataset, MicrobatchRequest
+from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.distributed.env import CACHE, variables_of_subprocess
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.datasets import load_images

@@ -12,13 +12,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
-from samestep.checkpoint.compatibility import Tensors, encode_objects, require_savable
+from samestep.checkpoint.compatibility import encode_objects, require_savable
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
 from samestep.checkpoint.files import Contents, HeldFolder
+from samestep.checkpoint.json_values import Tensors
 from samestep.checkpoint.lock import FolderLock
+from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
-from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
+from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.data.epochs import epochs
 from samestep.data.loader import Loader
 from samestep.distributed.logging import logger

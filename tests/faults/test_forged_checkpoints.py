@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here
 from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.manifest import MANIFEST
 from samestep.checkpoint.state import AVERAGE, MODEL, OPTIMIZER, Training, pack
 from samestep.checkpoint.state import load as load_checkpoint
-from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder
+from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.errors import EXIT_INPUT, CheckpointError
 from samestep.microbatches import Cursor
 

@@ -6,7 +6,7 @@ import torch
 import samestep
 from samestep.launcher.launch import launch
 from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
+from samestep.strategies.compression import PowerSGD, compressed_all_reduce
 
 pytestmark = [
     pytest.mark.gpu,

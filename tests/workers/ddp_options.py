@@ -18,7 +18,7 @@ from samestep.config import MeshConfig, StepConfig, StrategyConfig
 from samestep.config.strategy import Hook
 from samestep.errors import InputError, PeerLostError
 from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
+from samestep.strategies.compression import PowerSGD, compressed_all_reduce
 from workers.loader import gathered
 
 MICROBATCHES, BATCH, SAMPLES, STEPS = 8, 24, 96, 10

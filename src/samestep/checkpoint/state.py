@@ -19,9 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.compatibility import (
     EXTRA_STATE,
-    Tensors,
-    decode,
-    encode,
     encode_objects,
     groups_like,
     like_current,
@@ -34,8 +31,10 @@ from samestep.checkpoint.compatibility import (
 )
 from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, contents_errors, invalid_contents
 from samestep.checkpoint.files import Contents, pieces
+from samestep.checkpoint.json_values import Tensors, decode, encode
+from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
-from samestep.checkpoint.store import STATE, file_names, read_state, read_states
+from samestep.checkpoint.store import STATE, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 

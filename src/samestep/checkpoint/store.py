@@ -4,22 +4,17 @@ A checkpoint is written under a temporary name, every file and the folder are fo
 renamed. A kill at any point leaves the complete checkpoint or none. To replace a checkpoint of the same step, the old
 one is renamed first and stays valid until the removal. One process writes at a time (`FolderLock`); ranks of one run
 may write the same bytes at the same time.
-
-The manifest has the length and SHA-256 of every file, and its own SHA-256. It detects damage but is no signature: a
-user with write permission can write a matching manifest. Therefore nothing read from a checkpoint can run code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from samestep.checkpoint.contents import Manifest, SavedFile, SavedState, invalid_contents, parse
+from samestep.checkpoint.contents import SavedState, parse
 from samestep.checkpoint.files import (
     Contents,
     HeldFolder,
@@ -27,19 +22,16 @@ from samestep.checkpoint.files import (
     link_name,
     linked_name,
     make_folder,
-    pieces,
     remove,
     sync_folder,
     write_file,
 )
+from samestep.checkpoint.manifest import MANIFEST, build_manifest, damaged, read_bounded, verify
 from samestep.distributed.disk import disk_operations
 from samestep.errors import CheckpointError, InputError
 
-MANIFEST, STATE = "manifest.json", "state.json"
-_FORMAT = 1
-_MAX_MANIFEST_BYTES, _MAX_STATE_BYTES = 1 << 20, 1 << 28
-# A larger file of which less than this part is on the disk is not hashed: a forged one can claim any length.
-_SPARSE_BYTES, _SPARSE_FACTOR = 1 << 30, 100
+STATE = "state.json"
+_MAX_STATE_BYTES = 1 << 28
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
@@ -166,11 +158,11 @@ class CheckpointFolder:
         try:
             yield
         except OSError as error:
-            raise _damaged(self.path, f"cannot be read: {error.strerror}") from error
+            raise damaged(self.path, f"cannot be read: {error.strerror}") from error
 
     def _save(self, name: str, files: Mapping[str, Contents], links: Sequence[str]) -> Path:
         """Write a checkpoint and its links, and return its folder."""
-        final, manifest = self.path / name, _manifest(files)
+        final, manifest = self.path / name, build_manifest(files)
         with disk_operations.run("update", self.path):
             make_folder(self.path)
             self._recover()
@@ -260,24 +252,6 @@ class CheckpointFolder:
         return path
 
 
-def verify(checkpoint: Path, *names: str) -> None:
-    """Verify every file of a checkpoint, including `names`, against the manifest.
-
-    Raises:
-        CheckpointError: a file is missing, a link, outside the folder, unreadable, or has another length or hash; or
-            the manifest itself is damaged.
-    """
-    files = _read_manifest(checkpoint)
-    missing = [name for name in names if name not in files]
-    if missing:
-        raise _damaged(checkpoint / missing[0], "is not in the manifest")
-    for name, entry in files.items():
-        try:
-            _verify_file(checkpoint / name, entry)
-        except OSError as error:
-            raise _damaged(checkpoint / name, f"cannot be read: {error.strerror}") from error
-
-
 def read_state(checkpoint: Path, *others: str) -> SavedState:
     """Verify a checkpoint, including the files `others`, and return its state without tensors.
 
@@ -295,94 +269,8 @@ def read_states(checkpoint: Path, names: Sequence[str], others: Sequence[str]) -
     """
     verify(checkpoint, *names, *others)
     return {
-        name: parse(SavedState, _read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name) for name in names
+        name: parse(SavedState, read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name) for name in names
     }
-
-
-def file_names(checkpoint: Path) -> set[str]:
-    """Return the names of the files in the manifest.
-
-    Raises:
-        CheckpointError: the manifest is damaged.
-    """
-    return set(_read_manifest(checkpoint))
-
-
-def _damaged(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {problem}",
-        expected="a complete checkpoint, verified before any part is loaded",
-        fix="resume from another one: --checkpoint best, or --checkpoint STEP",
-        code="E_CHECKPOINT_DAMAGED",
-    )
-
-
-def _manifest(files: Mapping[str, Contents]) -> bytes:
-    manifest = {"format": _FORMAT, "files": {name: _entry(contents) for name, contents in files.items()}}
-    manifest["sha256"] = _digest(manifest)
-    return json.dumps(manifest, indent=1).encode()
-
-
-def _entry(contents: Contents) -> dict[str, object]:
-    digest, size = hashlib.sha256(), 0
-    for piece in pieces(contents):
-        digest.update(piece)
-        size += len(piece)
-    return {"sha256": digest.hexdigest(), "bytes": size}
-
-
-def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
-    """Return length and hash by file name."""
-    path = checkpoint / MANIFEST
-    try:
-        if not path.is_file() or path.is_symlink():
-            raise _damaged(path, "is missing")
-        manifest = json.loads(_read_bounded(path, _MAX_MANIFEST_BYTES))
-        digest = manifest.pop("sha256")
-        is_unchanged = digest == _digest(manifest)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"cannot be read: {error}") from error
-    if not is_unchanged:
-        raise _damaged(path, "was changed: its SHA-256 differs")
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}",
-            expected=f"format {_FORMAT}",
-            fix="read the checkpoint with the version that wrote the files",
-            code="E_CHECKPOINT_FORMAT",
-        )
-    files = parse(Manifest, json.dumps(manifest).encode(), path).files
-    for name in files:
-        # A name with a folder part could point outside the checkpoint.
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise invalid_contents(path, f"{name!r} is not the name of a file")
-    return files
-
-
-def _read_bounded(path: Path, limit: int) -> bytes:
-    size = path.stat().st_size
-    if size > limit:
-        raise _damaged(path, f"has {size} bytes, and {path.name} has at most {limit}")
-    return path.read_bytes()
-
-
-def _verify_file(path: Path, entry: SavedFile) -> None:
-    if path.is_symlink():
-        raise _damaged(path, "is a link")
-    if not path.is_file():
-        raise _damaged(path, "is missing")
-    status = path.stat()
-    if status.st_size != entry.bytes:
-        raise _damaged(path, f"has {status.st_size} bytes instead of {entry.bytes}")
-    if status.st_size > _SPARSE_BYTES and 512 * status.st_blocks < status.st_size // _SPARSE_FACTOR:
-        raise _damaged(path, f"has {status.st_size} bytes, almost none of them on the disk")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise _damaged(path, "was changed: its SHA-256 differs")
-
-
-def _digest(manifest: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _is_valid(checkpoint: Path) -> bool:

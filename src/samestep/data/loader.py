@@ -13,22 +13,15 @@ import torch.utils.data
 from torch.utils.data import DataLoader, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples, SampleOrder
-from samestep.data.batch import (
+from samestep.data.batch import GlobalBatch, Microbatch, digest_of, prefetch_to_device
+from samestep.data.loader_workers import MicrobatchLoader, RequestQueue, end_workers, init_worker, read
+from samestep.data.microbatch_dataset import (
     PROBE,
     Collate,
     FailedMicrobatch,
-    GlobalBatch,
-    Microbatch,
     MicrobatchDataset,
-    MicrobatchLoader,
     MicrobatchRequest,
-    RequestQueue,
     SizedDataset,
-    digest_of,
-    end_workers,
-    init_worker,
-    prefetch_to_device,
-    read,
 )
 from samestep.data.order import (
     global_order,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
-from samestep.data.batch import MicrobatchRequest
+from samestep.data.microbatch_dataset import MicrobatchRequest
 from samestep.data.permutation import Indices, Order
 from samestep.data.streams.order import BatchSizes, StreamOrder
 from samestep.distributed.world import World

@@ -14,7 +14,6 @@ from samestep.distributed.devices import is_accelerator
 
 # Words of a block: the size of a core's cache. A GPU computes several blocks at once.
 _BLOCK, _GPU_BLOCKS = 2**16, 2**6
-_SEARCHED = 2**20  # words of a search at once
 _SEED = 0x5EED
 _FACTOR = 6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
 MODULUS = 2**64
@@ -80,36 +79,6 @@ def sum_of_parts(parts: Mapping[str, Part], device: torch.device) -> torch.Tenso
         products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(place, non_blocking=True)
         total += products.sum().to(device, non_blocking=is_accelerator(device))
     return total
-
-
-def find_flipped_bit(parts: Mapping[str, Part], difference: int) -> str | None:
-    """Return the bit of a tensor whose flip changes a checksum by `difference` modulo 2^64, as text, if there is one.
-
-    A flip of bit b of word i changes the checksum by plus or minus 2^b w_i, and w_i is odd. One of n words fits another
-    difference by chance with a probability of about n / 2^58.
-    """
-    if difference == 0:
-        return None
-    bit = (difference & -difference).bit_length() - 1
-    for name, part in parts.items():
-        sample = words_of(torch.empty(1, dtype=part.tensor.dtype))
-        per_element, width = len(sample), 8 * sample.element_size()
-        words = part.shape.numel() * per_element
-        for begin in range(0, words if bit < width else 0, _SEARCHED):
-            changes = weights_of(name, part, begin, min(begin + _SEARCHED, words)) << bit
-            hits = ((changes == signed(difference)) | (changes == signed(-difference))).nonzero()
-            if len(hits):
-                element, word = divmod(begin + int(hits[0]), per_element)
-                return f"bit {width * word + bit} of element {_indices(element, part.shape)} of {name}"
-    return None
-
-
-def _indices(element: int, shape: torch.Size) -> list[int]:
-    indices = []
-    for size in reversed(shape):
-        element, index = divmod(element, size)
-        indices.append(index)
-    return indices[::-1]
 
 
 def weights_of(name: str, part: Part, begin: int, end: int) -> torch.Tensor:

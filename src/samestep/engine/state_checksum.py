@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
+from samestep.checkpoint.compatibility import encode_objects
+from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.state import Training
 from samestep.distributed.world import all_gather
 from samestep.engine.checksum import MODULUS, Part, sum_of_parts

@@ -19,7 +19,8 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import MANY_WORKERS, map_tensors, move
+from samestep.data.batch import map_tensors, move
+from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather

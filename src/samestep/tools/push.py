@@ -12,7 +12,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from samestep.checkpoint.store import CheckpointFolder, file_names, read_state, verify
+from samestep.checkpoint.manifest import file_names, verify
+from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import MANY_WORKERS, GlobalBatch, Microbatch, tensors_of
+from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
+from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm import norm_layers

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from samestep.data.batch import Collate, SizedDataset
+from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.errors import DataError
 from samestep.zoo.cache.samples import SampleCache
 

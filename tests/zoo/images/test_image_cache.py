@@ -11,7 +11,7 @@ from PIL import Image
 
 from helpers.image_kinds import READ, REFUSED, encoded, noise, write
 from samestep.config import DataConfig
-from samestep.data.batch import MicrobatchDataset, MicrobatchRequest
+from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.errors import DataError, RecipeError, SamestepError
 from samestep.zoo.cache.samples import SampleCache
 from samestep.zoo.images.datasets import load_images

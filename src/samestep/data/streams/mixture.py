@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -97,3 +99,15 @@ def _require_weights(sources: Mapping[str, FileSource], weights: Mapping[str, fl
 
 def _mixture_error(value: str, expected: str, fix: str) -> InputError:
     return InputError(value, expected, fix, code="E_MIXTURE")
+
+
+@lru_cache(1024)
+def quotas(size: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the positions of each source among `size` ones: the largest-remainder rule, in exact arithmetic."""
+    exact = [Fraction(weight) for weight in weights]
+    shares = [size * weight / sum(exact) for weight in exact]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(weights)), key=lambda number: (counts[number] - shares[number], number))
+    for number in by_remainder[: size - sum(counts)]:
+        counts[number] += 1
+    return tuple(counts)

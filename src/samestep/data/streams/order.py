@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy
 
 from samestep.data.permutation import DatasetOrder, Indices, random_order
+from samestep.data.streams.mixture import quotas
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds
@@ -231,7 +231,7 @@ class SlotOrder(StreamOrder):
         return windows * self._quotas(self._window)[number] + self._quotas(rest)[number]
 
     def _quotas(self, size: int) -> tuple[int, ...]:
-        return _quotas(size, tuple(part.weight for part in self._parts))
+        return quotas(size, tuple(part.weight for part in self._parts))
 
     def _first_pass(self, number: int) -> int:
         """Return the smallest pass over a source in this epoch."""
@@ -296,15 +296,3 @@ def _files_between(ends: Indices, start: int, stop: int, more: int = 1) -> tuple
     later = range(last + 1, len(ends))
     filled = [place for place in places if ends[place] > (ends[place - 1] if place else 0)]
     return (*filled, *later[:more])
-
-
-@lru_cache(1024)
-def _quotas(size: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the positions of each source among `size` ones: the largest-remainder rule, in exact arithmetic."""
-    exact = [Fraction(weight) for weight in weights]
-    shares = [size * weight / sum(exact) for weight in exact]
-    counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(weights)), key=lambda number: (counts[number] - shares[number], number))
-    for number in by_remainder[: size - sum(counts)]:
-        counts[number] += 1
-    return tuple(counts)

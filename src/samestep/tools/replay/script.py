@@ -19,7 +19,8 @@ from samestep.launcher.job import ReplayedFolder, process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
 from samestep.runs.starts import require_same_code
-from samestep.tools.replay.checksums import add_checksum, flipped_bit
+from samestep.tools.replay.checksums import add_checksum
+from samestep.tools.replay.flipped_bit import flipped_bit
 from samestep.tools.replay.launch import Replayed, ReplayRequest
 from samestep.tools.replay.recording import recording
 from samestep.units import plural

@@ -21,7 +21,8 @@ from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.recipe_files import recipe_data
 from samestep.recipes.run import without_pretrained
 from samestep.runs.starts import require_same_code
-from samestep.tools.replay.checksums import add_checksum, flipped_bit
+from samestep.tools.replay.checksums import add_checksum
+from samestep.tools.replay.flipped_bit import flipped_bit
 from samestep.tools.replay.launch import Replayed, ReplayRequest
 from samestep.tools.replay.recording import recording
 from samestep.units import plural

@@ -13,7 +13,8 @@ import numpy
 import torch
 
 from samestep.config import StepConfig
-from samestep.data.batch import Microbatch, MicrobatchDataset, map_tensors
+from samestep.data.batch import Microbatch, map_tensors
+from samestep.data.microbatch_dataset import MicrobatchDataset
 from samestep.distributed.rng import derive_seed, preserved_generators
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.engine import Engine

@@ -11,7 +11,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config.validation import require
-from samestep.data.batch import Collate, map_tensors
+from samestep.data.batch import map_tensors
+from samestep.data.microbatch_dataset import Collate
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.crops import CenterCrop, PlainCrop, RandomCrop, RandomFlip, limit_aspect_ratio
 from samestep.zoo.images.decoders import Decoder, as_image
