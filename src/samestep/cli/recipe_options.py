@@ -30,7 +30,7 @@ from samestep.tools.tune.settings import TunedSetting
 from samestep.units import plural
 
 # Data whose modules import torchvision: once for the worker that builds the model, and for the ranks.
-_DATA_OF_TORCHVISION = ("images", "image_list", "hub_images")
+_DATA_OF_TORCHVISION = ("images", "image_list", "hub_images", "stream_images")
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
 from samestep.data.loader import Loader
+from samestep.data.microbatch_dataset import SizedDataset
+from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
@@ -52,6 +54,8 @@ DATA = {
     "hub_images": "samestep.zoo.images.hub:load_hub_images",
     "language": "samestep.zoo.text.language:load_language",
     "segmentation": "samestep.zoo.segmentation.images:load_segmentation",
+    "stream_images": "samestep.zoo.images.streams:load_stream_images",
+    "stream_tokens": "samestep.zoo.text.streams:load_stream_tokens",
     "texts": "samestep.zoo.text.texts:load_texts",
     "tokens": "samestep.zoo.text.tokens:load_tokens",
     "volumes": "samestep.zoo.segmentation.volumes:load_volumes",
@@ -86,6 +90,8 @@ TASKS: dict[str, str] = {
     "image_list": "samestep.zoo.images.datasets:image_task",
     "hub_images": "samestep.zoo.images.datasets:image_task",
     "segmentation": "samestep.zoo.segmentation.images:segmentation_task",
+    "stream_images": "samestep.zoo.images.datasets:image_task",
+    "stream_tokens": "samestep.zoo.text.streams:stream_tokens_task",
     "volumes": "samestep.zoo.segmentation.volumes:volumes_task",
 }
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
@@ -165,7 +171,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         check_same_weights(model, world)
     notes = splits.notes + notes
     train, evaluation = _loaders(recipe, options, splits, world, has_batch_norm=uses_batch_statistics(model))
-    if train.samples < len(splits.train) and not recipe.data.drop_last:
+    if train.samples < _epoch_samples(splits.train) and not recipe.data.drop_last:
         notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
@@ -275,7 +281,8 @@ def _loaders(
         prepare=splits.prepare,
     )
     # Batch norm has no variance of one sample.
-    is_single = has_batch_norm and len(splits.train) % recipe.batch_size == 1 < len(splits.train)
+    samples = _epoch_samples(splits.train)
+    is_single = has_batch_norm and samples % recipe.batch_size == 1 < samples
     train = loader(
         splits.train,
         shuffle=True,
@@ -289,6 +296,10 @@ def _loaders(
         splits.evaluation, collate_fn=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
     )
     return train, evaluation
+
+
+def _epoch_samples(data: SizedDataset) -> int:
+    return data.epoch_samples if isinstance(data, StreamDataset) else len(data)
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -38,7 +38,7 @@ def read_image(path: Path) -> Image.Image:
 def decode(source: Path | BytesIO, name: str) -> Image.Image:
     """Return the first image of `source`, called `name` in errors; see `read_image`."""
     with file_errors(name, "an image"), open_image(source) as image:
-        return _to_rgb(image)
+        return to_rgb(image)
 
 
 @contextmanager
@@ -90,7 +90,12 @@ def file_errors(name: str | Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits per channel.
+
+    Raises:
+        ValueError: the brightness of its values is undefined.
+    """
     if image.mode.startswith("I;16"):
         return _scaled_to_8_bits(image, _white(image))
     if image.mode == "I":  # Pillow scales a 16-bit PGM to the full range; other formats have 32 bits

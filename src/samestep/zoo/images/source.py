@@ -69,18 +69,18 @@ class ImageSource:
             RunError: the disk or the network failed.
         """
         if self._cache is None or not isinstance(source, Path):
-            return self._prepared(self._decode(source, name))
+            return self.prepared(self._decode(source, name))
         with file_errors(name, "an image"):
             status = os.stat(source)
         if self._kind == "encoded":
-            return self._prepared(self._encoded(self._cache, source, status, name))
+            return self.prepared(self._encoded(self._cache, source, status, name))
         if self._decoder != "pillow" and self._shorter_side is None:
             return _CachedScales(self._cache, self._decode, source, status, name)
         key = file_key(source, status)
         sample = self._cache.get(key, name)
         if sample is not None:
             return StoredImage(_tensor(sample))
-        image = self._prepared(self._decode(source, name))
+        image = self.prepared(self._decode(source, name))
         _add_pixels(self._cache, key, as_pixels(image), source, status)
         return image
 
@@ -117,7 +117,8 @@ class ImageSource:
                 libraries["torch"] = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
         return {"kind": kind, "decoder": self._decoder, "libraries": libraries, "shorter_side": size}
 
-    def _prepared(self, image: DecodedImage) -> DecodedImage:
+    def prepared(self, image: DecodedImage) -> DecodedImage:
+        """Return a decoded image after the fixed resize."""
         if self._shorter_side is None:
             return image
         mode = v2.InterpolationMode(self._interpolation)

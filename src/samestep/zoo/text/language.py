@@ -107,7 +107,7 @@ def load_language(
         evaluation=Blocks(validation, block_size),
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
-        count_tokens=_count_tokens,
+        count_tokens=count_tokens,
         notes=(_note(path, [*documents, *validation_documents], targets),),
     )
 
@@ -182,7 +182,8 @@ def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     return numpy.memmap(path, dtype=dtype, mode="r")
 
 
-def _count_tokens(microbatch: Sample) -> tuple[int, int]:
+def count_tokens(microbatch: Sample) -> tuple[int, int]:
+    """Return the number of targets without and with padding."""
     targets = microbatch[1]
     return int((targets != PADDING).sum()), targets.numel()
 

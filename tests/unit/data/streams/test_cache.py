@@ -1,13 +1,10 @@
 """Files of object stores: retries, checksums, and a bounded cache that processes share."""
 
-import functools
-import http.server
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from helpers.object_store import Server
 from samestep.data.streams.data_file import DataFile
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.open import open_source
@@ -22,47 +20,6 @@ from samestep.distributed.env import CACHE
 from samestep.errors import DataError, InputError, RunError
 
 FILES = Path(__file__).with_name("files")
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Web server of a folder that fails as `faults` describes: name of a file to status codes of its next answers."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-        self.faults: dict[str, list[int]] = {}
-        self.requests: Counter[str] = Counter()
-        self.address = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        name = self.path.strip("/")
-        self.server.requests[name] += 1
-        faults = self.server.faults.get(name, [])
-        fault = faults.pop(0) if faults else 200
-        data = Path(self.translate_path(self.path))
-        if fault == 200 or not data.is_file():
-            super().do_GET()
-        elif fault == 206:  # the body ends before its announced length
-            content = data.read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
-        elif fault == 203:  # complete, with another content
-            self.send_response(200)
-            self.send_header("Content-Length", str(data.stat().st_size))
-            self.end_headers()
-            self.wfile.write(bytes(data.stat().st_size))
-        else:
-            self.send_error(fault)
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""Folders of sample files for recipes, and small models for them."""
+
+from collections.abc import Iterator
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import nn
+
+from samestep import Loss
+from samestep.tools.pack.pack import pack
+
+IMAGES = (
+    "data={name: stream_images, options: {path: packed, evaluation_path: packed_val, classes: [cat, dog], window: 12}}",
+    "data.options.image_size=32",
+    "model.name=helpers.photos:SmallNet",
+    "batch_size=8",
+    "microbatches=4",
+    "epochs=2",
+    "metrics=[]",
+)
+IMAGE_STEPS = 25  # of an epoch
+TOKENS = (
+    "data.name=stream_tokens",
+    "data.options={block_size: 16, window: 20, evaluation_path: tokens_val, samples: 300}",
+    "data.options.sources={web: {path: tokens_web, weight: 0.7}, code: {path: tokens_code, weight: 0.3}}",
+    "model.options={n_embd: 8, n_head: 2, n_layer: 1, dropout: 0.1}",
+    "epochs=2",
+)
+TOKEN_STEPS = 25  # of an epoch
+
+
+def photos(count: int, first: int) -> Iterator[dict[str, Any]]:
+    """Yield encoded images of two classes from number `first`; some labels are names, the others numbers."""
+    generator = numpy.random.default_rng(0)
+    for number in range(count):
+        file = BytesIO()
+        Image.fromarray(generator.integers(0, 256, (48, 64, 3), dtype=numpy.uint8)).save(file, "JPEG")
+        if number >= first:
+            yield {"image": file.getvalue(), "label": ("cat", "1")[number % 2]}
+
+
+def write_images(root: Path) -> None:
+    """Write 200 training images in 10 files, and 30 validation images."""
+    for name, count in (("packed", 200), ("packed_val", 30)):
+        samples = partial(photos, count)
+        pack(samples, root / name, source=name, encodings={}, file_bytes=45_000, report=lambda text: None)
+
+
+def write_tokens(root: Path) -> None:
+    """Write tokens of bytes: six files, two and one."""
+    generator = numpy.random.default_rng(0)
+    for name, count in (("tokens_web", 6), ("tokens_code", 2), ("tokens_val", 1)):
+        (root / name).mkdir()
+        for number in range(count):
+            generator.integers(0, 257, 1000, dtype=numpy.uint16).tofile(root / name / f"{number}.bin")
+
+
+# --- large samples ----------------------------------------------------------------------------------------
+
+LARGE_TOKENS = 1 << 16  # of a sample
+LARGE_BYTES = 4 * LARGE_TOKENS
+LARGE = (
+    "data.name=stream_tokens",
+    f"data.options={{block_size: {LARGE_TOKENS}, dtype: uint32, vocabulary: 1000, window: 64}}",
+    "data.options.path=large",
+    "data.options.evaluation_path=large_val",
+    "model={name: 'helpers.sample_files:First'}",
+    "loss={name: 'helpers.sample_files:sum_of_squares'}",
+    "metrics=[]",
+    "batch_size=32",
+    "microbatches=8",
+    "epochs=1",
+)
+
+
+def write_large(folder: Path, files: int, samples: int) -> None:
+    """Write token files whose samples have a few tokens and zeros, which take little space on the disk."""
+    folder.mkdir()
+    generator = numpy.random.default_rng(0)
+    for number in range(files):
+        with (folder / f"{number:03}.bin").open("wb") as file:
+            file.truncate(samples * LARGE_BYTES + 4)
+            for sample in range(samples):
+                file.seek(sample * LARGE_BYTES)
+                file.write(generator.integers(0, 1000, 4, dtype=numpy.uint32).tobytes())
+
+
+class First(nn.Module):
+    """Linear function of the first tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs[:, :4].float() / 1000)
+        return outputs
+
+
+def sum_of_squares(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
+    """Return the sum of squares, without the targets."""
+    return Loss(outputs.square().sum(), len(outputs))

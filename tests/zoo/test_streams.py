@@ -1,0 +1,177 @@
+"""Streams of recipes: samples of all formats and columns, mixtures, and errors that name files and options."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from helpers import sample_files
+from samestep.data.streams.dataset import StreamDataset
+from samestep.errors import InputError
+from samestep.tools.pack.pack import pack
+from samestep.zoo.images.streams import load_stream_images
+from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms
+from samestep.zoo.text.streams import load_stream_tokens, stream_tokens_task
+
+PIXELS = numpy.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=numpy.uint8)
+CLASSES = ["cat", "dog", "7"]
+
+
+def encoded(kind: str = "PNG") -> bytes:
+    file = BytesIO()
+    Image.fromarray(PIXELS).save(file, kind)
+    return file.getvalue()
+
+
+def write(folder: Path, *samples: Any) -> str:
+    def from_number(first: int) -> Iterator[Any]:
+        return iter(samples[first:])
+
+    pack(from_number, folder, source="test", encodings={}, file_bytes=1 << 20, report=lambda text: None)
+    return str(folder)
+
+
+def load(path: str, **options: Any) -> Any:
+    return load_stream_images(path, evaluation_path=path, classes=CLASSES, image_size=32, **options)
+
+
+@pytest.mark.parametrize(
+    ("label", "number"),
+    [("cat", 0), ("dog", 1), (1, 1), (numpy.int32(2), 2), (b"1\n", 1), (b"dog", 1), ("7", 2), ("0", 0)],
+)
+def test_labels_are_names_or_numbers(tmp_path: Path, label: object, number: int) -> None:
+    splits = load(write(tmp_path / "packed", {"image": encoded(), "label": label}))
+    assert splits.evaluation[0][1] == number
+    assert splits.classes == ("cat", "dog", "7")
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+@pytest.mark.parametrize("shorter_side", [None, 36])
+def test_images_are_those_of_other_datasets(tmp_path: Path, decoder: Any, shorter_side: int | None) -> None:
+    path = write(tmp_path / "packed", {"image": encoded("JPEG"), "label": 1})
+    splits = load(path, decoder=decoder, shorter_side=shorter_side)
+    transforms = ImageTransforms(32, 0.875, "bilinear", MEAN, STD, decoder, shorter_side)
+    (tmp_path / "one.jpg").write_bytes(encoded("JPEG"))
+    expected = transforms.validation()(transforms.reader()(tmp_path / "one.jpg", "one"))
+    assert torch.equal(splits.evaluation[0][0], expected)
+
+
+def test_other_columns_and_formats(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = {"photo": [{"bytes": encoded(), "path": "a"}], "kind": ["dog"], "other": [1]}
+    (tmp_path / "table").mkdir()
+    parquet.write_table(arrow.table(rows), tmp_path / "table/a.parquet")
+    columns = {"image_column": "photo", "label_column": "kind"}
+    by_table = load(str(tmp_path / "table"), format="parquet", **columns).evaluation[0]
+    tuples = write(tmp_path / "tuples", (encoded(), 1))
+    by_tuple = load(tuples, image_column="0", label_column="1").evaluation[0]
+    assert torch.equal(by_table[0], by_tuple[0])
+    assert by_table[1] == by_tuple[1] == 1
+
+
+def test_decoded_images_of_mds_columns(tmp_path: Path) -> None:
+    """Columns of the encodings `jpeg` and `png` are images of Pillow."""
+    path = write(tmp_path / "packed", {"image": encoded(), "label": 1})
+    plain = load(path).evaluation[0][0]
+    index = tmp_path / "packed/index.json"
+    text = index.read_text(encoding="utf-8")
+    assert text.count('"bytes"') > 1
+    index.write_text(text.replace('["bytes", "int"]', '["png", "int"]'), encoding="utf-8")
+    assert torch.equal(load(path).evaluation[0][0], plain)
+
+
+SAMPLES: Mapping[str, tuple[dict[str, Any], str]] = {
+    "label": ({"image": encoded(), "label": "bird"}, "E_LABEL"),
+    "number": ({"image": encoded(), "label": 3}, "E_LABEL"),
+    "fraction": ({"image": encoded(), "label": 0.5}, "E_LABEL"),
+    "image": ({"image": encoded()[:100], "label": 1}, "E_UNREADABLE"),
+    "text": ({"image": "a.png", "label": 1}, "E_COLUMN"),
+    "column": ({"picture": encoded(), "label": 1}, "E_COLUMN"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_unusable_sample_is_named(tmp_path: Path, name: str) -> None:
+    sample, code = SAMPLES[name]
+    splits = load(write(tmp_path / "packed", sample))
+    with pytest.raises(InputError, match=r"packed/shard\.00000\.mds, sample 0") as failed:
+        splits.train[0]
+    assert failed.value.code == code
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    sample_files.write_tokens(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+load_tokens = partial(load_stream_tokens, evaluation_path="tokens_val", block_size=16)
+SOURCES = {"web": {"path": "tokens_web", "weight": 3}, "code": {"path": "tokens_code", "weight": 1}}
+
+
+def test_tokens(tokens: Path) -> None:
+    splits = load_tokens("tokens_web")
+    row = torch.from_numpy(numpy.fromfile("tokens_web/0.bin", dtype=numpy.uint16)[16:33].astype("int64"))
+    inputs, targets = splits.train[1]
+    assert torch.equal(inputs, row[:-1])
+    assert torch.equal(targets, row[1:])
+    assert len(splits.train) == 6 * 62
+    assert len(splits.classes) == 257
+
+
+def test_mixture_of_sources(tokens: Path) -> None:
+    train = load_tokens(sources=SOURCES, samples=100, window=32).train
+    assert isinstance(train, StreamDataset)
+    assert (train.epoch_samples, len(train)) == (100, 8 * 62)
+    assert train.origin(6 * 62) == ("code", "0.bin", 0)
+
+
+def test_token_outside_of_the_vocabulary_is_named(tokens: Path) -> None:
+    splits = load_tokens("tokens_web", vocabulary=100)
+    with pytest.raises(InputError, match=r"tokens_web/0\.bin, sample 0") as failed:
+        splits.train[0]
+    assert failed.value.code == "E_TOKENIZER"
+    with pytest.raises(InputError) as failed:
+        stream_tokens_task(splits.classes, vocabulary=100)
+    assert failed.value.code == "E_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({}, "E_MISSING_KEY"),
+        ({"path": "tokens_web", "sources": SOURCES}, "E_OPTION_CONFLICT"),
+        ({"path": "tokens_web", "samples": 10}, "E_VALUE"),
+        ({"path": "tokens_web", "window": 0}, "E_VALUE"),
+        ({"path": "tokens_web", "vocabulary": 1}, "E_VALUE"),
+        ({"path": "tokens_web", "vocabulary": 300, "tokenizer": "a.json"}, "E_VALUE"),
+        ({"path": "tokens_web", "store": {"size": 1}}, "E_UNKNOWN_OPTION"),
+        ({"path": "tokens_web", "store": 1}, "E_VALUE"),
+        ({"path": "tokens_web", "dtype": "int8"}, "E_VALUE"),
+        ({"path": "missing"}, "E_FILE_MISSING"),
+        ({"sources": {}}, "E_MIXTURE"),
+        ({"sources": {"web": {"path": "tokens_web"}}}, "E_VALUE"),
+        ({"sources": {"web": {"path": "tokens_web", "weight": 0}}}, "E_VALUE"),
+        ({"sources": SOURCES, "samples": 0}, "E_VALUE"),
+    ],
+)
+def test_invalid_options_are_refused(tokens: Path, options: dict[str, Any], code: str) -> None:
+    with pytest.raises(InputError) as failed:
+        load_tokens(**options)
+    assert failed.value.code == code
+
+
+@pytest.mark.parametrize("classes", [1, True, "cat", ["cat"], ["cat", "cat"], None])
+def test_classes_are_names_or_their_number(classes: Any) -> None:
+    with pytest.raises(InputError) as failed:
+        load_stream_images("packed", evaluation_path="packed", classes=classes)
+    assert failed.value.code == "E_VALUE"
