@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from samestep.distributed.devices import is_accelerator, value_on_host
+from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.metrics.counts import rounded_sum
@@ -78,11 +78,12 @@ class StepStats:
         length = vector_length(microbatches, 0)
         vector = total[: length + control_length]
         scalars = [scalar.detach() for scalar in (*values, *([] if norm is None else [norm]))]
-        if is_accelerator(total.device):
+        on_host = [number for scalar in scalars if (number := value_on_host(scalar)) is not None]
+        if len(on_host) == len(scalars):
+            numbers = [*vector.tolist(), *on_host]
+        else:
             columns = [scalar.double().view(1).to(total.device, non_blocking=True) for scalar in scalars]
             numbers = torch.cat([vector, *columns]).tolist()
-        else:
-            numbers = [*vector.tolist(), *map(float, scalars)]
         grad_norm = 0.0 if norm is None else numbers.pop()
         *head, stop, save, hashes, squares = numbers[:length]
         control, others = numbers[length : length + control_length], numbers[length + control_length :]

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +35,7 @@ _COLLECTIVE = "a tree all-reduce"
 _SMALL_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class MicrobatchTree:
+class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
     """Tree over the microbatches of one global batch."""
 
     microbatches: int  # number of microbatches, including empty ones
