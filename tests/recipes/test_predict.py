@@ -1,11 +1,14 @@
-"""Models of checkpoints do not need their initial weights."""
+"""Models of checkpoints do not need their initial weights; tasks have the class names of the run."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from helpers.system import here, weights
+from samestep.recipes.recipe_files import DatasetInfo, load_recipe
+from samestep.recipes.run import build_task
 from samestep.zoo.digits import DigitsNet
 
 SMALL = ("epochs=2", "model.options.width=8", "batch_size=256")
@@ -25,3 +28,11 @@ def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> Non
     assert weights(run) == before
     assert here("export", run, cwd=tmp_path) == 0
     assert here("train", "digits", "--name", "b", *overrides, cwd=tmp_path) == 2, "a new run needs the file"
+
+
+@pytest.mark.parametrize("name", ["image_list", "stream_images"])
+def test_task_of_data_with_the_option_classes(name: str) -> None:
+    options = "{path: a, evaluation_path: b, classes: [x, y], image_size: 32, decoder: pillow}"
+    recipe = load_recipe("images", ("data.name=" + name, "data.options=" + options))
+    answer = build_task(recipe, DatasetInfo(("cat", "dog"))).describe(torch.tensor([0.0, 9.0]))
+    assert [row["class"] for row in answer["classes"]] == ["dog", "cat"]

@@ -77,7 +77,8 @@ def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
             code="E_UNKNOWN_NAME",
         )
     function = find(name, TASKS, "task")
-    options = {key: value for key, value in recipe.data.options.items() if takes(function, key)}
+    # The option `classes` of some data is in the class names of the run.
+    options = {key: value for key, value in recipe.data.options.items() if takes(function, key) and key != "classes"}
     task = call(function, options, info.classes, where="data.options")
     assert isinstance(task, Task)
     return task
