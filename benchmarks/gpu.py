@@ -44,6 +44,7 @@ CHECKS = {
     "waits": Check("gpu_bits", "waits", 60, "1 wait for the GPU in a step (fp16: 2), 2 in an evaluation"),
     "bits": Check("gpu_bits", "bits", 120, "one digest per model and number of microbatches"),
     "sync": Check("gpu_bits", "sync", 45, "batch_norm: sync as on a CPU, 1e-10 in float64"),
+    "graphs": Check("gpu_graphs", "graphs", 60, "bits of microbatches computed as usual; time of both"),
     "compile": Check("gpu_bits", "compile_bits", 150, "one digest with and without buckets"),
     "shared": Check("gpu_ranks", "shared", 150, "bits of 1 rank on 2, 3 and 4; fsdp, hsdp, tp 1e-10"),
     "faults": Check("gpu_ranks", "faults", 90, "reports name rank and cause; resumed with the same bits"),

@@ -104,6 +104,7 @@ class Trainer:
         self._checkpoint_every = options.checkpoint_every
         self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
         self._computes_together: bool | None = None  # as logged last
+        self._replays_graphs: bool | None = None  # as logged last
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
         self._separate_reason: str | None = None  # as logged
@@ -271,6 +272,9 @@ class Trainer:
         if together is not None and together != self._computes_together:
             self._computes_together, reason = together, self._engine.alone_reason
             self.logger.log_event("microbatches", step=result.step, together=together, reason=reason)
+        if (graphs := self._engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
+            self._replays_graphs, reason = graphs, self._engine.step_runner.graphs_reason
+            self.logger.log_event("cuda_graphs", step=result.step, used=graphs, reason=reason)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
 

@@ -225,3 +225,12 @@ def test_recipe_of_a_run_without_an_order_has_the_former_one(tmp_path: Path) -> 
     path.write_text("\n".join(line for line in lines if line.strip() != "order: auto"))
     assert read_recipe(path).data.order == "shuffled"
     assert make_saved_recipe(raw(), origin="a checkpoint").data.order == "shuffled"
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_words_that_yaml_reads_as_booleans_are_kept(word: str, tmp_path: Path) -> None:
+    recipe = load_recipe("digits", [f"step.cuda_graphs={word}"])
+    assert recipe.step.cuda_graphs == word
+    write_recipe(recipe, tmp_path / "recipe.yaml")
+    assert read_recipe(tmp_path / "recipe.yaml") == recipe
+    assert load_recipe("digits", ["step.merge=off"]).step.merge == "off"

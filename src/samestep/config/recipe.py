@@ -194,6 +194,8 @@ class StepConfig(Constrained):
         tf32: allow matrix products in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of mantissa).
         channels_last: store weights and inputs of convolutions in channels-last format.
         compile: compile the model's forward with `torch.compile`.
+        cuda_graphs: replay forward and backward of microbatches as CUDA graphs, after a check of bits: `auto` if model
+            and options allow it, `on` with an error if they do not; `off`. Not run on hardware yet.
         recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
             activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
             2016).
@@ -218,6 +220,7 @@ class StepConfig(Constrained):
     tf32: bool = False
     channels_last: bool = False
     compile: bool = False
+    cuda_graphs: Literal["auto", "on", "off"] = "off"
     recompute: tuple[str, ...] = ()
     tensor_slices: Annotated[int, Ge(1), Le(1024)] = 1
     tensor_plan: dict[str, str] = field(default_factory=dict)

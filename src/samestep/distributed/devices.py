@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from samestep.distributed.world import World
 
+Result = TypeVar("Result")
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
+_REHEARSALS = 3  # as many as `torch.cuda.make_graphed_callables`
 _POSITION = re.compile(r"[0-9]{1,4}")
 _device_error = partial(InputError, code="E_DEVICES")
 
@@ -50,6 +52,52 @@ def accelerator_module() -> Any:
 def copy_stream(device: torch.device) -> Any:
     """Return the stream for copies to a device: each stream has memory of its own, and torch has 32 of them."""
     return accelerator_module().Stream(device)
+
+
+@cache
+def _graph_stream(device: torch.device) -> Any:
+    return accelerator_module().Stream(device)
+
+
+def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> Result:
+    """Compute some times on the stream on which `capture_graph` records, so that libraries initialize before.
+
+    Raises:
+        RuntimeError: the computation waits for the device, which a graph cannot.
+    """
+    module = accelerator_module()
+    current, stream = module.current_stream(device), _graph_stream(device)
+    stream.wait_stream(current)
+    with module.stream(stream):
+        mode = module.get_sync_debug_mode()
+        module.set_sync_debug_mode("error")
+        try:
+            results = [compute() for _ in range(_REHEARSALS)]
+        finally:
+            module.set_sync_debug_mode(mode)
+    current.wait_stream(stream)
+    return results[-1]
+
+
+def capture_graph(device: torch.device, compute: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+    """Record the operations of a computation; nothing is computed.
+
+    The graph reads seed and offset of the device's default generator at the beginning of each replay (CUDA semantics of
+    PyTorch, "CUDA Graphs"), so that a seed before a replay determines its random numbers.
+
+    Returns:
+        A function that computes the operations, and the results, whose tensors it overwrites.
+
+    Raises:
+        Exception: of the computation; the default generator of the device is then unusable.
+    """
+    module = accelerator_module()
+    graph, stream = module.CUDAGraph(), _graph_stream(device)
+    # The outer block restores the stream if the recording fails. Other threads, such as the monitor of the rank, may
+    # call CUDA at the same time.
+    with module.stream(stream), module.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        results = compute()
+    return graph.replay, results
 
 
 def set_tf32(device: torch.device, *, allowed: bool) -> None:

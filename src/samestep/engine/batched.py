@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,9 @@ from samestep.engine.callbacks import Callback
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows
 from samestep.engine.microbatch import TRAINING, SequentialRunner
-from samestep.engine.model_call import call_model, hooked_parameter
+from samestep.engine.model_call import call_model, hooked_part
 
 MAX_BYTES = 2**30  # of activations and gradients of the microbatches computed together
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TIMED = 2  # computations in each way, of which the faster counts
 
 Gradients = list[torch.Tensor | None]
@@ -127,11 +126,8 @@ class BatchedRunner(SequentialRunner):
             return f"the inputs {problem}"
         if self.buffers.active or self.buffers.attributes.are_changed_by_forward:
             return "the forward changes the state of the model"
-        for name, module in self.model.named_modules():
-            if any(getattr(module, table) for table in _HOOKS):
-                return f"the module {name!r} has hooks"
-        if (parameter := hooked_parameter(self.model)) is not None:
-            return f"the parameter {parameter} has hooks"
+        if (part := hooked_part(self.model)) is not None:
+            return part
         needed = self._bytes(parts)
         return f"{needed / 2**20:.0f} MiB of activations and gradients" if needed > MAX_BYTES else None
 
@@ -187,14 +183,8 @@ class BatchedRunner(SequentialRunner):
         Raises:
             NotBatchable: some differ.
         """
-        pairs: dict[str, tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]] = {}
-        pairs["outputs"] = (list(tensors_of(alone.outputs)), list(tensors_of(together.outputs)))
-        pairs["loss"] = ([alone.loss.sum], [together.loss.sum])
-        for name, one, other in zip(self.names.values(), alone.gradients, together.gradients, strict=True):
-            pairs[f"gradient of {name}"] = ([one], [other])
-        for name, (first, second) in pairs.items():
-            if any(_differ(one, other) for one, other in zip(first, second, strict=True)):
-                raise NotBatchable(f"other bits of {name}")
+        if (difference := first_difference(self.names, alone, together)) is not None:
+            raise NotBatchable(f"other bits of {difference}")
 
     def _times(self, parts: Sequence[Microbatch], position: int) -> tuple[float, float]:
         """Return the seconds for microbatches one after another, and together."""
@@ -232,6 +222,19 @@ class BatchedRunner(SequentialRunner):
             ),
         }
         return next((option for option, is_set in options.items() if is_set), None)
+
+
+def first_difference(names: Mapping[torch.nn.Parameter, str], one: Computed, other: Computed) -> str | None:
+    """Return the name of a result of a microbatch that has other bits in another computation; None if all are equal."""
+    pairs: dict[str, tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]] = {}
+    pairs["outputs"] = (list(tensors_of(one.outputs)), list(tensors_of(other.outputs)))
+    pairs["loss"] = ([one.loss.sum], [other.loss.sum])
+    for name, first, second in zip(names.values(), one.gradients, other.gradients, strict=True):
+        pairs[f"gradient of {name}"] = ([first], [second])
+    for name, (firsts, seconds) in pairs.items():
+        if any(_differ(first, second) for first, second in zip(firsts, seconds, strict=True)):
+            return name
+    return None
 
 
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

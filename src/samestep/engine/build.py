@@ -25,6 +25,7 @@ from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.global_loss import GlobalLossRunner
+from samestep.engine.graphs import with_graphs
 from samestep.engine.loss import LossFunction
 from samestep.engine.merged import MergedRunner, why_separate
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
@@ -102,15 +103,15 @@ def build_components(
         model, optimizer, world, check_every, averaged, callbacks, is_whole=not local_parameters.is_divided
     )
     scaler = _scaler(config, world) if previous is None else previous.runner.scaler
-
     forward = _microbatch_forward(model, loss, config, world, callbacks)
     strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
     kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
+    kind, no_graphs, replays = with_graphs(kind, strategy, world, config, callbacks)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
-    runner.separate_reason = reason
+    runner.separate_reason, runner.graphs_reason, runner.replays_graphs = reason, no_graphs, replays
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
     witness = Witness(witness_every, runner, world, previous and previous.witness) if witness_every else None
     return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency, witness)

@@ -198,6 +198,7 @@ class StepRunner(ABC):
         is_witnessed: a witness observes the present step.
         computes_together: whether the microbatches of a rank are computed together; None if this is not known yet.
         alone_reason: why they are computed one after another under `exact`.
+        replays_graphs: whether they are replayed as CUDA graphs; None if not known yet. `graphs_reason`: why not.
     """
 
     model: torch.nn.Module
@@ -215,6 +216,8 @@ class StepRunner(ABC):
         self.is_witnessed = False
         self.computes_together: bool | None = None
         self.alone_reason: str | None = None
+        self.replays_graphs: bool | None = None
+        self.graphs_reason: str | None = None
         self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another
         self.generators = SeededGenerators(self.world.device)
         self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()

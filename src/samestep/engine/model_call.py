@@ -10,6 +10,7 @@ import torch
 
 from samestep.config import Precision
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,6 +32,15 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def hooked_part(model: torch.nn.Module) -> str | None:
+    """Return the name of a module or a parameter with hooks as a reason; None if there is none."""
+    for name, module in model.named_modules():
+        if any(getattr(module, table) for table in _HOOKS):
+            return f"the module {name!r} has hooks"
+    parameter = hooked_parameter(model)
+    return None if parameter is None else f"the parameter {parameter} has hooks"
 
 
 def hooked_parameter(model: torch.nn.Module) -> str | None:

@@ -48,6 +48,10 @@ class OutsideState:
                     self._places.append((f"{kind.__qualname__}.{key}", partial(vars(kind).get, key)))
         self._places = list({(read.func, id(read.args[0])): (name, read) for name, read in self._places}.values())
 
+    def numbers(self) -> list[Any]:
+        """Return the present values of the numbers."""
+        return [value for _, read in self._places if _is_number(value := read())]
+
     @contextmanager
     def unchanged(self, function: object) -> Iterator[None]:
         """Require that the block, the forward of a microbatch, leaves all unchanged.

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.checkpoint.files import write_atomically
-from samestep.config import Recipe
+from samestep.config import Recipe, StepConfig
 from samestep.errors import InputError, RecipeError
 from samestep.recipes.key_errors import explain
 from samestep.units import format_bytes
@@ -45,11 +45,19 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         raise RecipeError(f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE") from error
     for override in overrides:
         _override(data, override)
+    if isinstance(step := data.get("step") if isinstance(data, dict) else None, dict):
+        _restore_words(step)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         return TypeAdapter(Recipe).validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise explain(error.errors(), data, origin) from error
+
+
+def _restore_words(step: dict[str, Any]) -> None:
+    """Replace the booleans as which YAML 1.1 reads `on` and `off`, in keys that have these values."""
+    words = [name for name, hint in get_type_hints(StepConfig).items() if "off" in get_args(hint)]
+    step |= {name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)}
 
 
 def make_saved_recipe(raw: Mapping[str, Any], *, origin: str) -> Recipe:

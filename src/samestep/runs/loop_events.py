@@ -55,6 +55,7 @@ class LoopEvents(Callback):
         self._has_config = self._is_stopped = False
         self._separate_reason: str | None = None  # as logged
         self._computes_together: bool | None = None  # as logged
+        self._replays_graphs: bool | None = None  # as logged last
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -124,6 +125,9 @@ class LoopEvents(Callback):
         if (together := engine.computes_together) != self._computes_together:
             self._computes_together, reason = together, engine.alone_reason
             self._logger.log_event("microbatches", step=result.step, together=together, reason=reason)
+        if (graphs := engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
+            self._replays_graphs, reason = graphs, engine.step_runner.graphs_reason
+            self._logger.log_event("cuda_graphs", step=result.step, used=graphs, reason=reason)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self._log_checksum(engine)
 
