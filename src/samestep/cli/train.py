@@ -51,8 +51,8 @@ from samestep.errors import (
     SamestepError,
     WitnessError,
 )
-from samestep.launcher.arrival import join_hosts
 from samestep.launcher.failure import E_DISK_HANG, RankError
+from samestep.launcher.host_arrival import join_hosts
 from samestep.launcher.hosts import HostsConfig
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName

@@ -1,4 +1,4 @@
-"""Buffers of a model: their mean over microbatches, and checks of what a forward writes."""
+"""Buffers of a model: places, copies and hashes, means over microbatches, and checks of written values."""
 
 from __future__ import annotations
 

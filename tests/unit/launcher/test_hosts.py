@@ -12,9 +12,8 @@ import pytest
 
 from helpers.started import free_port
 from samestep.errors import InputError, RunError
-from samestep.launcher import arrival
-from samestep.launcher.arrival import join_hosts
 from samestep.launcher.failure import Failure, RankError
+from samestep.launcher.host_arrival import _PROTOCOL, join_hosts
 from samestep.launcher.hosts import HostGroup, HostsConfig, Link, Place, failure_from, failure_values
 
 HOSTS = ("127.0.0.1", "second", "third")
@@ -117,7 +116,7 @@ def answer(data: bytes) -> Any:
 
 def refusal(**changes: Any) -> Any:
     """Return the reason for which a first host refuses a hello with these changes."""
-    hello = {"protocol": arrival._PROTOCOL, "token": "samestep/no-token", "hosts": HOSTS[:2], "host": 1, "processes": 1}
+    hello = {"protocol": _PROTOCOL, "token": "samestep/no-token", "hosts": HOSTS[:2], "host": 1, "processes": 1}
     kind, reason = answer(json.dumps(["hello", {**hello, **changes}]).encode() + b"\n")
     assert kind == "refused"
     return reason
