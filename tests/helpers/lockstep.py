@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from samestep.distributed.world import World
-from samestep.engine.batch_norm import norm_layers, synchronized_layers
 from samestep.engine.lockstep import Threads, Track, run_in_lockstep
 from samestep.engine.replicas import replicate
 from samestep.engine.statistics_exchange import StatisticsExchange
+from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers
 from samestep.strategies.reduction import MicrobatchTree
 
 CPU = torch.device("cpu")

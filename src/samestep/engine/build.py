@@ -17,7 +17,7 @@ from samestep.config import StepConfig
 from samestep.config.validation import match_patterns
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.batched import BatchedRunner
 from samestep.engine.buffers import Rule
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches

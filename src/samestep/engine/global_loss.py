@@ -16,7 +16,7 @@ import torch
 from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
+from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
 from samestep.engine.forward_state import ForwardState
 from samestep.engine.gather import GlobalOutputs, LocalOutputs, Roots, gather_outputs
 from samestep.engine.loss import Loss

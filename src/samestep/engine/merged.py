@@ -11,7 +11,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, channels_last
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed, generator_state
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_statistics import may_have_one_value, uses_batch_statistics
+from samestep.engine.batch_norm_checks import may_have_one_value, uses_batch_statistics
 from samestep.engine.buffers import copy_tensors
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss

@@ -17,7 +17,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_nex
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, seed_device, seed_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_statistics import may_have_one_value, one_value_errors
+from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.callbacks import Callback
 from samestep.engine.forward_state import ForwardState

@@ -13,7 +13,7 @@ import torch
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tensors, tensors_of
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import one_value_errors
+from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss

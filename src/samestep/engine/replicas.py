@@ -14,7 +14,7 @@ from torch import nn
 from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state
-from samestep.engine.batch_statistics import one_value_errors
+from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.batched import BatchedRunner
 from samestep.engine.buffers import MicrobatchBuffers, Rule
 from samestep.engine.forward_state import ForwardState

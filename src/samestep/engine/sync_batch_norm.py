@@ -13,8 +13,7 @@ import torch.distributed as dist
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets
-from samestep.engine.batch_norm import norm_layers, synchronized_layers
-from samestep.engine.batch_statistics import one_value_errors
+from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.callbacks import Callback
 from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.global_loss import NO_LOSS, GlobalLoss, OutputGradients
@@ -25,6 +24,7 @@ from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.replicas import Gradients, Replica, replicate, require_no_hooks, require_untouched, set_gradients
 from samestep.engine.statistics_exchange import AllGather, Direction, Message, StatisticsExchange
 from samestep.engine.step_stats import LocalStats, StepStats
+from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
 

@@ -31,7 +31,7 @@ from torchmetrics import Metric, MetricCollection
 from samestep.config import DeviceKind, StepConfig
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffers import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs

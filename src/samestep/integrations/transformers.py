@@ -24,7 +24,7 @@ from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
 from samestep.data.loader import Loader
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffers import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs

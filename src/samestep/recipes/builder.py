@@ -28,7 +28,7 @@ from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import FewSamplesWarning, uses_batch_statistics
+from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import scale_rates, schedule_factor
 from samestep.engine.loss import LossFunction

@@ -24,7 +24,7 @@ from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_statistics import few_samples_message, uses_batch_statistics
+from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
 from samestep.engine.model_call import autocast, call_model
 from samestep.engine.shares import ShareBalancer
 from samestep.errors import DataError, InputError, RunError

@@ -19,9 +19,9 @@ from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
 from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_norm import norm_layers
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
+from samestep.engine.sync_batch_norm_layers import norm_layers
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world

@@ -12,8 +12,8 @@ from helpers.batches import batch_of
 from helpers.models import seeded
 from samestep import launch
 from samestep.engine import microbatch
-from samestep.engine.batch_norm import LayerPosition, Message, sync_batch_norm
 from samestep.engine.engine import Engine
+from samestep.engine.sync_batch_norm_layers import LayerPosition, Message, sync_batch_norm
 from workers import buckets
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from samestep.config import Recipe, StrategyConfig, resolve_mesh
 from samestep.data.batch import tensors_of
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.build import require_compatible
 from samestep.errors import InputError
 from samestep.recipes.builder import Built

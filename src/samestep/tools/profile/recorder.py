@@ -21,7 +21,7 @@ from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import call_site, intercept_collectives
 from samestep.distributed.world import World
-from samestep.engine.batch_statistics import uses_batch_statistics
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss

@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.batches import batch_of, random_batch
 from samestep import Engine, StepConfig, World, cross_entropy
-from samestep.engine.batch_statistics import FewSamplesWarning, uses_batch_statistics
+from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
 from samestep.errors import InputError
 
 
