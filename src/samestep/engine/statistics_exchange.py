@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.local_sockets import LocalSockets
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import owned_microbatches, rank_count
@@ -41,6 +45,36 @@ class Message:
 
 # Writes the tensors of all ranks with samples to the rows of the second argument, in the order of ranks.
 AllGather = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class AllGathers:
+    """All-gathers of batch statistics; creation is a collective of all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._sockets = world, world.connect()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def between_ranks_of(self, tree: MicrobatchTree) -> AllGather | None:
+        """Return the all-gather of the ranks with samples in `tree`, None if there is one such rank; a collective."""
+        ranks = tuple(rank for rank, cover in enumerate(tree.covers(self._world.shares)) if cover)
+        if len(ranks) == 1:
+            return None
+        if self._sockets is not None:
+            return partial(self._by_sockets, self._sockets, ranks)
+        if ranks not in self._groups:
+            # On CPUs, a thread reduces gradients at the same time, so that messages need a group of their own. The
+            # collectives of an accelerator are issued by one thread, and all ranks issue them in the same order.
+            is_default = len(ranks) == self._world.size and is_accelerator(self._world.device)
+            self._groups[ranks] = None if is_default else dist.new_group(list(ranks), timeout=self._world.timeout)
+        return partial(self._by_backend, self._groups[ranks])
+
+    def _by_sockets(self, sockets: LocalSockets, ranks: Sequence[int], own: torch.Tensor, rows: torch.Tensor) -> None:
+        with self._world.context.status.waiting("an all-gather of batch statistics"):
+            sockets.all_gather(own, rows, ranks)
+
+    def _by_backend(self, group: dist.ProcessGroup | None, own: torch.Tensor, rows: torch.Tensor) -> None:
+        gather = partial(dist.all_gather, list(rows), own, group=group)
+        self._world.run_collective(gather, "an all-gather of batch statistics")
 
 
 class Exchanging(Protocol):

@@ -8,11 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from samestep.data.batch import GlobalBatch, Microbatch
-from samestep.distributed.devices import is_accelerator
-from samestep.distributed.local_sockets import LocalSockets
 from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.callbacks import Callback
 from samestep.engine.gather import LocalOutputs, Roots
@@ -22,7 +19,7 @@ from samestep.engine.loss import Loss
 from samestep.engine.microbatch import TRAINING, SequentialRunner
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.replicas import Gradients, Replica, replicate, require_no_hooks, require_untouched, set_gradients
-from samestep.engine.statistics_exchange import AllGather, Direction, Message, StatisticsExchange
+from samestep.engine.statistics_exchange import AllGathers, Direction, Message, StatisticsExchange
 from samestep.engine.step_stats import LocalStats, StepStats
 from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers
 from samestep.errors import InputError
@@ -51,8 +48,7 @@ class SyncBatchNormRunner(SequentialRunner):
         super().__post_init__()
         self.observe = self._synchronized
         self._threads = Threads("samestep-microbatch")
-        self._sockets = self.world.connect()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._all_gathers = AllGathers(self.world)
         self._exchange: StatisticsExchange | None = None
         self._plan: list[int] = []  # of exchanges
         self._global_loss = GlobalLoss(self.forward, self.world.data)
@@ -194,7 +190,7 @@ class SyncBatchNormRunner(SequentialRunner):
         self._plan = exchange.codes
 
     def _begin_exchange(self, batch: GlobalBatch, tree: MicrobatchTree) -> None:
-        all_gather = self._all_gather(tree)  # a collective of all ranks
+        all_gather = self._all_gathers.between_ranks_of(tree)  # a collective of all ranks
         if not batch.local_microbatches:
             self._exchange = None
             return
@@ -202,30 +198,6 @@ class SyncBatchNormRunner(SequentialRunner):
         width = 2 * max(layer.num_features for layer in layers.values())
         numbers = [microbatch.number for microbatch in batch.local_microbatches]
         self._exchange = StatisticsExchange(self.world, all_gather, tree, numbers, list(layers), width, self._plan)
-
-    def _all_gather(self, tree: MicrobatchTree) -> AllGather | None:
-        """Return the all-gather of the ranks with samples in `tree`, None if there is one such rank."""
-        ranks = tuple(rank for rank, cover in enumerate(tree.covers(self.world.shares)) if cover)
-        if len(ranks) == 1:
-            return None
-        if self._sockets is not None:
-            return partial(self._all_gather_by_sockets, self._sockets, ranks)
-        if ranks not in self._groups:
-            # On CPUs, a thread reduces gradients at the same time, so that messages need a group of their own. The
-            # collectives of an accelerator are issued by one thread, and all ranks issue them in the same order.
-            is_default = len(ranks) == self.world.size and is_accelerator(self.world.device)
-            self._groups[ranks] = None if is_default else dist.new_group(list(ranks), timeout=self.world.timeout)
-        return partial(self._all_gather_by_backend, self._groups[ranks])
-
-    def _all_gather_by_sockets(
-        self, sockets: LocalSockets, ranks: Sequence[int], own: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        with self.world.context.status.waiting("an all-gather of batch statistics"):
-            sockets.all_gather(own, rows, ranks)
-
-    def _all_gather_by_backend(self, group: dist.ProcessGroup | None, own: torch.Tensor, rows: torch.Tensor) -> None:
-        gather = partial(dist.all_gather, list(rows), own, group=group)
-        self.world.run_collective(gather, "an all-gather of batch statistics")
 
     def _first_bad(self, batch: GlobalBatch, direction: Direction) -> list[int]:
         """Return the microbatches with the first non-finite statistics, if these occurred in `direction`."""
