@@ -34,6 +34,11 @@ def derive_seed(purpose: Purpose, *facts: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+def microbatch_seed(purpose: Purpose, seed: int, position: int, microbatch: int) -> int:
+    """Return the seed of the forward of a microbatch at a position of the run, such as the number of earlier steps."""
+    return derive_seed(purpose, seed, position, microbatch)
+
+
 class EngineNumbers:
     """Numbers of engines that step by turns, which makes them draw different random numbers.
 
@@ -60,11 +65,16 @@ class EngineNumbers:
         return sum(last > self._created[engine] for last in others)
 
 
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.random.default_generator.manual_seed(seed)
+def seed_generators(seed: int, device: torch.device | None = None, *, concurrent: bool = False) -> None:
+    """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU.
+
+    If other threads compute at the same time (`concurrent`), the generators of the host, which they share, are not
+    seeded.
+    """
+    if not concurrent:
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
     seed_device(seed, device)
 
 

@@ -20,7 +20,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, tensors_of
 from samestep.data.structure import TensorSpec, describe
 from samestep.distributed.devices import capture_graph, is_accelerator, rehearse_graph
 from samestep.distributed.logging import logger
-from samestep.distributed.rng import derive_seed, generator_state, seed_device, seed_generators
+from samestep.distributed.rng import generator_state, microbatch_seed, seed_device, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batched import BatchedRunner, Computed, first_difference
 from samestep.engine.buffers import any_differs, copy_tensors
@@ -159,7 +159,7 @@ class GraphRunner(SequentialRunner):
             raise NotCapturable(reason)
         static = microbatch._replace(data=map_tensors(microbatch.data, torch.clone))
         inputs = list(tensors_of(static.data))
-        seed = derive_seed(TRAINING, self.forward.seed, position, microbatch.number)
+        seed = microbatch_seed(TRAINING, self.forward.seed, position, microbatch.number)
         seed_generators(seed, self.world.device)
         before = generator_state()
         self._rehearse(static, position)
@@ -204,7 +204,7 @@ class GraphRunner(SequentialRunner):
     def _replay(self, captured: CapturedMicrobatch, microbatch: Microbatch, position: int) -> Computed:
         """Return results of a microbatch that later replays leave unchanged; outputs for callbacks only."""
         copy_tensors(list(captured.inputs), list(tensors_of(microbatch.data)))
-        seed_device(derive_seed(TRAINING, self.forward.seed, position, microbatch.number), self.world.device)
+        seed_device(microbatch_seed(TRAINING, self.forward.seed, position, microbatch.number), self.world.device)
         captured.replay()
         outputs, loss, gradients = captured.results
         present = [gradient for gradient in gradients if gradient is not None]

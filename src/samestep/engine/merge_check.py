@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samestep.data.batch import Microbatch, map_tensors, move_next_to, tensors_of
-from samestep.distributed.rng import derive_seed, generator_state
+from samestep.distributed.rng import generator_state, microbatch_seed
 from samestep.engine.buffers import copy_tensors, is_number
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows, rows
@@ -103,9 +103,8 @@ class MergeCheck:
         self, replica: Replica, microbatches: Sequence[Microbatch], names: Mapping[nn.Module, str], calls: list[Any]
     ) -> Computed | str:
         sizes = [microbatch.size for microbatch in microbatches]
-        seeds = [
-            derive_seed(TRAINING, self._forward.seed, self._position, microbatch.number) for microbatch in microbatches
-        ]
+        seed, position = self._forward.seed, self._position
+        seeds = [microbatch_seed(TRAINING, seed, position, microbatch.number) for microbatch in microbatches]
         functions, recorded = MergedFunctions(replica.module, sizes, seeds), list[list[Call]]()
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         with self._context(microbatches[0]):

@@ -9,7 +9,7 @@ import torch
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last
 from samestep.distributed.logging import logger
-from samestep.distributed.rng import derive_seed, generator_state
+from samestep.distributed.rng import generator_state, microbatch_seed
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import may_have_one_value, uses_batch_statistics
 from samestep.engine.buffers import copy_tensors
@@ -118,7 +118,7 @@ class MergedRunner(SequentialRunner):
                 callback.begin_microbatch(microbatch)
         forward, losses = self.forward, list[Loss]()
         sizes = [microbatch.size for microbatch in microbatches]
-        seeds = [derive_seed(TRAINING, forward.seed, position, microbatch.number) for microbatch in microbatches]
+        seeds = [microbatch_seed(TRAINING, forward.seed, position, microbatch.number) for microbatch in microbatches]
         functions = MergedFunctions(self.model, sizes, seeds)
         inputs = join([microbatch.pair[0] for microbatch in microbatches])
         inputs = channels_last(inputs) if forward.config.channels_last else inputs

@@ -15,7 +15,7 @@ import torch
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, seed_device, seed_generators
+from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, microbatch_seed, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
 from samestep.engine.buffers import MicrobatchBuffers
@@ -119,8 +119,8 @@ class MicrobatchForward:
         self, purpose: Purpose, position: int, microbatch: int, *, concurrent: bool = False
     ) -> AbstractContextManager[None]:
         """Seed the generators for a microbatch, and return the autocast context."""
-        seed = seed_device if concurrent else seed_generators
-        seed(derive_seed(purpose, self.seed, position, microbatch), self.device)
+        seed = microbatch_seed(purpose, self.seed, position, microbatch)
+        seed_generators(seed, self.device, concurrent=concurrent)
         return autocast(self.config.precision, self.device)
 
     def _result(self, module: torch.nn.Module, microbatch: Microbatch) -> ForwardResult:

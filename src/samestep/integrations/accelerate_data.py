@@ -14,7 +14,7 @@ from samestep.data.loader import Loader
 from samestep.data.order import global_order
 from samestep.data.permutation import Order
 from samestep.data.samplers import drawn_order
-from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.integrations.lightning_data import SamestepDataLoader
 from samestep.integrations.torch_loader import global_loader, integration_error, order_options
@@ -142,5 +142,5 @@ class PreparedLoader:
         with preserved_generators(world.device):
             for number, batch in zip(numbers, data.complete_epoch(), strict=True):
                 self._is_filler = number >= len(batches)
-                seed_generators(derive_seed("evaluation", owner.seed, 0, number), world.device)
+                seed_generators(microbatch_seed("evaluation", owner.seed, 0, number), world.device)
                 yield batch.local_microbatches[0].data

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from samestep.config import DeviceKind, StepConfig
-from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffers import Rule
@@ -283,7 +283,7 @@ class SamestepStrategy(DDPStrategy):
         with self._log.batch(is_training=False), preserved_generators(self._ranks.device), context:
             for microbatch in batch.global_batch.local_microbatches:
                 begin = batch.global_batch.begin.samples
-                seed_generators(derive_seed("evaluation", self._seed, begin, microbatch.number), self._ranks.device)
+                seed_generators(microbatch_seed("evaluation", self._seed, begin, microbatch.number), self._ranks.device)
                 self._log.begin_microbatch(microbatch)
                 outputs = step(self._transferred(microbatch.data), *others, **kwargs)
                 computed.append(LocalOutputs(microbatch, outputs, None))

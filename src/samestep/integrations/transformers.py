@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
 from samestep.data.loader import Loader
-from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffers import Rule
@@ -170,7 +170,7 @@ class SamestepTrainerMixin(_Trainer):
         with preserved_generators(device):
             for microbatch in inputs.local_microbatches:
                 facts = inputs.begin.samples, microbatch.number
-                seed_generators(derive_seed("evaluation", self.args.seed, *facts), device)
+                seed_generators(microbatch_seed("evaluation", self.args.seed, *facts), device)
                 count = self.count_items(microbatch.data)
                 step = super().prediction_step
                 with self._values.microbatch(microbatch.number):

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.distributed.rng import Purpose, derive_seed, passed_generators, preserved_generators, seed_generators
+from samestep.distributed.rng import (
+    Purpose,
+    derive_seed,
+    microbatch_seed,
+    passed_generators,
+    preserved_generators,
+    seed_generators,
+)
 
 words = st.integers(0, 2**64 - 1)
 
@@ -34,6 +41,10 @@ def test_seeds_never_change() -> None:
     assert derive_seed("shard", 1, 2, 3) == 785424411859148130
     assert derive_seed("evaluation", 0, 0) == 16626789707541066645
     assert derive_seed("model", 0, 0) == 17942508330236404372
+
+
+def test_seed_of_a_microbatch_depends_on_seed_position_and_number_in_this_order() -> None:
+    assert microbatch_seed("shard", 1, 2, 3) == 785424411859148130
 
 
 def test_purposes_are_independent() -> None:

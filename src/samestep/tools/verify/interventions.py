@@ -15,7 +15,7 @@ import torch
 from samestep.config import StepConfig
 from samestep.data.batch import Microbatch, map_tensors
 from samestep.data.microbatch_dataset import MicrobatchDataset
-from samestep.distributed.rng import derive_seed, preserved_generators
+from samestep.distributed.rng import microbatch_seed, preserved_generators
 from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.engine import Engine
 from samestep.engine.model_call import call_model
@@ -83,7 +83,7 @@ class EngineInterventions:
             for module in self._model.modules():
                 for generator in vars(module).values():
                     if isinstance(generator, _Generator):
-                        _seed(generator, derive_seed("shard", 0, step, microbatch.number))
+                        _seed(generator, microbatch_seed("shard", 0, step, microbatch.number))
 
     def _extra_forward(self, model: torch.nn.Module, microbatch: Microbatch) -> None:
         """Compute a forward and restore all known state afterwards, so that only hidden state changes."""
