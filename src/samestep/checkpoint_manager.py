@@ -12,7 +12,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
-from samestep.checkpoint.compatibility import encode_objects, require_savable
+from samestep.checkpoint.compatibility import (
+    encode_objects,
+    require_same_engines,
+    require_same_loaders,
+    require_savable,
+    require_unchanged_settings,
+    setting_changes,
+)
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
 from samestep.checkpoint.files import Contents, HeldFolder
 from samestep.checkpoint.json_values import Tensors
@@ -172,7 +179,7 @@ class CheckpointManager:
         states = read_verified(path, trainings)
         saved = {name: states[_prefix(name)] for name in self._engines}
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
-        _require_unchanged(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
+        require_unchanged_settings(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
             accepts = accept_changes or (process_state.replayed is not None and process_state.replayed.accept_changes)
             for name in sources.require(next(iter(saved.values())).sources, accept_changes=accepts):
@@ -252,21 +259,15 @@ class CheckpointManager:
 
     def _require_engines(self, path: Path) -> None:
         names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
-        if names != set(self._engines):
-            saved, own = (", ".join(sorted(filter(None, part))) or "one engine" for part in (names, self._engines))
-            raise _changed(f"the checkpoint is of {saved}, and the loop of {own}", "engines by the same names")
+        require_same_engines(names, set(self._engines))
 
     def _changes(self, name: str, saved: Progress) -> Iterator[str]:
         """Yield the options that differ from those of a checkpoint."""
-        yield from _differences(name or "engine", saved.settings, asdict(self._engines[name].config))
-        if saved.loaders and set(saved.loaders) != set(self._loaders):
-            raise _changed(
-                f"the checkpoint has the loaders {sorted(saved.loaders)}, and the loop {sorted(self._loaders)}",
-                "loaders by the same names",
-            )
+        yield from setting_changes(name or "engine", saved.settings, asdict(self._engines[name].config))
+        require_same_loaders(set(saved.loaders), set(self._loaders))
         for key, loader in saved.loaders.items():
             before = self._loaders[key].adopt(loader.settings)
-            yield from _differences(key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch))
+            yield from setting_changes(key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch))
 
     def _restore(self, saved: Mapping[str, SavedState]) -> None:
         for name, state in saved.items():
@@ -315,28 +316,3 @@ def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
 
 def _prefix(name: str) -> str:
     return f"{name}." if name else ""
-
-
-def _differences(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings with another value; a checkpoint of another version can lack some."""
-    current = json.loads(json.dumps(current))
-    for key in current:
-        if key in saved and saved[key] != current[key]:
-            yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
-
-
-def _require_unchanged(changes: Mapping[str, None], is_main: bool, *, accept_changes: bool) -> None:
-    if changes and not accept_changes:
-        raise _changed("; ".join(changes), "the values with which the run began, so that the result is that of one run")
-    for change in changes if is_main else ():
-        logger.warning("continuing with a change: %s", change)
-
-
-def _changed(problem: str, expected: str) -> InputError:
-    return InputError(
-        f"the loop differs from that of the checkpoint: {problem}",
-        expected=expected,
-        fix="restore them; or continue with the new values, if the names are the same: "
-        "checkpoints.resume(accept_changes=True)",
-        code="E_RESUME_CHANGED",
-    )

@@ -1,15 +1,16 @@
 """State between objects and files: values that JSON does not have, and comparison with the objects that receive them.
 
 A file that matches its manifest can still hold any values. Without a comparison they would fail later, in the code of
-an optimizer or a schedule.
+an optimizer or a schedule. A loop that resumes is compared with that of the checkpoint: engines, loaders, settings.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.checkpoint.json_values import Tensors, encode
+from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
@@ -235,6 +237,62 @@ def require_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, new
             "checkpoints.resume(accept_changes=True)",
             code="E_RESUME_CHANGED",
         )
+
+
+def setting_changes(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings with another value; a checkpoint of another version can lack some."""
+    current = json.loads(json.dumps(current))
+    for key in current:
+        if key in saved and saved[key] != current[key]:
+            yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
+
+
+def require_unchanged_settings(changes: Mapping[str, None], is_main: bool, *, accept_changes: bool) -> None:
+    """Refuse changed settings of a loop that resumes; with `accept_changes`, rank 0 logs them.
+
+    Raises:
+        InputError: there are changes, and `accept_changes` is not set.
+    """
+    if changes and not accept_changes:
+        raise _other_loop(
+            "; ".join(changes), "the values with which the run began, so that the result is that of one run"
+        )
+    for change in changes if is_main else ():
+        logger.warning("continuing with a change: %s", change)
+
+
+def require_same_engines(saved: set[str], current: set[str]) -> None:
+    """Refuse engines with other names than those of the checkpoint.
+
+    Raises:
+        InputError: names differ.
+    """
+    if saved != current:
+        before, own = (", ".join(sorted(filter(None, names))) or "one engine" for names in (saved, current))
+        raise _other_loop(f"the checkpoint is of {before}, and the loop of {own}", "engines by the same names")
+
+
+def require_same_loaders(saved: set[str], current: set[str]) -> None:
+    """Refuse loaders with other names than those of the checkpoint, if it has any.
+
+    Raises:
+        InputError: names differ.
+    """
+    if saved and saved != current:
+        raise _other_loop(
+            f"the checkpoint has the loaders {sorted(saved)}, and the loop {sorted(current)}",
+            "loaders by the same names",
+        )
+
+
+def _other_loop(problem: str, expected: str) -> InputError:
+    return InputError(
+        f"the loop differs from that of the checkpoint: {problem}",
+        expected=expected,
+        fix="restore them; or continue with the new values, if the names are the same: "
+        "checkpoints.resume(accept_changes=True)",
+        code="E_RESUME_CHANGED",
+    )
 
 
 def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
