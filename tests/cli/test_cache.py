@@ -7,7 +7,7 @@ import pytest
 
 from helpers.system import answer, here
 from samestep.data.streams.files import StreamFolder
-from samestep.zoo.cache.samples import SampleCache
+from samestep.zoo.cache.sample_cache import SampleCache
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from helpers.system import flip_bit
 from samestep.zoo.cache import parts
 from samestep.zoo.cache.parts import Parts
-from samestep.zoo.cache.samples import SampleCache, file_key
+from samestep.zoo.cache.sample_cache import SampleCache, file_key
 
 FORK = multiprocessing.get_context("fork")
 RECORD_BYTES = 48

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.errors import DataError
-from samestep.zoo.cache.samples import SampleCache
+from samestep.zoo.cache.sample_cache import SampleCache
 
 Answer = dict[str, Any]
 

@@ -13,7 +13,7 @@ from helpers.image_kinds import READ, REFUSED, encoded, noise, write
 from samestep.config import DataConfig
 from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.errors import DataError, RecipeError, SamestepError
-from samestep.zoo.cache.samples import SampleCache
+from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import Decoder, as_pixels
 from samestep.zoo.images.source import ImageSource, open_cache

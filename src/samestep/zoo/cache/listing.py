@@ -12,7 +12,7 @@ from samestep.data.streams.cache import KIND
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError
 from samestep.zoo.cache.parts import Parts
-from samestep.zoo.cache.samples import DESCRIPTION
+from samestep.zoo.cache.sample_cache import DESCRIPTION
 
 _REMOVED = ".removed-"
 

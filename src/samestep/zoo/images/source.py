@@ -19,7 +19,7 @@ from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.units import plural
 from samestep.zoo.cache.parts import Key
-from samestep.zoo.cache.samples import CachedSample, SampleCache, cache_name, file_key
+from samestep.zoo.cache.sample_cache import CachedSample, SampleCache, cache_name, file_key
 from samestep.zoo.images.crops import limit_aspect_ratio, resize_shorter_side
 from samestep.zoo.images.decoders import (
     DecodedImage,
