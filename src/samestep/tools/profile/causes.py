@@ -13,6 +13,7 @@ from math import ceil
 from statistics import mean, median
 
 from samestep.tools.profile.measurements import Measurements, PhaseSeconds, computing_seconds
+from samestep.tools.profile.straggler import straggler_of
 from samestep.units import format_bytes, plural
 from samestep.units import format_milliseconds as ms
 
@@ -117,7 +118,7 @@ def slow_rank(measured: Measurements) -> Advice | None:
         return None
     others = median(typical[:rank] + typical[rank + 1 :])
     excess = (typical[rank] - others) * mean(step.microbatches for step in measured.ranks[rank])
-    late = measured.straggler
+    late = straggler_of(measured)
     phase = f", mostly in {late.phase}" if late is not None and late.rank == rank else ""
     return Advice(
         Cause.RANK,
@@ -246,7 +247,7 @@ def communication(measured: Measurements) -> Advice | None:
 
 def _wait_for_straggler(measured: Measurements, *, in_user_code: bool) -> float:
     """Return the mean wait of a rank for the straggler, in collectives of user code or of the engine."""
-    late, lateness = measured.straggler, measured.lateness
+    late, lateness = straggler_of(measured), measured.lateness
     if late is None:
         return 0.0
     inside = lateness.caused_in_user_code[late.rank]

@@ -17,10 +17,6 @@ Interval = tuple[float, float]
 
 # Arrivals at a collective within so many seconds count as simultaneous.
 _SIMULTANEOUS = 0.0005
-# A straggler causes at least this share of a step, and of all waits, ...
-_STRAGGLER_SHARE_OF_STEP, _STRAGGLER_SHARE_OF_WAITS = 0.05, 0.6
-# ... and its longest phase explains at least this share of the waits for it.
-_EXPLAINED_SHARE = 0.3
 
 # --- steps of a rank ---
 
@@ -174,18 +170,6 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Straggler:
-    """Rank that arrives late again and again."""
-
-    rank: int
-    seconds: float  # wait of each other rank for this rank, per step
-    last: int  # number of collectives at which this rank arrived last, of the `apart` collectives with uneven arrivals
-    apart: int
-    phase: Phase  # phase with the largest difference to the other ranks
-    more: float  # that difference, in seconds per step
-
-
-@dataclass(frozen=True)
 class Lateness:
     """Waits of ranks for later ranks, by arrival times.
 
@@ -298,26 +282,6 @@ class Measurements:
     def exposed(self) -> float:
         """Mean time of exposed communication of the engine."""
         return mean(step.phases["communication"] for step in self.steps) - self.in_user_collectives
-
-    @cached_property
-    def straggler(self) -> Straggler | None:
-        """The rank that the other ranks wait for; None if no rank stands out."""
-        lateness = self.lateness
-        if self.size == 1 or not lateness.steps:
-            return None
-        seconds = max(lateness.caused)
-        rank = lateness.caused.index(seconds)
-        others = [phases for other, phases in enumerate(self.phases) if other != rank]
-        excess = {
-            phase: own - mean(phases[phase] for phases in others)
-            for phase, own in self.phases[rank].items()
-            if phase != "communication"
-        }
-        phase = max(excess, key=lambda phase: excess[phase])
-        least = max(_STRAGGLER_SHARE_OF_STEP * self.step_seconds, _STRAGGLER_SHARE_OF_WAITS * sum(lateness.caused))
-        if seconds < least or excess[phase] < _EXPLAINED_SHARE * seconds:
-            return None
-        return Straggler(rank, seconds, lateness.last[rank], lateness.apart, phase, excess[phase])
 
     def saving(self, reduction: Callable[[int, PhaseSeconds], float]) -> float:
         """Return by how much steps would be shorter, on average.

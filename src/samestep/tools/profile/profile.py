@@ -22,6 +22,7 @@ from samestep.recipes.recipe_files import recipe_data
 from samestep.runs import LOOP
 from samestep.tools.profile.causes import Advice, advise
 from samestep.tools.profile.measurements import PHASES, Measurements, Phase, Step
+from samestep.tools.profile.straggler import straggler_of
 from samestep.tools.timing import run_trial
 from samestep.units import format_milliseconds as ms
 from samestep.units import plural
@@ -151,7 +152,7 @@ class Profile:
                 }
                 for rank, phases in enumerate(measured.phases)
             ],
-            "straggler": asdict(measured.straggler) if measured.straggler is not None else None,
+            "straggler": asdict(late) if (late := straggler_of(measured)) is not None else None,
             "late": {"last_to": lateness.last, "of": lateness.apart, "waited_for": lateness.caused},
             "advice": [
                 {**asdict(advice), "share": advice.share(measured), "number": number}
@@ -357,7 +358,7 @@ def _table(measured: Measurements) -> Table:
 
 
 def _straggler(measured: Measurements) -> str:
-    late = measured.straggler
+    late = straggler_of(measured)
     if late is None:
         return "none: no rank is late again and again" if measured.lateness.steps else "not known"
     return (

@@ -4,6 +4,7 @@ import pytest
 
 from helpers.profile_steps import all_reduce, make_step, measured
 from samestep.tools.profile.measurements import Collective, Lateness, Step
+from samestep.tools.profile.straggler import straggler_of
 
 
 def reducing_step(begin: float, forward: float, end: float) -> Step:
@@ -19,7 +20,7 @@ def test_others_wait_for_the_last_rank() -> None:
     assert (lateness.steps, lateness.apart, lateness.last) == (3, 3, [0, 3, 0])
     assert lateness.caused == pytest.approx([0, 1, 0])
     assert lateness.waited == pytest.approx([1, 0, 1])
-    late = measured(*ranks).straggler
+    late = straggler_of(measured(*ranks))
     assert late is not None
     assert (late.rank, late.phase, late.last, late.apart) == (1, "forward", 3, 3)
     assert (late.seconds, late.more) == (pytest.approx(1), pytest.approx(1))
@@ -30,7 +31,7 @@ def test_ranks_that_are_late_in_turn_are_not_stragglers() -> None:
         [reducing_step(begin, 2 if begin / 10 % 2 == rank else 1, begin + 2.25) for begin in (0, 10)] for rank in (0, 1)
     ]
     assert Lateness.of(ranks).last == [1, 1]
-    assert measured(*ranks).straggler is None
+    assert straggler_of(measured(*ranks)) is None
 
 
 def test_wait_during_backward_costs_nothing() -> None:
@@ -45,4 +46,4 @@ def test_ranks_with_different_collectives_are_not_compared() -> None:
     other = make_step(("forward", 1), collectives=(Collective("a broadcast", None, True, 0, 1),))
     ranks = [reducing_step(0, 1, 2)], [other]
     assert Lateness.of(ranks).steps == 0
-    assert measured(*ranks).straggler is None
+    assert straggler_of(measured(*ranks)) is None
