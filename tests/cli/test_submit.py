@@ -1,4 +1,4 @@
-"""`samestep submit`: files, command and errors; jobs of Slurm and Ray with the bits of `samestep train`."""
+"""`samestep submit`: files, command and errors; jobs of Slurm, Ray and torchrun with the bits of `samestep train`."""
 
 import importlib.util
 import json
@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from helpers.hosts import by_torchrun, ended, hosts
 from helpers.slurm import missing, slurm, slurm_cluster, wait_until
 from helpers.system import events, here, weights
 
@@ -97,9 +99,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    # The names of the virtual nodes belong to no host.
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as variables:
-        yield {**variables, "MASTER_ADDR": "127.0.0.1"}
+        yield variables
 
 
 def submit_to_slurm(folder: Path, cluster: Mapping[str, str], *options: object) -> None:
@@ -136,6 +137,16 @@ def test_slurm_requeues_a_job_that_a_signal_stopped(tmp_path: Path, cluster: Map
     output = wait_for_slurm(tmp_path, cluster)
     assert events(tmp_path / "runs/a", "resume"), output
     assert weights(tmp_path / "runs/a") == reference, output
+
+
+@pytest.mark.long
+def test_torchrun_on_two_hosts_has_the_bits_of_one_process(tmp_path: Path, reference: str) -> None:
+    train = ("-m", "samestep", "train", "digits", "--set", "epochs=2", "--name", "a")
+    with hosts(2) as machines, ExitStack() as stack:
+        results = ended(by_torchrun(machines, stack, tmp_path, *train, ranks=2), 120)
+    assert [result.code for result in results] == [0, 0], results
+    assert weights(tmp_path / "runs/a") == reference
+    assert len(list((tmp_path / "runs/a/ranks").glob("*"))) == 4
 
 
 RAY = """

@@ -1,18 +1,17 @@
-"""A Slurm cluster of two virtual nodes on this machine, of Debian's slurm-wlm and munge."""
+"""A Slurm cluster of virtual nodes on this machine, of Debian's slurm-wlm and munge."""
 
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from helpers.started import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-NODES = ("n1", "n2")
 
 
 def missing() -> str:
@@ -23,11 +22,11 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "needs the rights of root"
 
 
-def _configuration(folder: Path, socket_path: Path) -> str:
+def _configuration(folder: Path, socket_path: Path, names: Sequence[str]) -> str:
     host = socket.gethostname()
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 State=UNKNOWN"
-        for name in NODES
+        for name in names
     )
     return f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -53,31 +52,33 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
-PartitionName=main Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes={",".join(names)} Default=YES MaxTime=INFINITE State=UP
 """
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[Mapping[str, str]]:
-    """Start the daemons in an empty folder; yield the variables of Slurm's commands."""
-    for name in ("state", *(f"spool-{node}" for node in NODES)):
+def slurm_cluster(folder: Path, count: int = 2) -> Iterator[Mapping[str, str]]:
+    """Start the daemons of nodes `n1`, `n2`, ... in an empty folder; yield the variables of Slurm's commands."""
+    nodes = [f"n{number + 1}" for number in range(count)]
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir()
     key, socket_path = folder / "munge.key", folder / "munge.socket"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     configuration = folder / "slurm.conf"
-    configuration.write_text(_configuration(folder, socket_path))
+    configuration.write_text(_configuration(folder, socket_path, nodes))
     variables = {"SLURM_CONF": str(configuration)}
     paths = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("pid", "seed", "log")]
     with ExitStack() as stack:
         munged = ["munged", "--force", "--foreground", f"--socket={socket_path}", f"--key-file={key}", *paths]
-        daemons = [munged, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
+        daemons = [munged, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in nodes)]
         for command in daemons:
             stack.enter_context(_daemon(command, variables, folder))
             if command is munged:
                 wait_until(socket_path.exists, 10)
-        wait_until(lambda: slurm(variables, "sinfo", "-h", "-o", "%T %D") == "idle 2\n", 30)
-        yield variables
+        wait_until(lambda: slurm(variables, "sinfo", "-h", "-o", "%T %D") == f"idle {count}\n", 30)
+        # The names of the virtual nodes belong to no host.
+        yield {**variables, "MASTER_ADDR": "127.0.0.1"}
         slurm(variables, "scancel", "--full", "--user=root", "--signal=KILL")
 
 

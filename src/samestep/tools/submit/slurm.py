@@ -23,7 +23,8 @@ def _script(job: Job) -> str:
         f"--job-name={job.name}",
         f"--chdir={job.folder}",
         f"--nodes={nodes}",
-        f"--ntasks-per-node={job.per_node}",
+        # A number of tasks would be fixed by the first start: a requeued job would wait for as many nodes.
+        f"--mincpus={job.per_node}",
         *([f"--gpus-per-node={job.gpus}"] if job.gpus else []),
         *([f"--time={job.time}"] if job.time else []),
         f"--signal=USR1@{_NOTICE_SECONDS}",
@@ -55,7 +56,8 @@ rm -f "$probe"
 SAMESTEP_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export SAMESTEP_TOKEN
 
-exec srun --kill-on-bad-exit=1 {shlex.join(rank)}
+exec srun --ntasks=$((SLURM_JOB_NUM_NODES * {job.per_node})) --ntasks-per-node={job.per_node} --kill-on-bad-exit=1 \\
+    {shlex.join(rank)}
 """
 
 

@@ -38,7 +38,7 @@ def test_slurm_script() -> None:
         "--job-name=first",
         "--chdir=/home/me/my work",
         "--nodes=4",
-        "--ntasks-per-node=2",
+        "--mincpus=2",
         "--gpus-per-node=2",
         "--time=2:00:00",
         "--signal=USR1@120",
@@ -46,10 +46,11 @@ def test_slurm_script() -> None:
         "--open-mode=append",
         "--output=first-%j.out",
     ]
-    assert script.splitlines()[-1] == (
-        "exec srun --kill-on-bad-exit=1 /opt/python -m samestep train digits --set epochs=1 optimizer.options.lr=0.05 "
-        "--name first --runs '/home/me/my work/all runs' --or-resume --requeue"
-    )
+    assert script.splitlines()[-2:] == [
+        "exec srun --ntasks=$((SLURM_JOB_NUM_NODES * 2)) --ntasks-per-node=2 --kill-on-bad-exit=1 \\",
+        "    /opt/python -m samestep train digits --set epochs=1 optimizer.options.lr=0.05 "
+        "--name first --runs '/home/me/my work/all runs' --or-resume --requeue",
+    ]
     assert "export SAMESTEP_TOKEN" in script
 
 
@@ -57,7 +58,7 @@ def test_slurm_script_of_an_elastic_job_and_of_a_script() -> None:
     assert "--nodes=2-4" in directives(only_file(slurm.submission(ELASTIC)))
     script = replace(JOB, subject="my train.py", text="", arguments=("--epochs", "2"), gpus=0)
     text = checked_by_bash(only_file(slurm.submission(script)))
-    assert text.splitlines()[-1] == "exec srun --kill-on-bad-exit=1 /opt/python 'my train.py' --epochs 2"
+    assert text.splitlines()[-1] == "    /opt/python 'my train.py' --epochs 2"
     assert not any(line.startswith("--gpus") for line in directives(text))
 
 
