@@ -95,6 +95,7 @@ def gradients(strategy: Strategy, world: World, size: int, dtype: torch.dtype) -
         last = microbatch == microbatches[-1]
         with strategy.microbatch(tree, microbatch, last=last):
             loss = loss_of(strategy.module, inputs[slice(*bounds[microbatch])], dtype)
+            strategy.prepare_backward()
             if last:
                 total = strategy.sum_vectors(tree, vectors, 7)
             loss.backward()

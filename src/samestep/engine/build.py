@@ -377,8 +377,6 @@ def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.de
         # earlier on a rank must not select the kernel.
         torch._inductor.config.fallback_random = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        # torch splits the graph of a model inside DDP at the bounds of buckets, and rounding to bf16 depends on splits.
-        torch._dynamo.config.optimize_ddp = False
         model.compile(dynamic=False)
 
 

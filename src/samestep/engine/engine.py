@@ -170,7 +170,11 @@ class Engine:
         batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
         facts = self._facts(batch, is_current) if self.world.size > 1 else {}
-        joins = is_current and self._witness is None and self._components.runner.joins_check(batch)
+        joins = (
+            is_current
+            and self._witness is None
+            and self._components.runner.joins_check(batch, has_forward=forward is not None)
+        )
         messages = (self._index, batch.microbatches, batch.size, forward is None) if joins else None
         check = self.world.context.collective_check
         with check.operation(f"{self._name}.step {self.steps + 1}", facts, messages=messages):
@@ -199,8 +203,7 @@ class Engine:
                 code="E_INCOMPATIBLE",
             )
         runner.forward.function = function
-        # With a global loss, backwards begin after all forwards, which DDP cannot overlap with its reduction.
-        runner.strategy.calls_plain_model = function is not None or runner.forward.gathers
+        runner.strategy.defers_reduction = False
 
     @property
     def step_runner(self) -> StepRunner:

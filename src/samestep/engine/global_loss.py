@@ -159,6 +159,7 @@ class GlobalLossRunner(StepRunner):
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total = self.strategy, None
+        strategy.defers_reduction = True  # DDP prepares a reduction before the statistics are sent
         tree = MicrobatchTree(batch.microbatches, batch.size)
         self.buffers.begin(batch.microbatches)
         with self.generators.preserved(), self.undo_on_failure(), _BufferCopies(self.model) as copies:

@@ -40,8 +40,8 @@ class MergedRunner(SequentialRunner):
         super().__post_init__()
         self._is_merged: bool | None = None  # None: not decided
 
-    def joins_check(self, batch: GlobalBatch) -> bool:
-        return super().joins_check(batch) and not self._decides(batch)
+    def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
+        return super().joins_check(batch, has_forward=has_forward) and not self._decides(batch)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         if self.forward.function is not None:
@@ -96,6 +96,7 @@ class MergedRunner(SequentialRunner):
             if losses is None:
                 stats = LocalStats()
                 losses = [self._separate_losses(tree, batch.local_microbatches, position, stats)]
+            strategy.prepare_backward()
             self.world.context.status.end_compute(len(batch.local_microbatches))
             total = self.sum_stats(tree, stats, save) if self._is_checked else None
             roots = [self.roots(loss.sum, batch.size) for loss in losses]
@@ -144,12 +145,7 @@ class MergedRunner(SequentialRunner):
     def _separate_losses(
         self, tree: MicrobatchTree, microbatches: Sequence[Microbatch], position: int, stats: LocalStats
     ) -> Loss:
-        """Compute all but the last microbatch completely, and return the loss of the last one.
-
-        The wrapper of the model waits for the gradients of its forward. So it is not called again, and its hooks
-        receive the gradients of the last microbatch alone.
-        """
-        parameters = list(self.names)
+        """Compute all but the last microbatch completely, and return the loss of the last one."""
         for microbatch in microbatches:
             self.buffers.restore()
             outputs, loss = self.forward(self.model, microbatch, position)
@@ -157,10 +153,7 @@ class MergedRunner(SequentialRunner):
                 microbatch.number, loss, self.buffers.read(microbatch.number, last=microbatch is microbatches[-1])
             )
             if microbatch is not microbatches[-1]:
-                roots, slopes = self.roots(loss.sum, tree.samples)
-                gradients = torch.autograd.grad(roots, parameters, slopes, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
+                self._backward(microbatch, loss, tree.samples)
                 self.strategy.add_gradients(tree, microbatch.number)
             for callback in self.callbacks:
                 callback.end_microbatch(self.forward.with_targets(microbatch), outputs, loss)

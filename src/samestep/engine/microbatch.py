@@ -69,9 +69,8 @@ class MicrobatchForward:
 
     def begin_step(self, batch: GlobalBatch, world: World) -> None:
         """Sum the counts that the loss needs before the first forward; a collective."""
-        self.results = {}
         self._counts = [] if self.function is not None or self.gathers else self.loss.global_counts(batch, world)
-        self._sizes = [stop - start for start, stop in batch.bounds]
+        self._sizes, self.results = [stop - start for start, stop in batch.bounds], {}
 
     def __call__(
         self, module: torch.nn.Module, microbatch: Microbatch, position: int, *, concurrent: bool = False
@@ -102,7 +101,7 @@ class MicrobatchForward:
             if self.function is None:
                 return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
             losses = [] if result.loss is None else [result.loss]
-            return result.outputs, losses if microbatch.size else _without_samples(losses)
+        return result.outputs, losses if microbatch.size else _without_samples(losses)
 
     def outputs(self, module: torch.nn.Module, microbatch: Microbatch, purpose: Purpose, position: int) -> LocalOutputs:
         """Return a microbatch with outputs and targets; arguments as in `term_losses`.
@@ -222,8 +221,8 @@ class StepRunner(ABC):
         self.generators = SeededGenerators(self.world.device)
         self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 
-    def joins_check(self, batch: GlobalBatch) -> bool:
-        """Return whether ranks may compare the step by its statistics."""
+    def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
+        """Return whether ranks may compare the step, with or without a forward function, by its statistics."""
         return False
 
     @abstractmethod
@@ -289,8 +288,7 @@ class StepRunner(ABC):
     def roots(self, loss: torch.Tensor, samples: int) -> Roots:
         """Return the tensor at which the backward of `loss / samples` begins, and its gradient.
 
-        The division keeps gradients at the scale of a mean, which fp16 needs. The engine corrects the divisor to the
-        global count after the last microbatch. Both divisors are equal on every rank.
+        The division keeps gradients at the scale of a mean, which fp16 needs; the engine corrects the divisor later.
         """
         scaled = self.scaler.scale(loss)
         return [scaled], [torch.full_like(scaled, 1 / samples)]
@@ -328,20 +326,21 @@ class SequentialRunner(StepRunner):
 
     buffers: ForwardState
 
-    def joins_check(self, batch: GlobalBatch) -> bool:
-        alone, mesh = self.world.size == 1, self.world.mesh_shape
-        if alone or self.strategy.forward_communicates or mesh.forward_communicates:
+    def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
+        tree, shares = MicrobatchTree(batch.microbatches, batch.size), self.world.data.shares
+        communicates = self.strategy.forward_communicates and (tree.is_shared_equally(shares) or not has_forward)
+        if self.world.size == 1 or communicates or self.world.mesh_shape.forward_communicates:
             return False  # an early message of a step could meet one of another operation
-        shared = MicrobatchTree(batch.microbatches, batch.size).is_shared_by_all(self.world.data.shares)
-        return shared and not may_have_one_value(batch, self.model)
+        return tree.is_shared_by_all(shares) and not may_have_one_value(batch, self.model)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total, stats = self.strategy, None, LocalStats()
         tree = MicrobatchTree(batch.microbatches, batch.size)
         microbatches = (*batch.local_microbatches, *batch.fillers)
         self.buffers.begin(batch.microbatches)
-        if is_shared := self.shares_errors(batch):
-            strategy.calls_plain_model = True  # in this step: no rank communicates before all have computed
+        # If ranks share errors, none communicates before all have computed. Fillers are not part of a reduction.
+        is_equal = self.forward.function is None or tree.is_shared_equally(self.world.data.shares)
+        strategy.defers_reduction = (is_shared := self.shares_errors(batch)) or not is_equal
         errors = one_value_errors(batch, self.world, is_shared=is_shared)
         with self.generators.preserved(), self.undo_on_failure(), errors:
             for microbatch in microbatches:
@@ -353,6 +352,7 @@ class SequentialRunner(StepRunner):
                     if not microbatch.is_filler:
                         is_last = microbatch is batch.local_microbatches[-1]
                         stats.add(microbatch.number, loss, self.buffers.read(microbatch.number, last=is_last))
+                    strategy.prepare_backward()
                     if last:
                         self.world.context.status.end_compute(len(batch.local_microbatches))
                         # Later in the first step: the ranks of a refused model have not sent different messages.

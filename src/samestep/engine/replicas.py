@@ -144,7 +144,7 @@ class DataParallelRunner(SequentialRunner):
         self._threads = Threads("samestep-device")
         self.is_sequential = bool(self.callbacks)  # callbacks expect one microbatch at a time
 
-    def joins_check(self, batch: GlobalBatch) -> bool:
+    def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
         return False  # a group of microbatches may be computed again
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:

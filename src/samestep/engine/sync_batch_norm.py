@@ -53,7 +53,7 @@ class SyncBatchNormRunner(SequentialRunner):
         self._plan: list[int] = []  # of exchanges
         self._global_loss = GlobalLoss(self.forward, self.world.data)
 
-    def joins_check(self, batch: GlobalBatch) -> bool:
+    def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
         return False  # norm layers communicate before the statistics of the step
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:

@@ -52,7 +52,7 @@ class DdpStrategy(Strategy):
         known = inspect.signature(DistributedDataParallel).parameters
         buffer_sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self._ddp = DistributedDataParallel(
-            model,
+            _Parameters(model),
             device_ids=[world.device] if is_accelerator(world.device) else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=world.strategy.bucket_mb,
@@ -60,16 +60,16 @@ class DdpStrategy(Strategy):
         )
         # A weak reference: torch's reducer holds the state, and the garbage collector does not see references in C++.
         self._ddp.register_comm_hook(weakref.ref(self), _reduce_bucket)
-        super().__init__("ddp", self._ddp, reduction)
+        super().__init__("ddp", model, reduction)
 
     @property
     def forward_communicates(self) -> bool:
-        # DDP builds its buckets anew, a collective, in the second forward that is followed by communication.
-        return not self._reduces_after_backward and self._shared_forwards < 2
+        # DDP builds its buckets anew, a collective, in the second step in which it reduces.
+        return not (self._is_deferred or self.uses_replicas) and self._shared_forwards < 2
 
     @property
     def _reduces_after_backward(self) -> bool:
-        return self._is_deferred or self.calls_plain_model or self.uses_replicas
+        return self._is_deferred or self.defers_reduction or self.uses_replicas
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
@@ -77,19 +77,22 @@ class DdpStrategy(Strategy):
         is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not self._reduces_after_backward
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
-            with self._first_failure():
-                yield
+            try:
+                with self._first_failure():
+                    yield
+            finally:
+                self._current = None
             self._shared_forwards += 1
             return
-        # DDP would wait for a rank without samples. Then the plain model is called, and all ranks reduce in `finish`.
-        self.module = self._ddp if is_shared_by_all else self._ddp.module
-        try:
-            with self._ddp.no_sync(), _gradient_parts(self._parameters if self._is_first else ()) as parts:
-                yield
-            self._has_parts |= max(parts.values(), default=0) > 1
-        finally:
-            self.module = self._ddp
+        # DDP would wait for a rank without samples. Then all ranks reduce in `finish`.
+        with _gradient_parts(self._parameters if self._is_first else ()) as parts:
+            yield
+        self._has_parts |= max(parts.values(), default=0) > 1
         self._reduction.accumulate(tree, microbatch)
+
+    def prepare_backward(self) -> None:
+        if self._current is not None:
+            self._ddp(None)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
         return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length)).wait
@@ -139,6 +142,20 @@ class DdpStrategy(Strategy):
             if is_lost_connection(error):
                 raise PeerLostError(f"rank {self._world.rank} lost its connection: {error}") from error
             raise
+
+
+class _Parameters(torch.nn.Module):
+    """The parameters of a model for DDP, whose forward only prepares the reduction: the engine calls the model itself.
+
+    A user's forward function may call parts of the model, which DDP does not allow.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, unused: None) -> None:
+        """Compute nothing. DDP requires an argument on a GPU."""
 
 
 def _reduce_bucket(strategy: weakref.ref[DdpStrategy], bucket: dist.GradBucket) -> TensorFuture:

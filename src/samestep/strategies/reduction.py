@@ -86,6 +86,14 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         """Return whether each rank has samples; a last batch may be too small."""
         return self._is_even(shares) or all(self.covers(shares))
 
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def is_shared_equally(self, shares: Shares) -> bool:
+        """Return whether each rank has equally many microbatches with samples."""
+        if self._is_even(shares):
+            return True
+        owned = [owned_microbatches(self.microbatches, shares, rank) for rank in range(rank_count(shares))]
+        return len({len(set(self.filled).intersection(numbers)) for numbers in owned}) == 1
+
     def _is_even(self, shares: Shares) -> bool:
         """Return whether a power of two of ranks divides filled microbatches; found without a loop over the ranks."""
         is_power = isinstance(shares, int) and shares & (shares - 1) == 0

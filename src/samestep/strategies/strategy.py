@@ -90,16 +90,16 @@ class Strategy(ABC):
 
     Attributes:
         name: as in the recipe and the documentation.
-        module: called by the training forward.
+        module: the model that the training forward calls.
         defers_gradients: no gradient is visible before the last microbatch of this rank is complete.
-        calls_plain_model: the forward receives the model without a wrapper, and may call its parts.
+        defers_reduction: in this step, gradients are reduced after backward of all microbatches.
         uses_replicas: in this step, gradients are those of replicas of the model.
         batchable: the microbatches of a rank whose gradients may be set in place of a backward, if any.
         clock: time of this rank's own computation, if the strategy can separate it from waits for other ranks.
     """
 
     defers_gradients = False
-    calls_plain_model = False
+    defers_reduction = False
     uses_replicas = False
     batchable: slice | None = None
     clock: ComputeClock | None = None
@@ -109,12 +109,18 @@ class Strategy(ABC):
 
     @property
     def forward_communicates(self) -> bool:
-        """Whether the wrapper communicates in the next forward."""
+        """Whether the next forward, or `prepare_backward` after it, communicates."""
         return False
 
     @abstractmethod
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> AbstractContextManager[None]:
         """Surround forward and backward of one microbatch; `last` marks the last one of this rank."""
+
+    def prepare_backward(self) -> None:  # noqa: B027  # most strategies need no preparation
+        """Prepare the reduction of gradients during a backward: after its forward, before `sum_vectors`.
+
+        Without this call, the backward must be that of a step with `defers_reduction`.
+        """
 
     def add_gradients(self, tree: MicrobatchTree, microbatch: int) -> None:
         """Move gradients of an earlier microbatch from `.grad` to the sums, inside `microbatch` of the last one."""
