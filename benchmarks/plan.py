@@ -110,7 +110,7 @@ def measured_row(subject: Recipe, row: dict[str, Any], processes: int) -> dict[s
     except RankError as error:
         report(f"{row['name']} cannot run: {str(error).splitlines()[0]}")
         return None
-    facts = {key: row[key] for key in ("name", "strategy", "mesh", "step_seconds", "parts", "memory")}
+    facts = {key: row[key] for key in ("name", "strategy", "mesh", "step_seconds", "parts", "memory", "is_measured")}
     return {**facts, "measured_bytes": inspection.peak, "rounds": []}
 
 
@@ -124,21 +124,37 @@ def step_seconds(subject: Recipe, row: dict[str, Any], processes: int) -> float:
     return float(timings[0].step_seconds)
 
 
-def errors(results: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Relative errors of step time and memory over all layouts."""
+def errors(results: list[dict[str, Any]]) -> tuple[dict[str, list[float]], list[float]]:
+    """Relative errors of the step times of layouts by what the plan did with them, and of the memory of all."""
     rows = [row for result in results for row in result["rows"]]
-    times = [abs(row["step_seconds"] / row["measured_seconds"] - 1) for row in rows]
+    times: dict[str, list[float]] = {"all layouts": [], "run by the plan": [], "predicted": []}
+    for row in rows:
+        error = abs(row["step_seconds"] / row["measured_seconds"] - 1)
+        for kind in ("all layouts", "run by the plan" if row["is_measured"] else "predicted"):
+            times[kind].append(error)
     return times, [abs(row["memory"]["total"] / row["measured_bytes"] - 1) for row in rows]
 
 
 def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     times, sizes = errors(results)
-    header = ["recipe", "processes", "layout", "step, ms", "predicted", "error, %", "MiB", "predicted", "error, %"]
+    header = [
+        "recipe",
+        "processes",
+        "layout",
+        "plan",
+        "step, ms",
+        "planned",
+        "error, %",
+        "MiB",
+        "predicted",
+        "error, %",
+    ]
     cells = [
         [
             result["recipe"],
             str(result["processes"]),
             row["name"] + (" (chosen)" if row["name"] == result["chosen"] else ""),
+            "run" if row["is_measured"] else "predicted",
             f"{1e3 * row['measured_seconds']:.1f}",
             f"{1e3 * row['step_seconds']:.1f}",
             f"{100 * (row['step_seconds'] / row['measured_seconds'] - 1):+.0f}",
@@ -167,9 +183,14 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
                 machine_line(machine),
                 f"Medians of {options.rounds} rounds, each layout in new processes in each round. Memory is resident "
                 "memory of the largest rank.",
-                f"Error of the step time: median {100 * statistics.median(times):.1f} %, largest "
-                f"{100 * max(times):.0f} %; of memory: median {100 * statistics.median(sizes):.1f} %, "
-                f"largest {100 * max(sizes):.1f} %.",
+                "Error of the step time: "
+                + "; ".join(
+                    f"{kind} ({len(values)}) median {100 * statistics.median(values):.1f} %, largest "
+                    f"{100 * max(values):.0f} %"
+                    for kind, values in times.items()
+                    if values
+                )
+                + f". Of memory: median {100 * statistics.median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.",
                 markdown_table(header, cells),
                 "The chosen layout relative to the fastest measured one:",
                 markdown_table(["recipe", "processes", "chosen", "fastest", "ratio", "calibration, s"], choices),

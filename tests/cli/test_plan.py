@@ -39,6 +39,10 @@ def test_layouts_of_four_devices(tmp_path: Path, capsys: pytest.CaptureFixture[s
     calibration = result["calibration"]
     assert set(calibration["steps"]) == {"1", "2", "4", "8"}
     assert set(calibration["overheads"]) == {"ddp", "fsdp", "pp"}
+    assert {name for name, row in rows.items() if row["is_measured"]} >= {"ddp", "fsdp", "pp"}
+    assert {name: rows[name]["step_seconds"] for name in calibration["measured"]} == pytest.approx(
+        calibration["measured"]
+    )
     saved = json.loads((tmp_path / "planned" / "plan.json").read_text(encoding="utf-8"))
     assert saved["layouts"] == result["layouts"]
 

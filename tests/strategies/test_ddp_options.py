@@ -208,3 +208,13 @@ def test_a_certificate_reports_compression(tmp_path: Path) -> None:
 def test_verify_of_an_approximation_needs_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("verify", "digits", "--processes", "1,4", "--set", "strategy.hook=powersgd", cwd=tmp_path) == 2
     assert "strategy.hook powersgd without --tolerance" in capsys.readouterr().err
+
+
+def test_forward_functions_reduce_during_backward() -> None:
+    alone = launch(ranks_ddp_options.forward_functions, processes=1)
+    many = launch(ranks_ddp_options.forward_functions, processes=RANKS)
+    assert {name: bits for name, (bits, _) in many.items()} == {name: bits for name, (bits, _) in alone.items()}
+    reductions = {name: [count > 0 for count in counts] for name, (_, counts) in many.items()}
+    during = [False, True, True, True]  # the first step checks how gradients arrive
+    # With 6 microbatches on 4 ranks, a rank may compute fillers, which are not part of a reduction.
+    assert reductions == {"plain": during, "function": during, "unequal": [False] * 4}

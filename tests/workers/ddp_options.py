@@ -205,3 +205,42 @@ def wait_for_missing_rank(kind: str) -> None:
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return tensors as one flat tensor."""
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def forward_functions() -> dict[str, Any]:
+    """Train with and without a function that calls parts of a model; return weights and reductions during backward."""
+
+    def twice(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        logits = model(inputs) + model.last(model.first(inputs))
+        return nn.functional.cross_entropy(logits, targets)
+
+    with samestep.start(device="cpu", threads=1) as world:
+        results: dict[str, Any] = {}
+        for name, forward, microbatches in (("plain", None, 4), ("function", twice, 4), ("unequal", twice, 6)):
+            net = seeded(0, Net).double()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+            loss = None if forward else nn.CrossEntropyLoss()
+            engine = samestep.Engine(net, optimizer, loss or samestep.cross_entropy, world=world)
+            counts = []
+            for step in range(4):
+                during = _count_reductions(engine) if world.size > 1 else []
+                inputs, targets = random_data(36, features=12, seed=step)
+                engine.step(batch_of(world, inputs, targets, microbatches), forward=forward)
+                counts.append(len(during))
+            bits = hashlib.sha256(flatten(list(net.parameters()), list(net.parameters())).detach().numpy().tobytes())
+            results[name] = bits.hexdigest(), counts
+        return results
+
+
+def _count_reductions(engine: samestep.Engine) -> list[int]:
+    """Return a list that grows with each bucket that the next steps reduce during backward."""
+    strategy: Any = engine.step_runner.strategy
+    reduce, calls = type(strategy).reduce_bucket, list[int]()
+
+    def counted(bucket: dist.GradBucket) -> Any:
+        calls.append(bucket.index())
+        return reduce(strategy, bucket)
+
+    strategy.reduce_bucket = counted
+    return calls

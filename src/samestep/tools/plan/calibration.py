@@ -98,8 +98,9 @@ class Calibration:
         copy_seconds: seconds to copy a byte in memory, for a checkpoint.
         deviation: relative standard deviation of the time of a step.
         facts: sizes of the model.
-        overheads: seconds beyond the model of a trial on two ranks: `ddp` per step, `fsdp` per unit and microbatch,
-            `tp` and `pp` per message.
+        overheads: seconds of a trial beyond the model: `ddp` per step, `fsdp` per unit and microbatch, `tp` and `pp`
+            per message.
+        measured: seconds of a step of the layouts that were run as planned, by name.
         rank_bytes: memory of one of several ranks beyond that of a rank alone; stages of a pipeline have none.
     """
 
@@ -115,6 +116,7 @@ class Calibration:
     deviation: float
     facts: ModelFacts
     overheads: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
     rank_bytes: int = 0
 
     def slowdown_of(self, ranks: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 
 from samestep.tools.plan.calibration import Calibration, Stage
 from samestep.tools.plan.collectives import Axis, Cluster, Link, at_level
@@ -36,6 +36,10 @@ class StepTime:
     def total(self) -> float:
         """Time of a step."""
         return self.compute + self.update + self.communication + self.bubble
+
+    def scaled(self, factor: float) -> StepTime:
+        """Return all parts multiplied by a factor."""
+        return StepTime(*(factor * part for part in astuple(self)))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samestep.config import MeshConfig, Recipe, RunOptions, StrategyConfig, resolve_mesh
+from samestep.config import Recipe, RunOptions
 from samestep.errors import InputError
-from samestep.microbatches import most_owned
 from samestep.tools.bench import COLORS
 from samestep.tools.plan.calibration import Calibration
 from samestep.tools.plan.collectives import Cluster, Link
@@ -26,7 +25,9 @@ from samestep.units import format_bytes, format_duration, format_milliseconds, f
 _TRIALS = "samestep.tools.plan.trial"
 _SHOWN = 12  # layouts in the table
 _WIDTH = 140
-_PAIR = 2  # ranks of the trials of strategies
+_LEAST = 2  # ranks of a trial of a strategy
+_CLOSE, _CONTENDERS = 1.25, 2  # layouts that are run, if their prediction is at most this factor of the fastest one
+_AXES = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +72,16 @@ def plan(recipe: Recipe, config: PlanConfig, report: Callable[[str], None]) -> d
     ranks = min(config.local, config.devices // config.nodes)
     report(f"calibration of {plural(len(layouts), 'layout')} on {plural(ranks, 'rank')} of this machine")
     calibration = calibrate(recipe, config, layouts, ranks)
-    seconds = time.monotonic() - began
     possible = [layout for number, layout in enumerate(layouts) if number not in calibration.facts.reasons]
     reasons = calibration.facts.reasons.items()
     infeasible += [Infeasible(layouts[number].name, reason) for number, reason in reasons]
     if not possible:
         raise _no_layout(config.devices, infeasible)
-    cluster = Cluster(config.devices, config.nodes, calibration.pairs, config.link)
-    model = LayoutModel(calibration, cluster, recipe.step.reduction == "exact", recipe.microbatch_count)
-    rows = sorted(
-        (_row(model, layout, recipe, config.memory) for layout in possible), key=lambda row: row["step_seconds"]
-    )
+    if ranks == config.devices:
+        calibration = _with_contenders(calibration, recipe, config, possible)
+    seconds = time.monotonic() - began
+    model = _model(calibration, recipe, config)
+    rows = _rows(model, possible, recipe, config.memory)
     fitting = [row for row in rows if row["fits"]]
     chosen = fitting[0] if fitting else None
     curve: list[dict[str, Any]] = []
@@ -113,60 +113,98 @@ def _no_layout(devices: int, infeasible: Sequence[Infeasible]) -> InputError:
 
 
 def calibrate(recipe: Recipe, config: PlanConfig, layouts: Sequence[Layout], ranks: int) -> Calibration:
-    """Measure steps without communication and messages, and then one trial of each kind of strategy on two ranks."""
+    """Measure steps without communication and messages, and then one trial of each kind of strategy."""
     levels = sorted({2**power for power in range(1, ranks.bit_length())} | ({ranks} if ranks > 1 else set()))
     strategies = [layout.strategy for layout in layouts]
 
-    def run(function: str, *arguments: Any, processes: int) -> Any:
-        return run_trial(_TRIALS, function, *arguments, processes=processes, preload=config.preload)
-
-    plan_of_ranks = (strategies, config.devices, levels, config.seconds)
-    calibration: Calibration = run("calibrate", recipe, config.options, *plan_of_ranks, processes=ranks)
-    trials = _trial_layouts(recipe, calibration, layouts) if ranks >= _PAIR else {}
-    if not trials:
-        return calibration
-    of_trials = [layout.strategy for layout in trials.values()]
-    results = run("try_strategies", recipe, of_trials, config.options, config.seconds, processes=_PAIR)
-    return _with_overheads(calibration, recipe, trials, results)
+    arguments = (recipe, config.options, strategies, config.devices, levels, config.seconds)
+    calibration: Calibration = run_trial(_TRIALS, "calibrate", *arguments, processes=ranks, preload=config.preload)
+    trials = _trial_layouts(recipe, calibration, layouts, ranks, config.devices)
+    results = _run_trials(recipe, config, list(trials.values()))
+    return _with_overheads(calibration, recipe, trials, results, config.devices) if trials else calibration
 
 
-def _trial_layouts(recipe: Recipe, calibration: Calibration, layouts: Sequence[Layout]) -> dict[str, Layout]:
-    """Return a layout on two ranks for each kind of strategy among the layouts."""
+def _run_trials(recipe: Recipe, config: PlanConfig, layouts: Sequence[Layout]) -> list[tuple[float, int]]:
+    """Return time and memory of a step of each layout, each on as many ranks as it has; those of a size together."""
+    results: dict[int, tuple[float, int]] = {}
+    for size in sorted({layout.shape.size for layout in layouts}, reverse=True):
+        numbers = [number for number, layout in enumerate(layouts) if layout.shape.size == size]
+        strategies = [layouts[number].strategy for number in numbers]
+        arguments = (recipe, strategies, config.options, config.seconds)
+        timed = run_trial(_TRIALS, "try_strategies", *arguments, processes=size, preload=config.preload)
+        results |= dict(zip(numbers, timed, strict=True))
+    return [results[number] for number in range(len(layouts))]
+
+
+def _trial_layouts(
+    recipe: Recipe, calibration: Calibration, layouts: Sequence[Layout], ranks: int, devices: int
+) -> dict[str, Layout]:
+    """Return a layout for each kind of strategy among the layouts, on as many ranks as possible, up to `ranks`."""
     possible = [layout for number, layout in enumerate(layouts) if number not in calibration.facts.reasons]
-    kinds = {
-        "ddp": any(layout.shape.replicate > 1 for layout in possible) and recipe.microbatch_count > 1,
-        "fsdp": any(layout.shape.shard > 1 for layout in possible) and recipe.microbatch_count > 1,
-        "tp": any(layout.shape.tensor > 1 for layout in possible),
-        "pp": any(layout.shape.pipeline > 1 for layout in possible) and _PAIR in calibration.facts.stages,
-    }
-    axes = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
-    result = {}
-    for kind in (kind for kind, is_used in kinds.items() if is_used):
-        strategy = StrategyConfig(name=kind, mesh=MeshConfig(**{axes[kind]: _PAIR}))  # type: ignore[arg-type]
-        shape = resolve_mesh(strategy, _PAIR)
-        result[kind] = Layout(strategy, shape, most_owned(recipe.microbatch_count, shape.data_size))
-    return result
+    kinds = [kind for kind, axis in _AXES.items() if any(getattr(layout.shape, axis) > 1 for layout in possible)]
+    result: dict[str, Layout] = {}
+    while ranks >= _LEAST:
+        allowed = possible if ranks == devices else find_layouts(recipe, ranks)[0]
+        for layout in allowed:
+            sizes = layout.strategy.mesh.sizes
+            kind = next((kind for kind in kinds if sizes.get(_AXES[kind]) == ranks), None)
+            if kind is not None and (kind != "pp" or ranks in calibration.facts.stages):
+                result.setdefault(kind, layout)
+        ranks //= 2
+    return {kind: result[kind] for kind in kinds if kind in result}
 
 
 def _with_overheads(
-    calibration: Calibration, recipe: Recipe, trials: dict[str, Layout], results: Sequence[tuple[float, int]]
+    calibration: Calibration,
+    recipe: Recipe,
+    trials: dict[str, Layout],
+    results: Sequence[tuple[float, int]],
+    devices: int,
 ) -> Calibration:
     """Return the calibration with the costs that the trials have beyond the model."""
     link = calibration.pairs[min(calibration.pairs)]
-    cluster = Cluster(_PAIR, 1, calibration.pairs, link)
     overheads: dict[str, float] = {}
-    for (kind, layout), (seconds, _) in zip(trials.items(), results, strict=True):
+    rank_bytes = 0
+    for (kind, layout), (seconds, peak) in zip(trials.items(), results, strict=True):
+        cluster = Cluster(layout.shape.size, 1, calibration.pairs, link)
         model = LayoutModel(calibration, cluster, recipe.step.reduction == "exact", recipe.microbatch_count)
         beyond = seconds - model.step_time(layout).total
-        overheads[kind] = beyond / model.overhead_units(layout, kind) / calibration.slowdown_of(_PAIR)
-    # The peak of a process belongs to the first of its trials.
-    model = LayoutModel(calibration, cluster, recipe.step.reduction == "exact", recipe.microbatch_count)
-    rank_bytes = round(calibration.base + results[0][1] - model.memory(next(iter(trials.values()))).total)
-    return replace(calibration, overheads=overheads, rank_bytes=rank_bytes)
+        overheads[kind] = beyond / model.overhead_units(layout, kind) / calibration.slowdown_of(layout.shape.size)
+        if not rank_bytes:  # the peak of a process belongs to the first of its trials
+            rank_bytes = round(calibration.base + peak - model.memory(layout).total)
+    timed = zip(trials.values(), results, strict=True)
+    measured = {layout.name: seconds for layout, (seconds, _) in timed if layout.shape.size == devices}
+    return replace(calibration, overheads=overheads, measured=measured, rank_bytes=rank_bytes)
+
+
+def _with_contenders(
+    calibration: Calibration, recipe: Recipe, config: PlanConfig, layouts: Sequence[Layout]
+) -> Calibration:
+    """Return the calibration after runs of further layouts whose prediction is close to that of the fastest one."""
+    rows = [row for row in _rows(_model(calibration, recipe, config), layouts, recipe, config.memory) if row["fits"]]
+    close = [row["name"] for row in rows if row["step_seconds"] <= _CLOSE * rows[0]["step_seconds"]]
+    names = [name for name in close if name not in calibration.measured][:_CONTENDERS]
+    contenders = [layout for layout in layouts if layout.name in names and layout.shape.size > 1]
+    timed = zip(contenders, _run_trials(recipe, config, contenders), strict=True)
+    measured = {layout.name: seconds for layout, (seconds, _) in timed}
+    return replace(calibration, measured={**calibration.measured, **measured})
+
+
+def _model(calibration: Calibration, recipe: Recipe, config: PlanConfig) -> LayoutModel:
+    cluster = Cluster(config.devices, config.nodes, calibration.pairs, config.link)
+    return LayoutModel(calibration, cluster, recipe.step.reduction == "exact", recipe.microbatch_count)
+
+
+def _rows(model: LayoutModel, layouts: Sequence[Layout], recipe: Recipe, limit: int | None) -> list[dict[str, Any]]:
+    """Return the predictions of all layouts, the fastest first."""
+    return sorted((_row(model, layout, recipe, limit) for layout in layouts), key=lambda row: row["step_seconds"])
 
 
 def _row(model: LayoutModel, layout: Layout, recipe: Recipe, limit: int | None) -> dict[str, Any]:
     step, memory = model.step_time(layout), model.memory(layout)
+    measured = model.calibration.measured.get(layout.name)
+    if measured is not None:
+        step = step.scaled(measured / step.total)
     return {
         "name": layout.name,
         "options": layout.options,
@@ -175,6 +213,7 @@ def _row(model: LayoutModel, layout: Layout, recipe: Recipe, limit: int | None) 
         "step_seconds": step.total,
         "samples_per_second": recipe.batch_size / step.total,
         "parts": asdict(step),
+        "is_measured": measured is not None,
         "memory": memory.to_dict(),
         "sent_bytes": model.sent_bytes(layout),
         "is_exact": recipe.step.reduction == "exact" and layout.strategy.is_exact(recipe.step.tensor_slices),
@@ -233,6 +272,8 @@ def _lines(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ratio = rows[data["runner_up"]]["step_seconds"] / chosen["step_seconds"]
         yield "runner-up", f"{data['runner_up']}: {ratio:.2f} times the time of a step"
     yield "calibrated", f"in {format_duration(data['calibration_seconds'])}"
+    if measured := [name for name, row in rows.items() if row["is_measured"]]:
+        yield "run", f"{', '.join(measured)}; other layouts are predicted"
     for layout in data["infeasible"]:
         yield "not run", f"{layout['name']}: {layout['reason']}"
 
