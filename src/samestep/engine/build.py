@@ -33,7 +33,7 @@ from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
 from samestep.engine.replicas import DataParallelRunner, build_buffers
-from samestep.engine.sync_batch_norm import SyncBatchNormRunner
+from samestep.engine.sync_batch_norm_runner import SyncBatchNormRunner
 from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
 from samestep.strategies.build import build_strategy, divide_model, move_to_devices

@@ -23,11 +23,18 @@ from samestep.distributed.logging import logger
 from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import StoppedError
-from samestep.launcher.hosts import BEAT_SECONDS, RECEIVE_BYTES, HostGroup, HostsConfig, Link, Place, raise_end
+from samestep.launcher.hosts import (
+    BEAT_SECONDS,
+    RECEIVE_BYTES,
+    HostGroup,
+    HostsConfig,
+    Link,
+    Place,
+    raise_end,
+    silence_limit,
+)
 from samestep.launcher.watchdog import ProgressTimer
 
-# Longest silence of a host: its launcher, its machine or its link is lost.
-_LOST_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 5.0  # limit of the time until a new connection has sent its first message
@@ -41,14 +48,14 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
     Args:
         config: list of hosts.
         processes: number of ranks on this host.
-        limit: seconds within which all hosts arrive; at most half of it, and 60 s, is the longest silence of a host.
+        limit: seconds within which all hosts arrive, and of which the longest silence of a host is a part.
 
     Raises:
         InputError: the first host has refused this one, cannot be resolved, or cannot listen at the port.
         RunError: a host did not arrive.
         StoppedError: a stop signal arrived while the hosts waited for one another.
     """
-    lost_after = min(_LOST_SECONDS, limit / 2)
+    lost_after = silence_limit(limit)
     links: dict[int, Link] = {}
     closed = threading.Event()
 

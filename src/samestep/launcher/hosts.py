@@ -24,6 +24,7 @@ from samestep.launcher.failure import Failure, RankError, StoppedError
 from samestep.launcher.watchdog import ProgressTimer
 
 BEAT_SECONDS = 1.0
+_LOST_SECONDS = 60.0  # longest silence of a host: its launcher, its machine or its link is lost
 RECEIVE_BYTES = 1 << 16
 _SEND_SECONDS = 5.0  # limit of the time to send one message
 _CLOSE_SECONDS = 1.0  # limit of the time until another host has received the last messages
@@ -153,6 +154,11 @@ class Place:
     def host_of(self, rank: int) -> int:
         """Return the host of a rank."""
         return next(host for host in range(len(self.counts)) if rank in self.ranks_of(host))
+
+
+def silence_limit(limit: float) -> float:
+    """Return the seconds of silence after which a host is lost: 60, or half of the limit of hangs if that is less."""
+    return min(_LOST_SECONDS, limit / 2)
 
 
 @dataclass
