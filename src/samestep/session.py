@@ -36,7 +36,7 @@ from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.store import wait_for_ranks
+from samestep.distributed.store import job_prefix, wait_for_ranks
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group
@@ -386,7 +386,7 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         if store is None:
             address, port = worker.place.address, worker.place.port
             store = dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(read_environment().job_prefix, store)
+        store = dist.PrefixStore(job_prefix(read_environment().token), store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
         )

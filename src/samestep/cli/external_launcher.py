@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.recipe_options import RunPlan
+from samestep.cli.run_plans import RunPlan
 from samestep.config import resolve_mesh
 from samestep.distributed.env import read_rendezvous, set_environment, silence_torch_warnings
 from samestep.distributed.launcher_detection import Rendezvous

@@ -26,13 +26,8 @@ from samestep.cli.options import (
     require_file,
     run_options,
 )
-from samestep.cli.recipe_options import (
-    RunPlan,
-    add_strategy_options,
-    all_overrides,
-    plan_from_checkpoint,
-    with_microbatches,
-)
+from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig

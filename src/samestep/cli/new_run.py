@@ -11,15 +11,8 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
 from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.options import output_errors, run_options, timed_name, unused_name
-from samestep.cli.recipe_options import (
-    RunPlan,
-    all_overrides,
-    microbatch_size,
-    plan_to_resume,
-    require_same_recipe,
-    with_batch_size,
-    with_microbatches,
-)
+from samestep.cli.recipe_options import all_overrides, microbatch_size, with_batch_size, with_microbatches
+from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.logging import logger
 from samestep.errors import InputError

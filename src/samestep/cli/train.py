@@ -34,12 +34,8 @@ from samestep.cli.options import (
     require_file,
     timed_name,
 )
-from samestep.cli.recipe_options import (
-    RunPlan,
-    add_strategy_options,
-    plan_from_checkpoint,
-    plan_to_resume,
-)
+from samestep.cli.recipe_options import add_strategy_options
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, plan_to_resume
 from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions, resolve_mesh
 from samestep.errors import (
     EXIT_DONE,

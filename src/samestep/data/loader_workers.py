@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from samestep.data.batch import Microbatch
 from samestep.data.microbatch_dataset import FailedMicrobatch, MicrobatchRequest, SizedDataset
 from samestep.distributed.signals import die_with_parent
-from samestep.errors import DataError, message_of
+from samestep.errors import DataError
+from samestep.report_text import message_of
 
 MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
 _WORKER_EXIT_SECONDS = 2.0  # time limit for the end of a worker with a broken connection to be visible

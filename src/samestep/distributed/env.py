@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -41,11 +40,6 @@ class Environment:
     device_order: str | None = None  # order in which CUDA numbers devices
     gloo_interface: str | None = None  # network interface of gloo
     share_gpu: bool = False  # several ranks may use one GPU
-
-    @property
-    def job_prefix(self) -> str:
-        """Prefix of all keys of a job in a store."""
-        return f"samestep/{hashlib.sha256(self.token.encode()).hexdigest() if self.token is not None else 'no-token'}"
 
 
 def read_environment() -> Environment:

@@ -7,7 +7,7 @@ import sys
 from typing import TextIO
 
 from samestep.distributed.env import read_log_level
-from samestep.errors import printable
+from samestep.report_text import printable
 
 logger = logging.getLogger("samestep")
 

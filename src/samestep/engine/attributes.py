@@ -9,7 +9,7 @@ import torch
 
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffers import bytes_of, version_of
+from samestep.engine.buffer_values import bytes_of, version_of
 from samestep.units import format_bytes
 
 _LARGE_BYTES = 2**20

@@ -13,7 +13,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import generator_state
 from samestep.engine.batched_functions import BatchedForward, NotBatchable, has_samples
-from samestep.engine.buffers import any_differs
+from samestep.engine.buffer_values import any_differs
 from samestep.engine.callbacks import Callback
 from samestep.engine.joined_rows import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows

@@ -1,371 +1,394 @@
-"""Buffers of a model: places, copies and hashes, means over microbatches, and checks of written values."""
+"""State that a forward changes: buffers, declared parameters, and numbers and tensors in attributes of modules.
+
+Each microbatch starts with the state at the beginning of the step. The step ends with one value, by the rule of each
+buffer, which depends on its type and on `Engine(buffers=...)`:
+
+- `mean`, for floating-point and complex buffers: the mean over microbatches, in canonical order. For batch norm this
+  equals the result of one device per microbatch without SyncBN, on any number of processes.
+- `equal`, for integer and bool buffers: the value with which every microbatch ended; an error if they differ.
+- `last`, by choice, and for attributes: the value of the last microbatch of the global batch.
+- `sum`, by choice: the value at the beginning plus the sum of the changes by all microbatches.
+
+State that no microbatch changed keeps its bits and is not communicated.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
-from samestep.config.validation import match_patterns
-from samestep.distributed.world import World
-from samestep.errors import InputError
+from samestep.distributed.world import World, all_gather
+from samestep.engine.attributes import ModuleAttributes
+from samestep.engine.buffer_values import (
+    Kind,
+    ParameterCheck,
+    Place,
+    Rule,
+    any_differs,
+    as_number,
+    as_tensor,
+    bytes_of,
+    changed_state_error,
+    copies,
+    copy_tensors,
+    hash_of,
+    is_number,
+    rules_of,
+    unequal_state_error,
+    version_of,
+)
+from samestep.engine.state_vector import Snapshot, StateVector
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
-Kind = Literal["_buffers", "_parameters", "__dict__"]
-Rule = Literal["mean", "equal", "last", "sum"]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_LISTED = 5
-UNKNOWN_VERSION = -1  # version of a value that has none
-_FACTOR, _HASH_BITS = 6364136223846793005, 52  # float64 holds integers of 53 bits
+_MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
+_INEXACT = (torch.float64, torch.complex128)  # the mean of equal values can be rounded
+_SMALL = 2**16  # elements of tensors that are kept and compared in every microbatch
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Place of a value among the buffers, parameters or attributes of a module."""
+class ForwardState:
+    """State of a model that the forward of a microbatch changes; see the module's documentation.
 
-    module: torch.nn.Module
-    path: str
-    key: str
-    kind: Kind
-    rule: Rule
-    is_persistent: bool = True
+    Args:
+        model: the model.
+        rules: rules of buffers and of frozen parameters by shell patterns of their names; later patterns win.
+        is_whole: parameters are not divided among ranks, so writes to them can be detected.
 
-    def table(self, module: torch.nn.Module | None = None) -> dict[str, Any]:
-        """Return the table of the module that holds the value."""
-        table: dict[str, Any] = getattr(module or self.module, self.kind)
-        return table
-
-    def value(self, module: torch.nn.Module | None = None) -> Any:
-        """Return the value in this module, or in a replica of it."""
-        value = self.table(module).get(self.key)
-        return value.data if self.kind == "_parameters" and value is not None else value
-
-    def put(self, value: Any) -> None:
-        """Set the value in this module."""
-        if self.kind == "_parameters":
-            self.table()[self.key].data = value
-        elif self.table().get(self.key) is not value:
-            self.table()[self.key] = value
-
-
-class MicrobatchBuffers:
-    """Buffers of a model whose mean over microbatches ends a step of a pipeline.
-
-    These are persistent buffers of floating-point type, and counters: integers of one element, whose mean over equal
-    values is exact. Masks and tables are left alone.
-
-    Attributes:
-        control_length: 0; see `ForwardState`.
+    Raises:
+        InputError: a rule is unknown or does not fit the type of a buffer, or a pattern matches nothing.
     """
 
-    control_length = 0
+    def __init__(
+        self, model: torch.nn.Module, rules: Mapping[str, Rule] | None = None, *, is_whole: bool = True
+    ) -> None:
+        self._model, self._rules, self._is_whole = model, rules or {}, is_whole
+        self._modules = list(model.modules())
+        devices = (tensor.device for tensor in chain(model.buffers(), model.parameters()))
+        self._device = next(devices, torch.device("cpu"))
+        self.active: list[str] = []  # names of state that some step has changed
+        self._is_first, self.attributes = True, ModuleAttributes(model)
+        self._places: dict[str, Place] = {}
+        self._arrangement: object = None  # for which the state is arranged
+        self._locate()
+        self.declared_parameters = [name for name, place in self._places.items() if place.kind == "_parameters"]
+        self.parameters = ParameterCheck(model if is_whole else None, self.declared_parameters)
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._locations = {
-            f"{path}.{name}" if path else name: (module, name)
-            for path, module in model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set and _is_averaged(buffer)
-        }
-        self.names = list(self._locations)
-        self._start: list[torch.Tensor] = []
-        self._end = torch.empty(0)
-        self.length = sum(buffer.numel() for buffer in self._current())
+    @property
+    def length(self) -> int:
+        """Number of elements of the vector of a microbatch."""
+        return len(self._inexact) + 2 + self._vector.length
 
-    def begin(self, microbatches: int = 1) -> None:
-        """Copy the buffers at the beginning of a step."""
-        self._start = [buffer.clone() for buffer in self._current()]
+    @property
+    def control_length(self) -> int:
+        """Number of the first elements of the vector, which `combine` needs as numbers."""
+        return len(self._inexact) + 2 + self._vector.hashes
+
+    def begin(self, microbatches: int) -> None:
+        """Copy the state at the beginning of a step of `microbatches` microbatches."""
+        if self._buffer_count(self._modules) != self._count:
+            self._locate()
+        if self._is_first:
+            self._add_attributes(lambda key: True)
+        self.parameters.begin(digests=self._is_first)
+        self.attributes.begin()
+        self._objects = {name: place.value() for name, place in self._places.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in self._objects.items():
+            tensor = value if type(value) is torch.Tensor else as_tensor(value)
+            if tensor is not None:
+                tensors[name] = tensor
+        forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()]
+        arrangement = microbatches, self._places, list(tensors), forms
+        if self._arrangement == (arrangement, self.active):
+            self._snapshot.update(tensors)
+        else:
+            self._arrange(microbatches, tensors)
+            self._arrangement = arrangement, list(self.active)
+        self._versions = {name: version_of(self._objects[name]) for name in self._large}
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}  # values with which each microbatch may have ended
+        self._touched: set[str] = set()  # by the last microbatch
+        self._results: dict[str, torch.Tensor] = {}
+        self._problems, self._changed_attributes = set[str](), set[str]()
+        self._dirty: set[str] | None = None  # None: any state may have changed
+
+    def _arrange(self, microbatches: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Arrange the state for steps in which its names, shapes, types and devices are these."""
+        self._microbatches = microbatches
+        self._snapshot = Snapshot({name: tensor.detach() for name, tensor in tensors.items()})
+        self._start = self._snapshot.copies
+        self.active = [name for name in self.active if name in self._start]
+        tensors = {n: start for n, start in self._start.items() if self._places[n].kind != "__dict__"}
+        self._inexact = [name for name in self.active if name in tensors and tensors[name].dtype in _INEXACT]
+        self._inactive = {name: start for name, start in tensors.items() if name not in self.active}
+        self._large = {name for name, start in self._inactive.items() if start.numel() > _SMALL}
+        self._vector = self._vector_of(self.active)
+
+    def _vector_of(self, names: Sequence[str]) -> StateVector:
+        return StateVector(names, self._places, self._start, self._microbatches, self._device)
 
     def restore(self) -> None:
-        """Set the buffers to their values at the beginning of the step."""
-        copy_tensors(self._current(), self._start)
+        """Set the state to that at the beginning of the step."""
+        self._put({})
+        self._dirty = None
+        self.attributes.restore()
 
-    def read(self) -> torch.Tensor:
-        """Return all buffers as one float64 vector of `length` elements."""
-        current = self._current()
-        if not current:
-            return torch.empty(0, dtype=torch.float64)
-        return torch.cat([buffer.detach().reshape(-1).double().to(current[0].device) for buffer in current])
+    def read(self, number: int, module: torch.nn.Module | None = None, *, last: bool = True) -> torch.Tensor | None:
+        """Return the contribution of a microbatch after its forward: `length` elements in float64; None for zeros.
 
-    def write(self, vector: torch.Tensor) -> None:
-        """Set the buffers from a vector as returned by `read`."""
-        current = self._current()
-        parts = zip(vector.split([buffer.numel() for buffer in current]), current, strict=True)
-        copy_tensors(current, [values.view_as(buffer) for values, buffer in parts])
+        Small tensors are always kept and compared, without a wait for the device. Writes to large ones are detected by
+        a comparison in the first step and by their versions later; a write that changes no version, by a comparison in
+        the last microbatch, is an error.
+
+        Args:
+            number: the microbatch.
+            module: the replica of the model that computed it; None for the model itself.
+            last: it is the last microbatch of this rank.
+        """
+        values, unusable = self._read(module)
+        self._touched = {name for name in values if name in self._inactive}
+        if self._is_first:  # attributes are numbers of the host
+            attributes = self._differing(values, [name for name in values if self._places[name].kind == "__dict__"])
+            self._changed_attributes.update(attributes)
+            large = self._differing(values, [name for name in self._large if name not in unusable])
+            self._touched = {*attributes, *large, *(self._touched - self._large)}
+        self._dirty = {*self._touched, *unusable}
+        self._problems |= {f"parameter {name}" for name in self.parameters.written(module)}
+        is_last = number == self._microbatches - 1
+        self._problems.update(self.attributes.read(module, is_last=is_last))
+        if not (self._start or self._problems or self.attributes.has_changed_late):
+            return None
+        kept = [*self._vector.equal, *(self._vector.last if is_last else ())]
+        kept = list(dict.fromkeys([*kept, *self._touched])) if self._touched else kept
+        ends = [values[name] for name in kept]
+        self._kept[number] = dict(zip(kept, copies(ends) if module is None else ends, strict=True))
+        count = len(self._inexact)
+        vector = self._vector.encode(number, values, control=count + 2)
+        for position, name in enumerate(self._inexact):
+            vector[position : position + 1].copy_(any_differs([values[name]], [self._start[name]]))
+        if compared := [name for name in self._inactive if name in self._touched]:
+            differs = any_differs([values[n] for n in compared], [self._start[n] for n in compared])
+            vector[count : count + 1].copy_(differs)
+        if self.attributes.has_changed_late:
+            vector[count : count + 1].fill_(1.0)
+        if self._problems:
+            vector[count + 1 : count + 2].fill_(1.0)
+        elif last and module is None and (names := self._unobserved()):
+            objects = [self._objects[name].detach() for name in names]
+            vector[count + 1 : count + 2].copy_(any_differs(objects, [self._start[name] for name in names]))
+        return vector
 
     def combine(
         self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
     ) -> None:
-        """Compute the values at the end of the step from the sum of the vectors of all microbatches."""
-        self._end = total / len(tree.filled)
+        """Compute the state at the end of the step from the sum of the vectors of all microbatches; a collective.
+
+        Args:
+            total: the sum.
+            control: its first `control_length` elements.
+            tree: the microbatches.
+            strategy: sums further vectors, if state has changed for the first time.
+            world: the ranks.
+
+        Raises:
+            InputError: the forward changed state for which there is no rule, or microbatches differ.
+        """
+        if not (self.active or self._is_first or any(control)):
+            return self.attributes.combine(world, (), may_grow=False)
+        count = len(self._inexact)
+        (is_changed, has_problem), hashes = control[count : count + 2], control[count + 2 :]
+        if has_problem != 0:
+            self._raise_problems(world)
+        changed = {name for name, flag in zip(self._inexact, control[:count], strict=True) if flag > 0}
+        if is_changed or self._is_first:
+            kept = [self._differing(ends, [n for n in ends if n in self._inactive]) for ends in self._kept.values()]
+            changed.update(*all_gather(sorted(self._changed_attributes.union(*kept)), world))
+        if self._is_first:
+            self._is_first = False
+            self._keep_attributes(changed)
+        results = self._decode(self._vector, hashes, total[self.control_length :], tree, world)
+        if self._inexact:
+            results = {name: value for name, value in results.items() if name not in self._inexact or name in changed}
+        new = [name for name in self._places if name in changed and name not in self.active]
+        if new:
+            vector = self._vector_of(new)
+            vectors = {(n, n + 1): vector.encode(n, {**self._start, **ends}) for n, ends in self._kept.items()}
+            second = strategy.sum_vectors(tree, vectors, vector.length)()
+            results |= self._decode(vector, second[: vector.hashes].tolist(), second[vector.hashes :], tree, world)
+            self.active += new
+            self._vector = self._vector_of(self.active)
+        self._results = results | self._received(tree, world)
+        self.attributes.combine(world, changed, may_grow=bool(is_changed))
 
     def commit(self) -> None:
-        """Set the buffers to the values at the end of the step."""
-        self.write(self._end)
+        """Set the state to that at the end of the step."""
+        self._put(self._results)
+        self.attributes.commit()
 
-    def _current(self) -> list[torch.Tensor]:
-        # Looked up by name each time: a module may replace a buffer by a new tensor.
-        return [getattr(module, name) for module, name in self._locations.values()]
+    def _locate(self) -> None:
+        """Find all buffers, the frozen parameters with a rule, and the attributes that are known to change."""
+        active_attributes = {name for name in self.active if self._places[name].kind == "__dict__"}
+        tensors: dict[str, tuple[torch.nn.Module, str, str, Kind, torch.Tensor]] = {}
+        for path, module in self._model.named_modules():
+            prefix = f"{path}." if path else ""
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    tensors[prefix + key] = (module, path, key, "_buffers", buffer)
+            for key, parameter in module._parameters.items() if self._is_whole and self._rules else ():
+                if parameter is not None and not parameter.requires_grad:
+                    tensors[prefix + key] = (module, path, key, "_parameters", parameter)
+        rules = rules_of({name: entry[-1] for name, entry in tensors.items()}, self._rules)
+        self._places = {}
+        for name, (module, path, key, kind, tensor) in tensors.items():
+            default: Rule = "mean" if tensor.is_floating_point() or tensor.is_complex() else "equal"
+            if kind == "_buffers" or name in rules:
+                is_persistent = key not in module._non_persistent_buffers_set
+                self._places[name] = Place(module, path, key, kind, rules.get(name, default), is_persistent)
+        self._add_attributes(active_attributes.__contains__)
+        self._count = self._buffer_count(self._modules)
 
+    def _add_attributes(self, is_selected: Callable[[str], bool]) -> None:
+        for path, module in self._model.named_modules():
+            for key, value in vars(module).items():
+                name = f"{path}.{key}" if path else key
+                if (
+                    is_number(value)
+                    and key not in _MODULE_ATTRIBUTES
+                    and name not in self._places
+                    and is_selected(name)
+                ):
+                    self._places[name] = Place(module, path, key, "__dict__", "last")
 
-def copy_tensors(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy `values` to `to`.
+    def _keep_attributes(self, changed: set[str]) -> None:
+        """Forget the attributes that the first step did not change."""
+        self._places = {n: place for n, place in self._places.items() if place.kind != "__dict__" or n in changed}
 
-    One call per pair of types: torch raises on empty lists, CUDA copies lists of several types one tensor at a time,
-    and torch 2.10 writes all of them as the type of the first (https://github.com/pytorch/pytorch/issues/173383).
-    """
-    groups: dict[tuple[torch.dtype, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, value in zip(to, values, strict=True):
-        targets, sources = groups.setdefault((target.dtype, value.dtype), ([], []))
-        targets.append(target)
-        sources.append(value)
-    for targets, sources in groups.values():
-        torch._foreach_copy_(targets, sources)
+    @staticmethod
+    def _buffer_count(modules: Iterable[torch.nn.Module]) -> int:
+        tables = [table for module in modules if (table := module._buffers)]
+        return len([1 for table in tables for buffer in table.values() if buffer is not None])
 
+    def _rule(self, name: str) -> Rule:
+        return self._places[name].rule
 
-def _is_averaged(buffer: torch.Tensor) -> bool:
-    is_counter = buffer.numel() == 1 and not buffer.is_complex() and buffer.dtype != torch.bool
-    return buffer.is_floating_point() or is_counter
+    def _read(self, module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Return the values that may have changed, and the names of those with another shape or type than before.
 
+        Such a buffer is a cache if it is not persistent, and keeps its value at the beginning; otherwise a problem.
+        """
+        modules = None if module is None else dict(module.named_modules())
+        values, unusable = {}, set()
+        for name, start in self._start.items():
+            place = self._places[name]
+            value = place.value(None if modules is None else modules[place.path])
+            is_known = name in self._large and modules is None and not self._is_first
+            if is_known and value is self._objects[name] and version_of(value) == self._versions[name] >= 0:
+                continue
+            if type(value) is torch.Tensor and not value.requires_grad and modules is None:
+                form = value.shape, value.dtype, value.device
+                if form == (start.shape, start.dtype, start.device):
+                    values[name] = value
+                    continue
+            tensor = as_tensor(value)
+            if tensor is None or tensor.shape != start.shape or tensor.dtype != start.dtype:
+                if place.kind != "__dict__":  # an attribute that is no number any longer belongs to the model
+                    unusable.add(name)
+                if place.kind != "__dict__" and place.is_persistent:
+                    self._problems.add(f"buffer {name} of another shape or type")
+                tensor = start
+            values[name] = tensor.to(start.device)
+        self._note_new_buffers(self._modules if modules is None else list(modules.values()), module)
+        return values, unusable
 
-class ParameterCheck:
-    """Detects parameters that a forward writes.
+    def _unobserved(self) -> list[str]:
+        """Return the names of large tensors that the last microbatch has not changed, unless without a new version."""
+        names = []
+        for name in sorted(self._large) if not self._is_first else ():
+            place, start = self._places[name], self._start[name]
+            value = place.table().get(place.key)
+            if name not in self._touched and value is self._objects[name] and value.shape == start.shape:
+                names.append(name)
+        return names
 
-    Writes are detected by the versions and addresses of parameters. A write through `.data` changes neither; with
-    `digests`, hashes of all values are compared too.
-    """
+    def _note_new_buffers(self, modules: Sequence[torch.nn.Module], replica: torch.nn.Module | None) -> None:
+        """Note buffers that the forward registered, and remove those that are caches, which are not persistent."""
+        if self._buffer_count(modules) == self._count:
+            return
+        for path, module in (replica or self._model).named_modules():
+            for key in [key for key, buffer in module._buffers.items() if buffer is not None]:
+                name = f"{path}.{key}" if path else key
+                if name in self._places:
+                    continue
+                if key in module._non_persistent_buffers_set:
+                    del module._buffers[key]
+                else:
+                    self._problems.add(f"buffer {name}, which it registered")
 
-    def __init__(self, model: torch.nn.Module | None, ignored: Iterable[str] = ()) -> None:
-        named = {} if model is None else dict(model.named_parameters())
-        # Parameters that are divided among ranks change while they are gathered.
-        is_whole = all(type(parameter.data) is torch.Tensor and not parameter.is_meta for parameter in named.values())
-        ignored = set(ignored)
-        self._parameters = {name: p for name, p in named.items() if name not in ignored} if is_whole else {}
-
-    def begin(self, *, digests: bool = False) -> None:
-        """Record all parameters."""
-        parameters = self._parameters.values()
-        self._versions = [parameter._version for parameter in parameters]
-        self._addresses = [parameter.data_ptr() for parameter in parameters]
-        self._digests = self._read_digests() if digests else []
-
-    def written(self, replica: torch.nn.Module | None = None) -> list[str]:
-        """Return the names of parameters that have changed since `begin`, also in a replica of the model."""
-        parameters = self._parameters.values()
-        versions, addresses = [p._version for p in parameters], [p.data_ptr() for p in parameters]
-        digests = self._read_digests() if self._digests else []
-        if replica is not None and self._parameters:
-            copies = dict(replica.named_parameters())
-            for number, (name, parameter) in enumerate(self._parameters.items()):
-                if copies[name].device == parameter.device:
-                    addresses[number] = copies[name].data_ptr()
-        if (versions, addresses, digests) == (self._versions, self._addresses, self._digests):
+    def _differing(self, values: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[str]:
+        """Return the names of values whose bits differ from those at the beginning of the step."""
+        flags = [any_differs([values[name]], [self._start[name]]) for name in names]
+        if not flags:
             return []
-        now = zip(versions, addresses, digests or versions, strict=True)
-        before = zip(self._versions, self._addresses, self._digests or self._versions, strict=True)
-        return [name for name, new, old in zip(self._parameters, now, before, strict=True) if new != old]
+        device = flags[0].device
+        differ = torch.stack([flag.to(device) for flag in flags]).tolist()  # one synchronization with a GPU
+        return [name for name, is_different in zip(names, differ, strict=True) if is_different]
 
-    def _read_digests(self) -> list[int]:
-        if not self._parameters:
-            return []
-        sums = [bits_of(parameter.detach()).sum(dtype=torch.int64) for parameter in self._parameters.values()]
-        return [int(total) for total in torch.stack([total.to(sums[0].device) for total in sums]).tolist()]
+    def _decode(
+        self, vector: StateVector, hashes: Sequence[float], sums: torch.Tensor, tree: MicrobatchTree, world: World
+    ) -> dict[str, torch.Tensor]:
+        """Return the means and sums of the state, and require that equal state is equal."""
+        filled = tree.filled
+        if hashes and len({hashes[number] for number in filled}) > 1:
+            self._raise_unequal(vector.equal, world)
+        return vector.decode(sums, len(filled))
 
+    def _received(self, tree: MicrobatchTree, world: World) -> dict[str, torch.Tensor]:
+        """Return the state that is that of the last microbatch, which the last rank owns."""
+        own = self._kept[max(self._kept)] if self._kept else {}
+        equal, last = self._vector.equal, self._vector.last
+        results = {name: own.get(name, self._start[name]) for name in (*equal, *last)}
+        sent = last if tree.is_shared_by_all(world.shares) else [*equal, *last]  # some ranks have no microbatch
+        if sent and world.size > 1:
+            data = torch.cat([bytes_of(results[name]).to(world.device) for name in sent])
+            world.broadcast(data, world.size - 1)
+            pieces = data.split([bytes_of(self._start[name]).numel() for name in sent])
+            for name, piece in zip(sent, pieces, strict=True):
+                start = self._start[name]
+                results[name] = piece.clone().view(start.dtype).view(start.shape)
+        return results
 
-class EvaluationState:
-    """Buffers and parameters of a model, which an evaluation leaves unchanged.
+    def _put(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Set all state that may have changed to `results`, or to that at the beginning of the step."""
+        if not self._start:
+            return
+        targets, sources = [], []
+        written = set(self._start) if self._dirty is None else self._dirty.union(self.active)
+        for name in written:
+            place, target, value = self._places.get(name), self._objects[name], results.get(name, self._start[name])
+            if place is None:  # an attribute that the first step did not change
+                continue
+            if isinstance(target, torch.Tensor):
+                place.put(target)
+                targets.append(target.detach() if target.requires_grad else target)
+                sources.append(value)
+            else:
+                place.put(as_number(value.item(), target))
+        with torch.no_grad():
+            copy_tensors(targets, sources)
+        self._versions |= {name: version_of(self._objects[name]) for name in written.intersection(self._versions)}
 
-    Attributes:
-        written: names of parameters that changed inside the block.
-    """
+    def _raise_problems(self, world: World) -> None:
+        written = self._differing({n: self._objects[n].detach() for n in self._large}, self._unobserved())
+        self._problems |= {f"buffer {name} without a new version, as by .data" for name in written}
+        self._dirty = None
+        names = sorted(set(chain.from_iterable(all_gather(sorted(self._problems), world))))
+        raise changed_state_error(names)
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._buffers = [
-            (module._buffers, key, buffer, buffer.clone())
-            for module in model.modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._parameters = ParameterCheck(model)
-        self._parameters.begin()
-        self.written: list[str] = []
-
-    def __enter__(self) -> EvaluationState:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-        self.written = self._parameters.written()
-
-    def restore(self) -> None:
-        """Set all buffers to their values before the evaluation."""
-        for table, key, buffer, _ in self._buffers:
-            table[key] = buffer
-        copy_tensors([buffer for _, _, buffer, _ in self._buffers], [values for *_, values in self._buffers])
-
-
-def written_in_evaluation_error(names: Sequence[str]) -> InputError:
-    """Return the error of an evaluation that changes parameters."""
-    return InputError(
-        f"the forward of an evaluation changed {listed([f'parameter {name}' for name in names])}",
-        expected="an evaluation writes no parameters: the order of microbatches would decide the result",
-        fix="write parameters in the loop; nn.Embedding(max_norm=...) writes in every forward",
-        code="E_BUFFER",
-    )
-
-
-def changed_state_error(names: Sequence[str]) -> InputError:
-    """Return the error of a training forward that changes state for which there is no rule."""
-    return InputError(
-        f"the forward of a training step changed {listed(names)}",
-        expected="a forward changes the values of buffers, not their shapes and types; it registers no buffers "
-        "and writes no parameters",
-        fix="write parameters after engine.step, or declare frozen ones, such as a key encoder: "
-        "Engine(..., buffers={'key_encoder.*': 'last'}); register buffers with their final shape in __init__",
-        code="E_BUFFER",
-    )
-
-
-def unequal_state_error(names: Sequence[str]) -> InputError:
-    """Return the error of microbatches that end with different values of state that must be equal."""
-    return InputError(
-        f"microbatches of a step ended with different values of {listed(names)}",
-        expected="integer and bool buffers, such as counters of steps, that are equal after every microbatch",
-        fix=f'choose a rule: Engine(..., buffers={{"{names[0]}": "last"}}) for the value of the last microbatch, or '
-        '"sum" for the sum of all changes',
-        code="E_BUFFER",
-    )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return some names as text."""
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the elements as integers."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().view(_INTEGERS[real.element_size()])
-
-
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return contiguous copies of tensors; one kernel per type and device, for any number of tensors."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(position)
-    result = list(tensors)
-    for positions in groups.values():
-        joined = torch.cat([tensors[position].reshape(-1) for position in positions])
-        pieces = joined.split_with_sizes([tensors[position].numel() for position in positions])
-        for position, piece in zip(positions, pieces, strict=True):
-            result[position] = piece.view(tensors[position].shape)
-    return result
-
-
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of tensors of one type as a float64 vector; complex elements as two."""
-    joined = torch.cat(_rows(tensors, tensors[0].device))
-    real = torch.view_as_real(joined.resolve_conj()).reshape(-1) if joined.is_complex() else joined
-    return real.double()
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    """Return the number of elements of a tensor in the result of `flat`."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the elements as a vector of bytes."""
-    return bits_of(tensor).reshape(-1).view(torch.uint8)
-
-
-def hash_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return an integer of `_HASH_BITS` bits that depends on all bits of some tensors."""
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    pieces = [bytes_of(torch.cat(_rows(group, tensors[0].device))) for group in groups.values()]
-    data = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    total: torch.Tensor = (data.long() * _weights(len(data), data.device)).sum() & (2**_HASH_BITS - 1)
-    return total
-
-
-def _rows(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors as vectors on a device. Calls without an effect take more time than these conditions."""
-    rows = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
-    return [row if row.device == device else row.to(device) for row in rows]
-
-
-@cache
-def _weights(length: int, device: torch.device) -> torch.Tensor:
-    return (torch.arange(1, length + 1, device=device) * _FACTOR) | 1
-
-
-def rules_of(tensors: Mapping[str, torch.Tensor], rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rule of each tensor that matches a pattern."""
-    result: dict[str, Rule] = {}
-    for pattern, rule in rules.items():
-        if rule not in get_args(Rule):
-            raise InputError(
-                f"the rule for {pattern!r} in buffers is {rule!r}",
-                expected=f"one of {', '.join(get_args(Rule))}",
-                fix=f'buffers={{"{pattern}": "last"}}',
-                code="E_BUFFER",
-            )
-        for name in match_patterns(tensors, [pattern], key="buffers", kind="buffer", example="*.queue"):
-            dtype = tensors[name].dtype
-            if (rule == "mean" and not dtype.is_floating_point and not dtype.is_complex) or (
-                rule == "sum" and dtype == torch.bool
-            ):
-                raise InputError(
-                    f"the rule for {name!r} in buffers is {rule!r}, and its type is {dtype}",
-                    expected="mean for floating-point and complex values, sum for these and integers",
-                    fix=f'buffers={{"{name}": "last"}}',
-                    code="E_BUFFER",
-                )
-            result[name] = rule
-    return result
-
-
-def is_number(value: Any) -> bool:
-    """Return whether an attribute is a number that float64 holds exactly."""
-    return type(value) in (bool, float) or (type(value) is int and abs(value) < 2**53)
-
-
-def as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a value as a tensor; None for anything but tensors and numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return torch.tensor(float(value), dtype=torch.float64) if is_number(value) else None
-
-
-def version_of(value: Any) -> int:
-    """Return the number of writes to a tensor; `UNKNOWN_VERSION` for other values, inference tensors and parameters."""
-    # The check of `torch.nn.Parameter` is slow.
-    is_counted = type(value) is torch.Tensor or (
-        isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-    )
-    return value._version if is_counted and not value.is_inference() else UNKNOWN_VERSION
-
-
-def any_differs(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return whether some bits of tensors differ, on their device; some kernels per type, for any number of tensors."""
-    groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for value, other in zip(values, others, strict=True):
-        pair = groups.setdefault((value.dtype, value.device), ([], []))
-        pair[0].append(value.reshape(-1))
-        pair[1].append(other.reshape(-1))
-    flags = [(bits_of(torch.cat(one)) != bits_of(torch.cat(other))).any() for one, other in groups.values()]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-def as_number(value: float, before: bool | int | float) -> bool | int | float:
-    """Return a value with the type of the value before, if this holds it exactly."""
-    kind = type(before)
-    return kind(value) if math.isfinite(value) and kind(value) == value else value
+    def _raise_unequal(self, names: Sequence[str], world: World) -> None:
+        own = {
+            name: [int(hash_of([kept.get(name, self._start[name])])) for kept in self._kept.values()] for name in names
+        }
+        rows = all_gather(own, world)
+        unequal = [name for name in names if len({value for row in rows for value in row[name]}) > 1]
+        raise unequal_state_error(unequal or list(names))

@@ -19,7 +19,7 @@ from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.batched import BatchedRunner
-from samestep.engine.buffers import Rule
+from samestep.engine.buffer_values import Rule
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights

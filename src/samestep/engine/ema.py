@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from samestep.engine.buffers import copy_tensors
+from samestep.engine.buffer_values import copy_tensors
 from samestep.errors import InputError
 
 

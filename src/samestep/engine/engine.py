@@ -19,7 +19,7 @@ from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics, warn_of_evaluation_mode, warn_of_few_samples
-from samestep.engine.buffers import Rule
+from samestep.engine.buffer_values import Rule
 from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks, settings_of

@@ -18,7 +18,7 @@ from samestep.distributed.collective_check import BATCH
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import preserved_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffers import EvaluationState, written_in_evaluation_error
+from samestep.engine.buffer_values import EvaluationState, written_in_evaluation_error
 from samestep.engine.global_loss import GlobalLoss, part_of_loss
 from samestep.engine.loss import Loss, LossFunction, StepLoss
 from samestep.engine.microbatch import EVALUATION, ForwardFunction, MicrobatchForward

@@ -17,7 +17,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
-from samestep.engine.forward_state import ForwardState
+from samestep.engine.buffers import ForwardState
 from samestep.engine.gather import GlobalOutputs, LocalOutputs, Roots, gather_outputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import TRAINING, MicrobatchForward, StepRunner

@@ -23,7 +23,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import generator_state, microbatch_seed, seed_device, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batched import BatchedRunner, Computed, first_difference
-from samestep.engine.buffers import any_differs, copy_tensors
+from samestep.engine.buffer_values import any_differs, copy_tensors
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.loss import Loss
 from samestep.engine.merged import MergedRunner

@@ -18,9 +18,9 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, microbatch_seed, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
-from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.buffer_values import MicrobatchBuffers
+from samestep.engine.buffers import ForwardState
 from samestep.engine.callbacks import Callback
-from samestep.engine.forward_state import ForwardState
 from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
 from samestep.engine.model_call import autocast, call_model

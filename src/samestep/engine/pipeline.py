@@ -14,7 +14,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tens
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import one_value_errors
-from samestep.engine.buffers import EvaluationState, MicrobatchBuffers
+from samestep.engine.buffer_values import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner

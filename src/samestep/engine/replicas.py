@@ -16,8 +16,8 @@ from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state
 from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.batched import BatchedRunner
-from samestep.engine.buffers import MicrobatchBuffers, Rule
-from samestep.engine.forward_state import ForwardState
+from samestep.engine.buffer_values import MicrobatchBuffers, Rule
+from samestep.engine.buffers import ForwardState
 from samestep.engine.lockstep import Threads, ThreadState
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import SequentialRunner, StepRunner

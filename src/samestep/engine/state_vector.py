@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from samestep.engine.buffers import Place, copies, flat, hash_of, size_of
+from samestep.engine.buffer_values import Place, copies, flat, hash_of, size_of
 
 _SUMMED = ("mean", "sum")
 

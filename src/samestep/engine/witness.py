@@ -24,7 +24,7 @@ from samestep.data.structure import TensorSpec, build, describe
 from samestep.distributed.devices import device_identity, device_kind, is_accelerator
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
-from samestep.engine.buffers import bytes_of
+from samestep.engine.buffer_values import bytes_of
 from samestep.engine.checksum import Part, sum_of_parts
 from samestep.engine.microbatch import StepRunner
 from samestep.engine.step_stats import StepStats

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from samestep.config import DeviceKind
 from samestep.distributed.devices import accelerator_module
 from samestep.distributed.world import World, all_gather, gather_numbers
-from samestep.engine.buffers import Rule
+from samestep.engine.buffer_values import Rule
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
 from samestep.integrations.accelerate_data import PreparedLoader

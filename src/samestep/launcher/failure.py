@@ -11,17 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import (
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    PeerLostError,
-    SamestepError,
-    bounded,
-    class_name,
-    indented,
-    message_of,
-    printable,
-)
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.report_text import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",

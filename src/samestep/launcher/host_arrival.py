@@ -21,6 +21,7 @@ from samestep.distributed.addresses import interface_of, listen, resolve
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
+from samestep.distributed.store import job_prefix
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import StoppedError
 from samestep.launcher.hosts import (
@@ -181,7 +182,7 @@ def _problem(config: HostsConfig, hello: dict[str, Any], counts: dict[int, int])
     """Return why a host cannot be admitted, if so."""
     if hello.get("protocol") != _PROTOCOL:
         return "it runs another version of Samestep"
-    if hello["token"] != read_environment().job_prefix:
+    if hello["token"] != job_prefix(read_environment().token):
         return "it has another SAMESTEP_TOKEN"
     if tuple(hello["hosts"]) != config.addresses:
         return f"it has --hosts {','.join(hello['hosts'])}, the first host {','.join(config.addresses)}"
@@ -208,7 +209,7 @@ def _arrive(
     resolve(address, config.port)
     hello = {
         "protocol": _PROTOCOL,
-        "token": read_environment().job_prefix,
+        "token": job_prefix(read_environment().token),
         "hosts": config.addresses,
         "host": config.rank,
         "processes": processes,

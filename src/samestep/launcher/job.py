@@ -18,7 +18,7 @@ import torch.distributed as dist
 from samestep.distributed.addresses import accepts_connections, is_loopback, listen, resolve
 from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, loopback_address
-from samestep.distributed.store import publish_port, wait_for_port, wait_for_ranks
+from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.launcher_watch import watch_launcher
@@ -124,7 +124,7 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
         with _job_store(rendezvous, timeout) as (tcp, address):
-            store = dist.PrefixStore(read_environment().job_prefix, tcp)
+            store = dist.PrefixStore(job_prefix(read_environment().token), tcp)
             # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on
             # several machines each agent counts its own.
             earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0

@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from samestep.distributed.addresses import accepts_connections
 from samestep.distributed.status import RankStatus, StatusSnapshot
-from samestep.errors import EXIT_FAILED, bounded
+from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure, wait_for_keys
 from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
+from samestep.report_text import bounded
 
 _MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
 _SILENT_INTERVALS = 4

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.status import ranks_text
-from samestep.errors import InputError, RunError, printable
+from samestep.errors import InputError, RunError
+from samestep.report_text import printable
 
 _POLL_SECONDS = 0.005
 _MAX_NAMED = 5  # groups of ranks in one error

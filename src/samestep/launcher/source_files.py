@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 from samestep.distributed.world import World, all_gather
-from samestep.errors import InputError, printable
+from samestep.errors import InputError
+from samestep.report_text import printable
 from samestep.units import plural
 
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")

@@ -23,11 +23,11 @@ from samestep.distributed.env import prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_parent
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.distributed.streams import STALL_SECONDS, protect_output
-from samestep.errors import message_of
 from samestep.launcher.failure import Failure
 from samestep.launcher.hosts import Place
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
+from samestep.report_text import message_of
 
 # Time that a rank waits for the reader of its standard output, such as the next program of a pipeline.
 _STDOUT_SECONDS = 60.0

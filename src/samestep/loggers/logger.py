@@ -17,16 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from samestep.distributed.disk import disk_operations
-from samestep.errors import (
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    InputError,
-    RunError,
-    SamestepError,
-    class_name,
-    message_of,
-    printable,
-)
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, SamestepError
+from samestep.report_text import class_name, message_of, printable
 from samestep.units import plural
 
 Event = Mapping[str, Any]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from samestep.errors import printable
 from samestep.loggers.logger import parse_json_line
+from samestep.report_text import printable
 
 MAX_LINE_BYTES = 2**20
 _MAX_FILE_BYTES = 2**24  # of a file that is read at once

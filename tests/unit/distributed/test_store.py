@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from samestep.distributed.env import Environment
 from samestep.distributed.launcher_detection import free_loopback_socket
-from samestep.distributed.store import publish_port, wait_for_port, wait_for_ranks
+from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
 from samestep.errors import InputError, RunError
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
@@ -73,7 +72,7 @@ def test_missing_ranks_are_named() -> None:
 
 def test_another_token_or_number_of_ranks_is_invisible() -> None:
     store = dist.HashStore()
-    ours, theirs = (dist.PrefixStore(Environment(token).job_prefix, store) for token in ("ours", "theirs"))
+    ours, theirs = (dist.PrefixStore(job_prefix(token), store) for token in ("ours", "theirs"))
     ranks = [joiner(ours, 0, 2), joiner(ours, 1, 2)]
     strangers = [joiner(theirs, 1, 2, timeout=SHORT), joiner(ours, 1, 3, timeout=SHORT)]
     first, second, *others = run_all([*ranks, *strangers])
@@ -84,14 +83,14 @@ def test_another_token_or_number_of_ranks_is_invisible() -> None:
 
 
 def test_prefix_does_not_contain_the_token() -> None:
-    assert "secret" not in Environment("secret").job_prefix
+    assert "secret" not in job_prefix("secret")
     assert (
         len(
             {
-                Environment("secret").job_prefix,
-                Environment("another").job_prefix,
-                Environment(None).job_prefix,
-                Environment("no-token").job_prefix,
+                job_prefix("secret"),
+                job_prefix("another"),
+                job_prefix(None),
+                job_prefix("no-token"),
             }
         )
         == 4

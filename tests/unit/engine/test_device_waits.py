@@ -15,8 +15,8 @@ from helpers.batches import batch_of
 from helpers.models import seeded
 from helpers.waits import Waits
 from samestep.config import StepConfig
+from samestep.engine.buffers import ForwardState
 from samestep.engine.engine import Engine
-from samestep.engine.forward_state import ForwardState
 from samestep.engine.state_checksum import state_checksum
 from samestep.microbatches import Cursor
 from samestep.strategies.reduction import ExactReduction, MicrobatchTree

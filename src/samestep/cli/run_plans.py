@@ -1,0 +1,155 @@
+"""Plans of runs: of a new run, of a resumption or an evaluation from a checkpoint, and of a replayed step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.config import Recipe
+from samestep.distributed.logging import logger
+from samestep.errors import CheckpointError, InputError, RecipeError
+from samestep.recipes.recipe_files import (
+    differences,
+    make_recipe,
+    make_saved_recipe,
+    read_recipe,
+    recipe_data,
+)
+from samestep.recipes.trust import require_trusted
+from samestep.tools.tune.settings import TunedSetting
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Work of all ranks, as decided by rank 0."""
+
+    recipe: Recipe  # recipe of the run
+    folder: Path  # directory of the run
+    checkpoint: Path | None = None  # checkpoint to start from, if any
+    step: int = 0  # optimizer steps of the checkpoint
+    accept_changes: bool = False  # whether the user's code may differ from that of the last start
+    tuned: TunedSetting | None = None  # settings that `samestep tune` found for this machine, if used
+
+    def to_json(self) -> str:
+        """Return the plan as text for `from_json`."""
+        tuned = asdict(self.tuned) if self.tuned else None
+        checkpoint = str(self.checkpoint or "")
+        return json.dumps(
+            [recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes, tuned]
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> RunPlan:
+        """Return the plan from the text of `to_json`."""
+        recipe, folder, checkpoint, step, accept_changes, tuned = json.loads(text)
+        path = Path(checkpoint) if checkpoint else None
+        setting = TunedSetting(**tuned) if tuned else None
+        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, accept_changes, setting)
+
+
+def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
+    """Return the plan that resumes a run from the newest complete checkpoint, or from the beginning without one.
+
+    Raises:
+        InputError: there is no such run, or its recipe names code that is not trusted.
+        CheckpointError: the checkpoint belongs to another recipe.
+    """
+    newest = CheckpointFolder(folder / "checkpoints").newest_valid()
+    if newest is None:
+        _require_run(folder)
+        return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
+    return plan_from_checkpoint(folder, str(read_state(newest).progress.step), overrides, trust=trust)
+
+
+def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
+    """Return the plan that starts from a verified checkpoint of a run: `best`, `last` or a step.
+
+    Raises:
+        InputError: there is no such run, or its recipe names code that is not trusted.
+        CheckpointError: the checkpoint is damaged or belongs to another recipe.
+    """
+    _require_run(folder)
+    checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
+    progress = read_state(checkpoint).progress
+    origin = make_saved_recipe(progress.recipe, origin=str(checkpoint))
+    recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
+    # A run can be resumed with another strategy, and with more epochs.
+    free = {"strategy": None, "epochs": None}
+    _require_equal(
+        {**recipe_data(origin), **free},
+        {**recipe_data(recipe), **free},
+        "the recipe differs from the recipe of the checkpoint",
+        "undo the change, or start a new run from these weights: samestep train ... "
+        f"--set model.pretrained={checkpoint}/model.safetensors",
+    )
+    return RunPlan(recipe, folder, checkpoint, progress.step)
+
+
+def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
+    """Require that a run that `samestep train --or-resume` continues has the recipe of the command.
+
+    Raises:
+        CheckpointError: the recipes differ.
+    """
+    if recipe.microbatches == "auto":
+        recipe = replace(recipe, microbatches=plan.recipe.microbatches)
+    _require_equal(
+        recipe_data(plan.recipe),
+        recipe_data(recipe),
+        f"the recipe differs from the recipe of the run {plan.folder}",
+        "another --name for a new run, or undo the change",
+    )
+
+
+def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fix: str) -> None:
+    changes = differences(before, now)
+    if changes:
+        raise CheckpointError(
+            f"{message}:\n    " + "\n    ".join(changes),
+            expected="the same recipe for all steps of a run",
+            fix=fix,
+            code="E_RECIPE_CHANGED",
+        )
+
+
+def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
+    """Return the plan that computes a step of a run again, from the nearest checkpoint at or before the step, if any.
+
+    The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
+
+    Raises:
+        InputError: there is no such run, or its recipe names code that is not trusted.
+        CheckpointError: the checkpoint is damaged, or belongs to another recipe.
+    """
+    steps = {int(path.name.removeprefix("step-")): path for path in CheckpointFolder(folder / "checkpoints").steps()}
+    later = [number for number in steps if number >= step]
+    if later:
+        epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
+        overrides = [*overrides, f"epochs={epochs}"] if isinstance(epochs, int) else overrides
+    before = [number for number in steps if number <= step]
+    if before and not from_start:
+        return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
+    _require_run(folder)
+    return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
+
+
+def _require_run(folder: Path) -> None:
+    if not CheckpointFolder(folder / "checkpoints").steps() and not (folder / "recipe.yaml").is_file():
+        expected = "a run directory with a recipe.yaml"
+        raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
+
+
+def _read_recipe(folder: Path, overrides: list[str], *, trust: bool | Recipe, origin: Recipe | None = None) -> Recipe:
+    """Return the recipe of a run with overrides; `origin`, of a checkpoint, is used in place of a damaged file."""
+    try:
+        recipe = read_recipe(folder / "recipe.yaml")
+    except RecipeError as error:
+        if origin is None:
+            raise
+        logger.warning("%s; the recipe of the checkpoint is used", error.value)
+        recipe = origin
+    require_trusted(folder, recipe, trust=trust)  # overrides are the user's own
+    return make_recipe(recipe_data(recipe), overrides, origin=str(folder / "recipe.yaml"))
