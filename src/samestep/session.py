@@ -36,7 +36,8 @@ from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.store import job_prefix, wait_for_ranks
+from samestep.distributed.store import wait_for_ranks
+from samestep.distributed.store_prefix import job_prefix
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group

@@ -8,7 +8,6 @@ keys have a prefix of the job's token and number of ranks, so a job with another
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import socket
@@ -28,11 +27,6 @@ from samestep.errors import InputError, RunError
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.1
 _PORT_POLL_SECONDS = 0.02
-
-
-def job_prefix(token: str | None) -> str:
-    """Return the prefix of all keys of the job with a token, which no other process needs to read."""
-    return f"samestep/{hashlib.sha256(token.encode()).hexdigest() if token is not None else 'no-token'}"
 
 
 def wait_for_ranks(

@@ -21,7 +21,7 @@ from samestep.distributed.addresses import interface_of, listen, resolve
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
-from samestep.distributed.store import job_prefix
+from samestep.distributed.store_prefix import job_prefix
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import StoppedError
 from samestep.launcher.hosts import (

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from samestep.distributed.launcher_detection import free_loopback_socket
-from samestep.distributed.store import job_prefix, publish_port, wait_for_port, wait_for_ranks
+from samestep.distributed.store import publish_port, wait_for_port, wait_for_ranks
+from samestep.distributed.store_prefix import job_prefix
 from samestep.errors import InputError, RunError
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
