@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 
 SECONDS = 180
 DRAIN_SECONDS = 600
-RESIZES, EPOCHS = 4, 8
+RESIZES, EPOCHS = 20, 40  # about 20 minutes
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": IMPORT_PATH,
