@@ -29,7 +29,7 @@ test: lint
 test-slow: types
 	$(PYTEST) -m "slow and not long and not gpu"
 
-# Variants of other tests; about 15 minutes.
+# Variants of other tests; 20 minutes, with Ray 20 more.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 

@@ -64,7 +64,7 @@ def train(path: Path, epochs: int, count: int, seed: int = 0) -> list[int]:
     return rank_counts(run)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_joins_and_leaves(tmp_path: Path) -> None:
     assert train(tmp_path, 3, 2, seed=1) == [1, 2, 1]  # joins, and is killed
 

@@ -38,12 +38,13 @@ def alone(data: Path) -> dict[str, tuple[str, str]]:
     ("recipe", "processes", "workers"),
     [
         ("images", 3, 0),
+        ("language", 4, 3),
         *(
             pytest.param(recipe, *case, marks=LONG)
             for recipe in SETTINGS
             for case in ((1, 3), (2, 0), (2, 3), (3, 3), (4, 0))
         ),
-        *(pytest.param(recipe, 4, 3, marks=LONG) for recipe in SETTINGS),
+        pytest.param("images", 4, 3, marks=LONG),
         pytest.param("language", 3, 0, marks=LONG),
     ],
 )

@@ -218,3 +218,8 @@ def test_forward_functions_reduce_during_backward() -> None:
     during = [False, True, True, True]  # the first step checks how gradients arrive
     # With 6 microbatches on 4 ranks, a rank may compute fillers, which are not part of a reduction.
     assert reductions == {"plain": during, "function": during, "unequal": [False] * 4}
+
+
+def test_parameter_that_one_rank_leaves_out_in_a_later_step_is_named() -> None:
+    with pytest.raises(RankError, match=r"blocks\.0\.weight.*\[E_UNUSED_PARAMETER\]"):
+        launch(ranks_ddp_options.leave_out_parameters, processes=RANKS)

@@ -233,6 +233,24 @@ def forward_functions() -> dict[str, Any]:
         return results
 
 
+def leave_out_parameters() -> None:
+    """Train with a forward function whose loss lacks parameters of the model on one rank, in the fifth step."""
+
+    def forward(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        hidden = model.norm(model.first(inputs))
+        logits = model.last(hidden) if is_short else model(inputs)
+        return nn.functional.cross_entropy(logits, targets)
+
+    with samestep.start(device="cpu", threads=1) as world:
+        net = seeded(0, Net).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world)
+        for step in range(6):
+            is_short = step == 4 and world.rank == 1
+            engine.step(batch_of(world, *random_data(36, features=12, seed=step), 4), forward=forward)
+
+
 def _count_reductions(engine: samestep.Engine) -> list[int]:
     """Return a list that grows with each bucket that the next steps reduce during backward."""
     strategy: Any = engine.step_runner.strategy

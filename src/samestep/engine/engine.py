@@ -203,7 +203,6 @@ class Engine:
                 code="E_INCOMPATIBLE",
             )
         runner.forward.function = function
-        runner.strategy.defers_reduction = False
 
     @property
     def step_runner(self) -> StepRunner:

@@ -88,6 +88,7 @@ class MergedRunner(SequentialRunner):
 
     def _compute_merged(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         strategy, total = self.strategy, None
+        strategy.defers_reduction = False
         tree, stats = MicrobatchTree(batch.microbatches, batch.size), LocalStats()
         self.buffers.begin(batch.microbatches)
         merged = strategy.microbatch(tree, batch.local_microbatches[-1].number, last=True)
