@@ -20,7 +20,7 @@ from helpers.surroundings import (
     temporary_folder,
     wait_for_end,
 )
-from helpers.system import TESTS, Running, here, steps_saved, weights
+from helpers.system import TESTS, Running, arguments_of, here, steps_saved, weights
 from samestep.checkpoint.lock import FolderLock
 from samestep.distributed.store import publish_port, wait_for_port
 from samestep.errors import InputError
@@ -106,8 +106,7 @@ def test_first_process_of_a_container_ends_on_request_during_its_start(
     variables = temporary_folder(tmp_path)
     with Running("train", HOLDING, "--name", "a", cwd=tmp_path, variables=variables, command=command) as running:
         process = first_process(running)
-        cmdline = Path(f"/proc/{process}/cmdline")
-        running.until(lambda: b"samestep" in cmdline.read_bytes().split(b"\0")[2], "the command")
+        running.until(lambda: arguments_of(process)[2:3] == ["samestep"], "the command")
         time.sleep(seconds)
         with nothing_left_behind(running, tmp_path):
             running.kill_process(process, signal.SIGTERM)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import Running, events, state_of, until, weights, without_warnings
+from helpers.system import Running, arguments_of, events, state_of, until, weights, without_warnings
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 NO_PROCESS = "every process of the run has ended"
@@ -197,9 +197,7 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) 
 
 def servers(running: Running) -> list[int]:
     """The process that ranks are forks of, as long as there are none."""
-    return [
-        process for process in running.processes() if b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes()
-    ]
+    return [process for process in running.processes() if "forkserver" in " ".join(arguments_of(process))]
 
 
 def handles(process: int) -> list[str]:

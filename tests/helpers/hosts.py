@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.surroundings import require_bounded
-from helpers.system import IMPORT_PATH, TESTS, Done, Running, events, here, until, weights
+from helpers.system import IMPORT_PATH, TESTS, Done, Running, arguments_of, events, here, until, weights
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
 PORT = 29400  # no other process uses ports of these namespaces
@@ -228,10 +228,8 @@ def name_of(process: int) -> str:
 
 def command_of(running: Running) -> int:
     """Return the process of the command with `--hosts`."""
-    texts = {process: Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0") for process in running.processes()}
-    (process,) = (
-        process for process, text in texts.items() if text[0] == sys.executable.encode() and b"--hosts" in text
-    )
+    texts = {process: arguments_of(process) for process in running.processes()}
+    (process,) = (process for process, text in texts.items() if text[:1] == [sys.executable] and "--hosts" in text)
     return process
 
 

@@ -237,6 +237,14 @@ def _environment_of(process: int) -> str:
         return ""
 
 
+def arguments_of(process: int) -> list[str]:
+    """Return the command line of a process; empty if the process has ended or is in `execve`."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
 def _kill(process: int, number: signal.Signals) -> None:
     try:
         os.kill(process, number)
