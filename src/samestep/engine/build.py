@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from samestep.config import StepConfig
-from samestep.config.validation import match_patterns
-from samestep.distributed.devices import set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.batched import BatchedRunner
 from samestep.engine.buffer_values import Rule
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
+from samestep.engine.compatible_options import require_compatible
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
@@ -29,6 +23,8 @@ from samestep.engine.graphs import with_graphs
 from samestep.engine.loss import LossFunction
 from samestep.engine.merged import MergedRunner, why_separate
 from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
+from samestep.engine.model_state import ModelState
+from samestep.engine.model_transforms import transform_model
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
@@ -37,7 +33,7 @@ from samestep.engine.sync_batch_norm_runner import SyncBatchNormRunner
 from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
 from samestep.strategies.build import build_strategy, divide_model, move_to_devices
-from samestep.strategies.device_map import DeviceMap, require_sync_batch_norm_devices
+from samestep.strategies.device_map import DeviceMap
 from samestep.strategies.local_parameters import LocalParameters, closure_error, replace_optimizer_parameters
 from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters
 from samestep.strategies.strategy import Strategy, require_plain_model
@@ -190,145 +186,6 @@ def _averaged_weights(
     return previous.averaged
 
 
-class ModelState:
-    """Parameters and norm layers for which components were built, to detect changes by the script.
-
-    Attributes:
-        sync_batch_norm: norm layers use statistics of the global batch.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: StepConfig,
-        sync_batch_norm: bool,
-        *,
-        is_divided: bool,
-    ) -> None:
-        self.sync_batch_norm = sync_batch_norm
-        self._optimizer, self._is_divided = optimizer, is_divided
-        modules = list(model.modules())
-        # The present values of these tables are all modules and parameters, as long as no value changes.
-        self._modules = [module._modules for module in modules]
-        self._parameters = [module._parameters for module in modules]
-        is_watched = config.batch_norm == "sync" and not sync_batch_norm
-        self._norms = [module for module in modules if is_watched and isinstance(module, _BatchNorm)]
-        self._objects, self._attributes = self._read()
-
-    def is_current(self) -> bool:
-        """Return whether parameters, the optimizer's groups and the use of batch statistics are unchanged."""
-        objects, attributes = self._read()
-        is_same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
-        return is_same and attributes == self._attributes
-
-    def require_whole_model(self, world: World) -> None:
-        """Refuse a change of parameters that are divided among ranks or devices.
-
-        Raises:
-            InputError: they are.
-        """
-        if self._is_divided or world.strategy.name == "device_map":
-            raise InputError(
-                "trained parameters, the optimizer's groups or the use of batch statistics changed after the engine "
-                "was made",
-                expected=f"under {world.mesh_shape.name}, they stay as they were when the engine was made",
-                fix="change them before samestep.Engine(...), or use --strategy ddp",
-                code="E_PARAMETERS_CHANGED",
-            )
-
-    def _read(self) -> tuple[list[object], list[object]]:
-        parameters = [p for table in self._parameters for p in table.values() if p is not None]
-        optimized = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        modules = chain.from_iterable(table.values() for table in self._modules)
-        uses_batch = any(norm.training for norm in self._norms)
-        if self._is_divided:  # FSDP exchanges the parameters themselves
-            return [*modules, *optimized], [uses_batch, *(p.requires_grad for p in parameters)]
-        attributes = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
-        return [*modules, *parameters, *optimized], [uses_batch, *attributes]
-
-
-def require_compatible(config: StepConfig, world: World, model: torch.nn.Module, *, sync_batch_norm: bool) -> None:
-    """Refuse options of a step that the strategy does not support.
-
-    Raises:
-        InputError: there is such an option.
-    """
-    option = "compile" if config.compile else "recompute"
-    transforms, is_dp = config.compile or config.recompute, world.strategy.name == "dp"
-    if config.precision == "fp16" and world.strategy.hook == "powersgd":
-        raise _incompatible(
-            "strategy.hook powersgd with step.precision fp16",
-            "PowerSGD adds the residual of a step to the next gradients, and fp16 changes their scale",
-            "set step.precision: bf16, or strategy.hook: fp16",
-        )
-    if sync_batch_norm and world.mesh_shape.splits_model:
-        raise _incompatible(
-            f"step.batch_norm: sync with the mesh {world.mesh_shape.name}",
-            "batch norm over all microbatches runs replicas of the whole model",
-            "set step.batch_norm: microbatch, or --strategy ddp",
-        )
-    if is_dp and sync_batch_norm:
-        raise _incompatible(
-            "strategy dp with batch_norm: sync",
-            "under dp each norm layer uses the microbatch of its replica, as in nn.DataParallel",
-            "--strategy ddp, or set batch_norm: microbatch",
-        )
-    if is_dp and transforms:
-        raise _incompatible(
-            f"strategy dp with step.{option}",
-            "dp computes on replicas of the model, which excludes compiled and recomputed modules",
-            f"--strategy ddp, or remove step.{option}",
-        )
-    if config.tensor_slices > 1 and (is_dp or sync_batch_norm):
-        raise _slices_of_replicas(config.tensor_slices, is_dp=is_dp)
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
-    if transforms and config.batch_norm == "sync" and has_batch_norm:
-        raise _incompatible(
-            f"step.{option} with step.batch_norm: sync",
-            "batch norm over all microbatches runs copies of the model in lockstep, which excludes compiled "
-            "and recomputed modules",
-            f"set step.batch_norm: microbatch, or remove step.{option}",
-        )
-    if config.gather == "global" and (is_dp or world.mesh_shape.pipeline > 1):
-        raise _incompatible(
-            f"step.gather: global with {'strategy dp' if is_dp else f'the mesh {world.mesh_shape.name}'}",
-            "one process per device, and outputs of all microbatches before the first backward",
-            "--strategy ddp or fsdp, or set step.gather: microbatch",
-        )
-    if world.mesh_shape.pipeline > 1 and config.compile:
-        _require_compilable_stages(config, world)
-    if sync_batch_norm and world.strategy.name == "device_map":
-        require_sync_batch_norm_devices(world)
-
-
-def _require_compilable_stages(config: StepConfig, world: World) -> None:
-    if world.strategy.schedule == "zero_bubble":
-        raise _incompatible(
-            "step.compile with strategy.schedule: zero_bubble",
-            "zero_bubble splits the backward in two halves, and a compiled module has one backward",
-            "set strategy.schedule: 1f1b, or remove step.compile",
-        )
-    if config.reduction == "exact":
-        raise _incompatible(
-            f"step.compile with the mesh {world.mesh_shape.name} and step.reduction: exact",
-            "the compiler rounds differently if it compiles modules and not the whole model, as in one process",
-            "set step.reduction: fast, or remove step.compile",
-        )
-
-
-def _slices_of_replicas(slices: int, *, is_dp: bool) -> InputError:
-    return _incompatible(
-        f"step.tensor_slices: {slices} with {'strategy dp' if is_dp else 'step.batch_norm: sync'}",
-        "slices are computed in the model itself, not in replicas of it",
-        f"remove step.tensor_slices, or {'--strategy ddp' if is_dp else 'set step.batch_norm: microbatch'}",
-    )
-
-
-def _incompatible(value: str, expected: str, fix: str) -> InputError:
-    return InputError(value, expected, fix, code="E_INCOMPATIBLE")
-
-
 def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds other parameters than the trained ones, whose gradients are reduced."""
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -359,35 +216,3 @@ def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: t
             "are new or no longer frozen, call optimizer.add_param_group, or make a new engine",
             code="E_OPTIMIZER",
         )
-
-
-def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.device) -> None:
-    """Set TF32, memory format, activation checkpointing and compilation, in place; parameter names stay unchanged.
-
-    Raises:
-        InputError: a pattern matches no module.
-    """
-    set_tf32(device, allowed=config.tf32)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for module in _checkpointed_modules(model, config.recompute):
-        module.forward = partial(_checkpointed_forward, module.forward)
-    if config.compile:
-        # Dropout draws the same numbers as without compilation. Kernels are compiled for one size each: the sizes seen
-        # earlier on a rank must not select the kernel.
-        torch._inductor.config.fallback_random = True
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        model.compile(dynamic=False)
-
-
-def _checkpointed_forward(forward: Any, *arguments: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*arguments, **named)
-    return checkpoint(forward, *arguments, use_reentrant=False, **named)
-
-
-def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[torch.nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = match_patterns(modules, patterns, key="step.recompute", kind="module", example="blocks.*")
-    # The outermost modules only: their children are recomputed with them.
-    return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
-from samestep.data.loader import Loader
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import uses_batch_statistics
@@ -30,8 +29,13 @@ from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs
 from samestep.engine.loss import Loss
 from samestep.integrations.gradients import GradientsOnly
-from samestep.integrations.torch_loader import global_loader, integration_error
-from samestep.integrations.transformers_data import EvaluationDataLoader, SamestepCallback, StepDataLoader
+from samestep.integrations.torch_loader import integration_error
+from samestep.integrations.transformers_data import (
+    EvaluationDataLoader,
+    SamestepCallback,
+    StepDataLoader,
+    trainer_loader,
+)
 from samestep.integrations.transformers_metrics import MicrobatchMetrics
 from samestep.integrations.transformers_options import require_supported_arguments
 from samestep.microbatches import Microbatches, auto_microbatches
@@ -101,7 +105,7 @@ class SamestepTrainerMixin(_Trainer):
         assert self.model is not None
         if number == "auto" and not uses_batch_statistics(self.model):
             number = auto_microbatches(self._global_batch_size, batch_norm=False)
-        loader = self._loader(super().get_train_dataloader(), self._global_batch_size, number)
+        loader = trainer_loader(super().get_train_dataloader(), self.args, self._world, self._global_batch_size, number)
         self._position.loader = loader
         return StepDataLoader(loader)
 
@@ -213,24 +217,13 @@ class SamestepTrainerMixin(_Trainer):
         operations = super().floating_point_ops
         return sum(operations(microbatch.data) for microbatch in inputs.local_microbatches)
 
-    def _loader(
-        self, loader: DataLoader[Any], batch_size: int, microbatches: Microbatches, batches: BatchSampler | None = None
-    ) -> Loader:
-        return global_loader(
-            loader,
-            world=self._world,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            batch_size=batch_size,
-            microbatches=microbatches,
-            batch_sampler=batches,
-        )
-
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationDataLoader:
         size = self._global_batch_size
         number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
         # Complete, also with dataloader_drop_last, whose batches of one process are smaller.
         batches = BatchSampler(loader.sampler, 1, drop_last=False) if loader.sampler is not None else None
-        batched = self._loader(loader, self.args.eval_batch_size * number, number, batches)
+        size = self.args.eval_batch_size * number
+        batched = trainer_loader(loader, self.args, self._world, size, number, batches)
         return EvaluationDataLoader(batched, loader.dataset)
 
     def _engine_of(self, model: torch.nn.Module) -> Engine:

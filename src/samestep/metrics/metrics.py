@@ -14,7 +14,8 @@ import torch
 
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError, RecipeError
-from samestep.metrics.counts import Accuracy, CountMetric, OverlapMetric, rounded_sum
+from samestep.metrics.counts import Accuracy, CountMetric, rounded_sum
+from samestep.metrics.overlap import OverlapMetric
 
 Mode = Literal["min", "max"]
 METRICS: dict[str, Callable[[str, int | None, int], CountMetric]] = {

@@ -32,8 +32,8 @@ from samestep.launcher.job import process_state
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.selection import create_loggers
 from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.metrics import BestRule
+from samestep.metrics.overlap import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.recipe_files import (

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from samestep.config.validation import require
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import make_recipe, read_yaml
-from samestep.tools.paddle_keys import AUGMENT, DISTILLED_NAMES, FAMILIES, NUMBER, Family
+from samestep.tools.convert_keys import AUGMENT, DISTILLED_NAMES, FAMILIES, NUMBER, Family
 from samestep.zoo.paddle import Converted, read_pdparams
 
 _MAX_INCLUDES = 10

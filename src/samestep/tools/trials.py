@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-import psutil
 import torch
 
 from samestep.config import Recipe, RunOptions
@@ -26,16 +24,15 @@ from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world
 from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
+from samestep.tools.memory import held_bytes, limit_memory, peak_memory
 from samestep.tools.timing import Timing
 from samestep.tools.tune.search import SearchResult, search
 from samestep.tools.tune.settings import Setting
 from samestep.tools.tune.tune import Inspection
-from samestep.units import format_bytes
 
 _WARMUP = 2  # steps until workers and ranks run at the same speed
 _MAX_STEPS = 20
 _BATCHES = 2  # preloaded batches of trials that do not measure data loading
-_RESERVED_BYTES = 32 << 20  # least memory of a rank in addition to that in use before the model
 _IMAGE_DIMENSIONS = 4
 
 
@@ -75,7 +72,7 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             timed = _time_steps(built.engine, built.train.endless(), warmup=warmup, steps=steps - warmup)
         except StopRequested:
             return None
-        memory = _held_bytes(built.engine), accelerator_module().max_memory_allocated(world.device) if is_gpu else 0
+        memory = held_bytes(built.engine), accelerator_module().max_memory_allocated(world.device) if is_gpu else 0
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
         held, peak = (max(column) for column in zip(*all_gather(memory, world), strict=True))
         return Trained(values, held, peak if is_gpu else None, len(built.train), timed.timing if epochs else None)
@@ -113,19 +110,11 @@ def _build(contender: Contender, options: RunOptions, world: World) -> Built:
     return built
 
 
-def _held_bytes(engine: Engine) -> int:
-    parameters = list(engine.local_parameters.local.values())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [value for values in engine.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    tensors = [*parameters, *gradients, *engine.model.buffers(), *state]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_meta)
-
-
 def inspect_recipe(recipe: Recipe, options: RunOptions, memory: int | None) -> Inspection | None:
     """Train two steps under a memory limit of this rank in bytes; return None if a stop was requested."""
     with start_world(recipe, options) as world:
         if memory is not None:
-            _limit_memory(memory, world.device)
+            limit_memory(memory, world.device)
         built = build(recipe, options, world)
         train = built.train.with_workers(0, options.prefetch)
         batches = list(islice(train.endless(), _BATCHES))
@@ -288,33 +277,3 @@ def _agree(timed: _TimedSteps, world: World) -> _TimedSteps:
     """Return the same times on all ranks: the longest wait of each step, because a step waits for its last rank."""
     seconds, waits = zip(*all_gather([timed.seconds, timed.waits], world), strict=True)
     return _TimedSteps(max(seconds), timed.samples, [max(of_step) for of_step in zip(*waits, strict=True)])
-
-
-def _limit_memory(memory: int, device: torch.device) -> None:
-    """Limit the memory of the GPU or of this process; allocations above the limit fail.
-
-    Raises:
-        InputError: this process uses more already.
-    """
-    if is_accelerator(device):
-        total = accelerator_module().get_device_properties(device).total_memory
-        accelerator_module().set_per_process_memory_fraction(min(1.0, memory / total), device)
-        return
-    # Heap and private mappings (getrlimit(2)): a limit of the address space would count reservations. Their size is
-    # available on Linux only.
-    minimum = getattr(psutil.Process().memory_info(), "data", 0) + _RESERVED_BYTES
-    if memory < minimum:
-        raise InputError(
-            f"--memory {format_bytes(memory)}: a rank needs {format_bytes(minimum)} before the model is built",
-            expected="the total memory of a rank, including Python and torch",
-            fix=f"--memory {2 * minimum >> 20}MiB",
-            code="E_MEMORY_LIMIT",
-        )
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the largest memory so far in bytes: of tensors on a GPU, of the process on a CPU."""
-    if is_accelerator(device):
-        return int(accelerator_module().max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

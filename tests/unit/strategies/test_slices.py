@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
 from samestep.distributed.world import RunContext, World
-from samestep.engine.build import require_compatible, transform_model
+from samestep.engine.compatible_options import require_compatible
+from samestep.engine.model_transforms import transform_model
 from samestep.errors import InputError
 from samestep.strategies.sliced_tensor import SlicedTensor, checked_forward
 from samestep.strategies.slices import Slicing, add, aligned, divide, join, spread

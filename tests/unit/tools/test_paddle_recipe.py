@@ -12,7 +12,7 @@ from samestep.config import Recipe
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import load_recipe, make_recipe, recipe_data
 from samestep.tools.convert import ConvertedRecipe, convert_recipe
-from samestep.tools.paddle_keys import DISTILLED_NAMES, FAMILIES, KEYS, OLD_NAMES
+from samestep.tools.convert_keys import DISTILLED_NAMES, FAMILIES, KEYS, OLD_NAMES
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.paddle import NAMES
 

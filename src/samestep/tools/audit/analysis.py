@@ -12,6 +12,7 @@ from rich.padding import Padding
 from samestep.tools.audit.checkpoint_findings import checkpoint_findings
 from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import read_events
+from samestep.tools.audit.file_findings import file_findings
 from samestep.tools.audit.findings import Finding, plural
 from samestep.tools.audit.step_findings import step_findings
 from samestep.tools.audit.worlds import World, group_worlds
@@ -51,7 +52,9 @@ def analyse(folder: Path) -> Analysis:
 def _analysis(world: World, worlds: list[World]) -> WorldAnalysis:
     steps = max((event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0]), default=0)
     others = [other for other in worlds if other is not world]
-    findings = _merged((*step_findings(world), *data_findings(world), *checkpoint_findings(world, others)))
+    findings = _merged(
+        (*step_findings(world), *file_findings(world), *data_findings(world), *checkpoint_findings(world, others))
+    )
     return WorldAnalysis(world.program, world.size, steps, findings)
 
 

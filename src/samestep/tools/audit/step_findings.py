@@ -1,4 +1,4 @@
-"""Findings about parameters, gradients, buffers, learning rates, schedules, losses and files."""
+"""Findings about parameters, gradients, buffers, learning rates, schedules and losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _COUNT_RATIO = 1.05  # of the numbers of targets of two losses
 _MIN_UPDATES = 3
 _ENDED = 1.5  # length of a schedule, relative to its period
 _ZERO = 0.25  # share of the optimizer steps
-_PATHS = 3
 
 Summary = list[float] | None
 Update = dict[int, Event]  # one optimizer step of all ranks
@@ -32,7 +31,6 @@ def step_findings(world: World) -> Iterator[Finding]:
         if not rates:
             yield from _replicas(world)
         yield from _buffers(world)
-        yield from _files(world)
 
 
 def _updates(world: World, kind: str = "update") -> list[Update]:
@@ -228,17 +226,3 @@ def batches_per_update(world: World) -> float:
     trained = [one for one in passes(world.ranks[0]) if one.trains]
     steps = Counter(batch["step"] for one in trained for batch in one.batches)
     return median(steps.values()) if steps else 0
-
-
-def _files(world: World) -> Iterator[Finding]:
-    writers: dict[str, dict[int, str]] = defaultdict(dict)
-    for rank, events in world.events("file").items():
-        for event in events:
-            writers[event["path"]].setdefault(rank, event["line"])
-    shared = {path: lines for path, lines in writers.items() if len(lines) > 1}
-    for line in dict.fromkeys(next(iter(lines.values())) for lines in shared.values()):
-        paths = [path for path, lines in shared.items() if next(iter(lines.values())) == line]
-        ranks = sorted({rank for path in paths for rank in shared[path]})
-        names = ", ".join(paths[:_PATHS]) + (f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else "")
-        text = f"ranks {', '.join(map(str, ranks))} open {names} for writing"
-        yield Finding("files-written-by-several-ranks", text, line)

@@ -17,7 +17,7 @@ from samestep.config import Recipe, StrategyConfig, resolve_mesh
 from samestep.data.batch import tensors_of
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
-from samestep.engine.build import require_compatible
+from samestep.engine.compatible_options import require_compatible
 from samestep.errors import InputError
 from samestep.recipes.builder import Built
 from samestep.strategies.fsdp import shard_units

@@ -22,11 +22,12 @@ from samestep.engine.engine import Engine
 from samestep.engine.step_stats import StepResult
 from samestep.recipes.builder import Built, build, start_world
 from samestep.strategies.reduction import communicate
+from samestep.tools.memory import peak_memory
 from samestep.tools.plan.calibration import Calibration, LocalStep
 from samestep.tools.plan.collectives import Link
 from samestep.tools.plan.structure import model_facts
 from samestep.tools.timing import Spread
-from samestep.tools.trials import StopRequested, peak_memory, time_engine
+from samestep.tools.trials import StopRequested, time_engine
 
 _ROUNDS = 3
 _SIZES = (64, 4 << 20)  # bytes of messages

@@ -1,0 +1,92 @@
+"""Options of a step that exclude each other, or that a strategy does not support."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from samestep.config import StepConfig
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.strategies.device_map import require_sync_batch_norm_devices
+
+
+def require_compatible(config: StepConfig, world: World, model: torch.nn.Module, *, sync_batch_norm: bool) -> None:
+    """Refuse options of a step that the strategy does not support.
+
+    Raises:
+        InputError: there is such an option.
+    """
+    option = "compile" if config.compile else "recompute"
+    transforms, is_dp = config.compile or config.recompute, world.strategy.name == "dp"
+    if config.precision == "fp16" and world.strategy.hook == "powersgd":
+        raise _incompatible(
+            "strategy.hook powersgd with step.precision fp16",
+            "PowerSGD adds the residual of a step to the next gradients, and fp16 changes their scale",
+            "set step.precision: bf16, or strategy.hook: fp16",
+        )
+    if sync_batch_norm and world.mesh_shape.splits_model:
+        raise _incompatible(
+            f"step.batch_norm: sync with the mesh {world.mesh_shape.name}",
+            "batch norm over all microbatches runs replicas of the whole model",
+            "set step.batch_norm: microbatch, or --strategy ddp",
+        )
+    if is_dp and sync_batch_norm:
+        raise _incompatible(
+            "strategy dp with batch_norm: sync",
+            "under dp each norm layer uses the microbatch of its replica, as in nn.DataParallel",
+            "--strategy ddp, or set batch_norm: microbatch",
+        )
+    if is_dp and transforms:
+        raise _incompatible(
+            f"strategy dp with step.{option}",
+            "dp computes on replicas of the model, which excludes compiled and recomputed modules",
+            f"--strategy ddp, or remove step.{option}",
+        )
+    if config.tensor_slices > 1 and (is_dp or sync_batch_norm):
+        raise _slices_of_replicas(config.tensor_slices, is_dp=is_dp)
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if transforms and config.batch_norm == "sync" and has_batch_norm:
+        raise _incompatible(
+            f"step.{option} with step.batch_norm: sync",
+            "batch norm over all microbatches runs copies of the model in lockstep, which excludes compiled "
+            "and recomputed modules",
+            f"set step.batch_norm: microbatch, or remove step.{option}",
+        )
+    if config.gather == "global" and (is_dp or world.mesh_shape.pipeline > 1):
+        raise _incompatible(
+            f"step.gather: global with {'strategy dp' if is_dp else f'the mesh {world.mesh_shape.name}'}",
+            "one process per device, and outputs of all microbatches before the first backward",
+            "--strategy ddp or fsdp, or set step.gather: microbatch",
+        )
+    if world.mesh_shape.pipeline > 1 and config.compile:
+        _require_compilable_stages(config, world)
+    if sync_batch_norm and world.strategy.name == "device_map":
+        require_sync_batch_norm_devices(world)
+
+
+def _require_compilable_stages(config: StepConfig, world: World) -> None:
+    if world.strategy.schedule == "zero_bubble":
+        raise _incompatible(
+            "step.compile with strategy.schedule: zero_bubble",
+            "zero_bubble splits the backward in two halves, and a compiled module has one backward",
+            "set strategy.schedule: 1f1b, or remove step.compile",
+        )
+    if config.reduction == "exact":
+        raise _incompatible(
+            f"step.compile with the mesh {world.mesh_shape.name} and step.reduction: exact",
+            "the compiler rounds differently if it compiles modules and not the whole model, as in one process",
+            "set step.reduction: fast, or remove step.compile",
+        )
+
+
+def _slices_of_replicas(slices: int, *, is_dp: bool) -> InputError:
+    return _incompatible(
+        f"step.tensor_slices: {slices} with {'strategy dp' if is_dp else 'step.batch_norm: sync'}",
+        "slices are computed in the model itself, not in replicas of it",
+        f"remove step.tensor_slices, or {'--strategy ddp' if is_dp else 'set step.batch_norm: microbatch'}",
+    )
+
+
+def _incompatible(value: str, expected: str, fix: str) -> InputError:
+    return InputError(value, expected, fix, code="E_INCOMPATIBLE")
