@@ -262,7 +262,7 @@ def _zoo(*, is_small: bool) -> dict[str, Callable[[], tuple[nn.Module, torch.Ten
     """Return builders of a model, inputs, targets and loss."""
     from samestep.zoo.segmentation.unet import UNet
     from samestep.zoo.text.models import GPT
-    from samestep.zoo.text.tokens import TokensNet
+    from samestep.zoo.text.sentences import TokensNet
 
     draw = torch.Generator().manual_seed(0)
     classes = torch.randint(CLASSES, (8,), generator=draw)

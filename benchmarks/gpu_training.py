@@ -76,7 +76,7 @@ def _gpt() -> nn.Module:
 
 
 def _tokens() -> nn.Module:
-    from samestep.zoo.text.tokens import TokensNet
+    from samestep.zoo.text.sentences import TokensNet
 
     return TokensNet(VOCABULARY, width=32, heads=4, blocks=2, dropout=0.1, longest=LENGTH)
 

@@ -13,7 +13,8 @@ import samestep
 from helpers.leaks import leaks_since, snapshot
 from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
-from samestep.launcher.launch import PRELOAD, start_server
+from samestep.launcher.fork_server import start_server
+from samestep.launcher.launch import PRELOAD
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
 settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)

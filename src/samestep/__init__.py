@@ -56,7 +56,7 @@ _HOMES = {
     "MeshConfig": "config",
     "MicrobatchLoop": "integrations.microbatch_loop",
     "MultiLoss": "engine.multi_loss",
-    "OverlapMetric": "metrics.counts",
+    "OverlapMetric": "metrics.overlap",
     "StepConfig": "config",
     "StepResult": "engine.step_stats",
     "StrategyConfig": "config",

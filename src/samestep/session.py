@@ -30,7 +30,7 @@ from samestep.distributed.devices import (
     is_accelerator,
     require_own_gpus,
 )
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 import samestep
 from helpers.models import Tokens
 from samestep.config import StepConfig, StrategyConfig
+from samestep.engine.data_parallel import DataParallelRunner
 from samestep.engine.engine import Engine
-from samestep.engine.replicas import DataParallelRunner
 from samestep.errors import InputError
 from workers.loader import gathered
 

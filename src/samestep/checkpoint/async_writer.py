@@ -12,7 +12,7 @@ from types import TracebackType
 from samestep.checkpoint.files import Contents
 from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import SamestepError
 
 _HEARTBEAT_SECONDS = 1.0

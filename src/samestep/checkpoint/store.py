@@ -27,7 +27,7 @@ from samestep.checkpoint.files import (
     write_file,
 )
 from samestep.checkpoint.manifest import MANIFEST, build_manifest, damaged, read_bounded, verify
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import CheckpointError, InputError
 
 STATE = "state.json"

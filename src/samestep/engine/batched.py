@@ -15,7 +15,7 @@ from samestep.distributed.rng import generator_state
 from samestep.engine.batched_functions import BatchedForward, NotBatchable, has_samples
 from samestep.engine.buffer_values import any_differs
 from samestep.engine.callbacks import Callback
-from samestep.engine.joined_rows import join, split, why_not_joined
+from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows
 from samestep.engine.microbatch import TRAINING, SequentialRunner
 from samestep.engine.model_call import call_model, hooked_part

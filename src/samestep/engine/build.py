@@ -12,10 +12,12 @@ from samestep.config import StepConfig
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.batched import BatchedRunner
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_values import MicrobatchBuffers, Rule
+from samestep.engine.buffers import ForwardState
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.compatible_options import require_compatible
 from samestep.engine.consistency import ConsistencyCheck
+from samestep.engine.data_parallel import DataParallelRunner
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.global_loss import GlobalLossRunner
@@ -28,7 +30,6 @@ from samestep.engine.model_transforms import transform_model
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.outside_state import OutsideState
 from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
-from samestep.engine.replicas import DataParallelRunner, build_buffers
 from samestep.engine.sync_batch_norm_runner import SyncBatchNormRunner
 from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
@@ -105,7 +106,7 @@ def build_components(
     kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
     kind, no_graphs, replays = with_graphs(kind, strategy, world, config, callbacks)
     outputs = _evaluation_outputs(model, forward, strategy, world)
-    state = build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
+    state = _build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     runner.separate_reason, runner.graphs_reason, runner.replays_graphs = reason, no_graphs, replays
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
@@ -216,3 +217,31 @@ def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: t
             "are new or no longer frozen, call optimizer.add_param_group, or make a new engine",
             code="E_OPTIMIZER",
         )
+
+
+def _build_buffers(
+    model: torch.nn.Module, rules: Mapping[str, Rule] | None, runner_class: type[StepRunner], *, is_whole: bool
+) -> MicrobatchBuffers | ForwardState:
+    """Return the rules for the state that a forward changes.
+
+    Raises:
+        InputError: the runner does not support the rules.
+    """
+    if runner_class is PipelineRunner:
+        if rules:
+            raise InputError(
+                "buffers=... with a pipeline",
+                "stages average their floating-point buffers and counters, and change no others",
+                "use --strategy ddp, or remove buffers=...",
+                code="E_INCOMPATIBLE",
+            )
+        return MicrobatchBuffers(model)
+    state = ForwardState(model, rules, is_whole=is_whole)
+    if state.declared_parameters and runner_class not in (SequentialRunner, BatchedRunner):
+        raise InputError(
+            f"a rule for the parameter {state.declared_parameters[0]}",
+            "under batch_norm: sync, gather: global and dp, microbatches computed together share the parameters",
+            "write the parameter after engine.step, or remove these options",
+            code="E_INCOMPATIBLE",
+        )
+    return state

@@ -13,9 +13,9 @@ from samestep.distributed.rng import generator_state, microbatch_seed
 from samestep.distributed.world import World, all_gather
 from samestep.engine.batch_norm_checks import may_have_one_value, uses_batch_statistics
 from samestep.engine.buffer_values import copy_tensors
-from samestep.engine.joined_rows import join, split, why_not_joined
+from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss
-from samestep.engine.merge_check import MergeCheck
+from samestep.engine.merged_check import MergeCheck
 from samestep.engine.merged_functions import MergedFunctions
 from samestep.engine.microbatch import TRAINING, SequentialRunner
 from samestep.engine.model_call import call_model

@@ -14,8 +14,8 @@ from samestep.checkpoint.compatibility import encode_objects
 from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.state import Training
 from samestep.distributed.world import all_gather
-from samestep.engine.checksum import MODULUS, Part, sum_of_parts
 from samestep.engine.engine import Engine
+from samestep.engine.weighted_checksum import MODULUS, Part, sum_of_parts
 from samestep.microbatches import Cursor
 
 

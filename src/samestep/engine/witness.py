@@ -25,9 +25,9 @@ from samestep.distributed.devices import device_identity, device_kind, is_accele
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffer_values import bytes_of
-from samestep.engine.checksum import Part, sum_of_parts
 from samestep.engine.microbatch import StepRunner
 from samestep.engine.step_stats import StepStats
+from samestep.engine.weighted_checksum import Part, sum_of_parts
 from samestep.errors import InputError, WitnessError
 from samestep.strategies.reduction import communicate
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.report_text import class_name, message_of, printable
 from samestep.units import plural

@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import read_wandb_mode
 from samestep.loggers.logger import Event, MetricLogger, require_package, write_errors
 

@@ -43,7 +43,7 @@ from samestep.session import start
 from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.library import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
-from samestep.zoo.segmentation.losses import resolve_foreground_weight
+from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
 from samestep.zoo.splits import Splits
 
 # Short names and import paths.
@@ -57,14 +57,14 @@ DATA = {
     "stream_images": "samestep.zoo.images.streams:load_stream_images",
     "stream_tokens": "samestep.zoo.text.streams:load_stream_tokens",
     "texts": "samestep.zoo.text.texts:load_texts",
-    "tokens": "samestep.zoo.text.tokens:load_tokens",
+    "tokens": "samestep.zoo.text.sentences:load_tokens",
     "volumes": "samestep.zoo.segmentation.volumes:load_volumes",
 }
 MODELS = {
     "digits_net": "samestep.zoo.digits:DigitsNet",
     "gpt": "samestep.zoo.text.models:GPT",
     "gpt2": "samestep.zoo.text.models:gpt2",
-    "tokens_net": "samestep.zoo.text.tokens:TokensNet",
+    "tokens_net": "samestep.zoo.text.sentences:TokensNet",
     "transformers:bert": "samestep.zoo.text.models:bert",
     "transformers:gpt2": "samestep.zoo.text.models:transformers_gpt2",
     "transformers:roberta": "samestep.zoo.text.models:roberta",

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samestep.errors import InputError
-from samestep.strategies.random_functions import is_random
-from samestep.strategies.sliced_tensor import SlicedTensor, dropout_mask
+from samestep.strategies.random_functions import dropout_mask, is_random
+from samestep.strategies.sliced_tensor import SlicedTensor
 from samestep.strategies.slices import Parts, Slicing, add, divide, join, spread
 from samestep.strategies.tensor_plan import divided_dims, head_count, plan_error
 

@@ -1,7 +1,8 @@
-"""Random functions of torch."""
+"""Random functions of torch, and dropout of a part of a tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,3 +36,8 @@ def is_random(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     probability, training = _DROPOUTS[function]
     p = argument(probability, ("p", "dropout_p"), 0.0 if training is None else 0.5)
     return p != 0 and bool(training is None or argument(training, ("training", "train"), True))
+
+
+def dropout_mask(shape: Sequence[int], probability: float, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the scaled dropout mask of a full tensor."""
+    return functional.dropout(torch.ones(tuple(shape), dtype=dtype, device=device), probability)

@@ -6,7 +6,7 @@ bits only for equal shapes: functions are applied to each slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import register_pytree_node
 
 from samestep.errors import InputError
+from samestep.strategies.random_functions import dropout_mask
 from samestep.strategies.slices import Slicing, join
 
 _EXPECTED = "the divided result of a `column` module passes through elementwise functions to a `row` module"
@@ -163,11 +164,6 @@ def _dropout(input: SlicedTensor, p: float = 0.5, training: bool = True, inplace
     masks = input.slicing.divide(mask, input.divided_dim)
     results = tuple(part * own for part, own in zip(input.parts, masks, strict=True))
     return SlicedTensor(results, input.slicing, input.divided_dim)
-
-
-def dropout_mask(shape: Sequence[int], probability: float, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the scaled dropout mask of a full tensor."""
-    return functional.dropout(torch.ones(tuple(shape), dtype=dtype, device=device), probability)
 
 
 def checked_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

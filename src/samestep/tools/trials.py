@@ -26,9 +26,9 @@ from samestep.recipes.builder import Built, build, start_world
 from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
 from samestep.tools.memory import held_bytes, limit_memory, peak_memory
 from samestep.tools.timing import Timing
+from samestep.tools.tune.memory_check import Inspection
 from samestep.tools.tune.search import SearchResult, search
 from samestep.tools.tune.settings import Setting
-from samestep.tools.tune.tune import Inspection
 
 _WARMUP = 2  # steps until workers and ranks run at the same speed
 _MAX_STEPS = 20

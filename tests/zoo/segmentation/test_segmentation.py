@@ -14,8 +14,8 @@ from helpers.system import Running, answer, events, here, state_of, steps_saved,
 from samestep.config import NamedConfig
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
+from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
 from samestep.zoo.segmentation.images import load_segmentation
-from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 
 SMALL = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from samestep.data.streams.data_file import changed_file, missing_file
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.logging import logger
 from samestep.errors import DataError, RunError, SamestepError
 

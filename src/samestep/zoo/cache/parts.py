@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from samestep.distributed.disk import disk_operations
+from samestep.distributed.disk_operations import disk_operations
 
 DATA, INDEX = ".data", ".index"
 # Key (two halves), offset, length, height, width, CRC-32 of the entry, check word of the record.

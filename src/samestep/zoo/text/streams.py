@@ -14,8 +14,8 @@ from samestep.zoo.options import require_option
 from samestep.zoo.splits import Splits, Task
 from samestep.zoo.streams import open_files, open_stream
 from samestep.zoo.text.language import count_tokens, language_task
+from samestep.zoo.text.sentences import Sample
 from samestep.zoo.text.tokenizer import read_tokenizer
-from samestep.zoo.text.tokens import Sample
 
 
 def load_stream_tokens(

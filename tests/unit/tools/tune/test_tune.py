@@ -12,19 +12,10 @@ from samestep.launcher.failure import Failure, RankError
 from samestep.recipes.recipe_files import load_recipe
 from samestep.tools.timing import Timing
 from samestep.tools.tune import tune as tune_module
+from samestep.tools.tune.memory_check import Inspection, check_memory
 from samestep.tools.tune.search import search
 from samestep.tools.tune.settings import STEP_OPTIONS, Setting, TuneTarget, grid
-from samestep.tools.tune.tune import (
-    Inspection,
-    StepOption,
-    TuneConfig,
-    check_memory,
-    draw,
-    lines,
-    step_options,
-    table,
-    tune,
-)
+from samestep.tools.tune.tune import StepOption, TuneConfig, draw, lines, step_options, table, tune
 
 RECIPE = load_recipe("digits", [])
 INSPECTION = Inspection(device="cpu", workers=0, peak=2**30, norms=3, dropouts=1, has_images=True)

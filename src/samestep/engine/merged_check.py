@@ -13,7 +13,7 @@ from torch import nn
 from samestep.data.batch import Microbatch, map_tensors, move_next_to, tensors_of
 from samestep.distributed.rng import generator_state, microbatch_seed
 from samestep.engine.buffer_values import copy_tensors, is_number
-from samestep.engine.joined_rows import join, split, why_not_joined
+from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows, rows
 from samestep.engine.merged_functions import MergedFunctions
 from samestep.engine.microbatch import TRAINING, MicrobatchForward

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samestep.errors import DataError
-from samestep.zoo.text.tokens import ALPHABET, TokensNet, collate_padded, encode_lines, load_tokens, make_lines
+from samestep.zoo.text.sentences import ALPHABET, TokensNet, collate_padded, encode_lines, load_tokens, make_lines
 
 
 def texts(lines: list[Any]) -> list[str]:
