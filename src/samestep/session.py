@@ -34,11 +34,12 @@ from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
+from samestep.distributed.process_groups import build_world
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.store import wait_for_ranks
 from samestep.distributed.store_prefix import job_prefix
-from samestep.distributed.world import RunContext, World, build_world
+from samestep.distributed.world import RunContext, World
 from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state

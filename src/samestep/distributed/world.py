@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _redistribute, debug
 
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
@@ -217,53 +216,6 @@ class World:
             raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error
 
 
-def build_world(
-    rank: int, size: int, device: torch.device, context: RunContext, strategy: StrategyConfig, timeout: timedelta
-) -> World:
-    """Create the process groups and the mesh of a strategy. Collective: every rank calls it.
-
-    Plain replication needs no group but the default one.
-
-    Raises:
-        InputError: the strategy has no mesh for this number of ranks.
-    """
-    shape = resolve_mesh(strategy, size)
-    assert strategy.shares != "auto", "the trainer moves shares, and begins with equal ones"
-    shares = DataShares(strategy.shares if strategy.shares and size > 1 else None)
-    if not shape.splits_model:
-        return World(rank, size, device, context, strategy=strategy, timeout=timeout, data_shares=shares)
-    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in this process would call
-    # groups that no longer exist, or other groups of the same names.
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    ranks = torch.arange(shape.size).view(shape.sizes)
-    # Groups of our own: the groups that torch creates for a mesh have a timeout of 30 minutes.
-    axes = [
-        _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
-        for axis, length in enumerate(shape.sizes)
-    ]
-    mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
-    data_world = None
-    if shape.data_size < size:
-        dims = [AXES.index("replicate"), AXES.index("shard")]
-        group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
-        rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
-        data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, data_shares=shares)
-    world = World(rank, size, device, context, strategy=strategy, mesh=mesh, timeout=timeout, data_world=data_world)
-    return world if data_world is not None else replace(world, data_shares=shares)
-
-
-def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
-    """Create one group per row of ranks, on every rank in the same order, and return the group of `rank`."""
-    if len(rows) == 1:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]
-    own: dist.ProcessGroup = next(g for g, row in zip(groups, rows.tolist(), strict=True) if rank in row)
-    return own
-
-
 # Gather and reduce small values over ranks, as JSON and bytes instead of pickle.
 
 
@@ -289,13 +241,27 @@ def all_gather(value: Any, world: World) -> list[Any]:
         PeerLostError: another rank ended.
     """
     data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
-    lengths = [length for (length,) in gather_numbers(world, [len(data)])]
-    own = torch.zeros(max(lengths), dtype=torch.uint8)
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    # The first message has the length, and as much of the data as fits.
+    message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    rows = _gather_bytes(message[:_FIRST_BYTES], _FIRST_BYTES, world)
+    lengths = [int.from_bytes(row[:_LENGTH_BYTES], "little") + _LENGTH_BYTES for row in rows]
+    if max(lengths) > _FIRST_BYTES:
+        rest = _gather_bytes(message[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, world)
+        rows = [first + more for first, more in zip(rows, rest, strict=True)]
+    received = (row[_LENGTH_BYTES:length] for row, length in zip(rows, lengths, strict=True))
+    return [_tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data) for data in received]
+
+
+_LENGTH_BYTES, _FIRST_BYTES = 8, 512
+
+
+def _gather_bytes(data: bytes, length: int, world: World) -> list[bytes]:
+    own = torch.zeros(length, dtype=torch.uint8)  # on the CPU: no wait for a GPU
+    if data:
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
-    received = (bytes(row[:length].cpu().numpy()) for row, length in zip(rows, lengths, strict=True))
-    return [_tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data) for data in received]
+    return [row.numpy().tobytes() for row in rows]
 
 
 _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte

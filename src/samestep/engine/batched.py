@@ -17,7 +17,8 @@ from samestep.engine.buffer_values import any_differs
 from samestep.engine.callbacks import Callback
 from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows
-from samestep.engine.microbatch import TRAINING, SequentialRunner
+from samestep.engine.microbatch import SequentialRunner
+from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import call_model, hooked_part
 
 MAX_BYTES = 2**30  # of activations and gradients of the microbatches computed together

@@ -24,7 +24,8 @@ from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.graphs import with_graphs
 from samestep.engine.loss import LossFunction
 from samestep.engine.merged import MergedRunner, why_separate
-from samestep.engine.microbatch import MicrobatchForward, SequentialRunner, StepRunner
+from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.microbatch_forward import MicrobatchForward
 from samestep.engine.model_state import ModelState
 from samestep.engine.model_transforms import transform_model
 from samestep.engine.multi_loss import MultiLoss, as_step_loss

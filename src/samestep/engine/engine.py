@@ -26,7 +26,8 @@ from samestep.engine.consistency import enable_checks, settings_of
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
-from samestep.engine.microbatch import TRAINING, ForwardFunction, StepRunner
+from samestep.engine.microbatch import StepRunner
+from samestep.engine.microbatch_forward import TRAINING, ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
 from samestep.engine.non_finite import non_finite_error
 from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
@@ -278,7 +279,7 @@ class Engine:
         self.steps += 1
         if batch.source is not None:
             batch.source.end_step(batch, stop=stats.stop)
-        values = runner.forward.means(world.data, runner.forward.value_names(), stats.values)
+        values = runner.forward.means()
         result = StepResult(
             self.steps, stats.loss, stats.count, lr, stats.grad_norm, not finite, stats.stop, stats.save, values
         )

@@ -21,8 +21,9 @@ from samestep.distributed.world import World, all_gather
 from samestep.engine.buffer_values import EvaluationState, written_in_evaluation_error
 from samestep.engine.global_loss import GlobalLoss, part_of_loss
 from samestep.engine.loss import Loss, LossFunction, StepLoss
-from samestep.engine.microbatch import EVALUATION, ForwardFunction, MicrobatchForward
+from samestep.engine.microbatch_forward import EVALUATION, ForwardFunction, MicrobatchForward
 from samestep.engine.multi_loss import MultiLoss, as_step_loss, no_loss
+from samestep.engine.step_values import means
 from samestep.errors import InputError, RunError
 from samestep.metrics.counts import rounded_sum
 from samestep.metrics.metrics import LossMetric, Metric, Metrics, as_metrics, require_loss, require_outputs
@@ -203,11 +204,24 @@ def evaluate_batches(
     (*totals, samples), of_values = _sums(rows, 2 * loss.term_count + 1, slots, scalars, state.written, world)
     values = _means(loss, totals, needs_loss=compute.forward.needs_loss)
     require_loss(values, metrics)
-    values |= {"samples": int(samples), **compute.forward.means(world, names, of_values)}
+    values |= {"samples": int(samples), **_gathered_means(names, of_values, compute)}
     return values | {
         metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
         for metric in metrics
     }
+
+
+def _gathered_means(names: list[list[Any]], numbers: Sequence[float], compute: EvaluationOutputs) -> dict[str, float]:
+    """Return the means of values of a forward function from their slots and names, sums and counts.
+
+    A collective, if there is such a function.
+    """
+    if compute.forward.function is None:
+        return {}
+    own = [[*name, *numbers[2 * i : 2 * i + 2]] for i, name in enumerate(names)]
+    return means(
+        [(name, total, count) for _, name, total, count in chain.from_iterable(all_gather(own, compute.world))]
+    )
 
 
 def _means(loss: StepLoss, totals: list[float], *, needs_loss: bool) -> dict[str, float]:

@@ -27,7 +27,8 @@ from samestep.engine.buffer_values import any_differs, copy_tensors
 from samestep.engine.callbacks import Callback, Intervention
 from samestep.engine.loss import Loss
 from samestep.engine.merged import MergedRunner
-from samestep.engine.microbatch import TRAINING, SequentialRunner, StepRunner
+from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import hooked_part
 from samestep.errors import InputError
 from samestep.strategies.strategy import Strategy

@@ -17,7 +17,8 @@ from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss
 from samestep.engine.merged_check import MergeCheck
 from samestep.engine.merged_functions import MergedFunctions
-from samestep.engine.microbatch import TRAINING, SequentialRunner
+from samestep.engine.microbatch import SequentialRunner
+from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import call_model
 from samestep.engine.step_stats import LocalStats
 from samestep.microbatches import most_owned

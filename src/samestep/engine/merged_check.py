@@ -16,7 +16,7 @@ from samestep.engine.buffer_values import copy_tensors, is_number
 from samestep.engine.joined_inputs import join, split, why_not_joined
 from samestep.engine.loss import Loss, has_rows, rows
 from samestep.engine.merged_functions import MergedFunctions
-from samestep.engine.microbatch import TRAINING, MicrobatchForward
+from samestep.engine.microbatch_forward import TRAINING, MicrobatchForward
 from samestep.engine.model_call import autocast, call_model, hooked_parameter
 from samestep.engine.replicas import Replica, replicate
 

@@ -1,189 +1,31 @@
-"""Forward and backward of microbatches: random state, precision, model, loss, gradients."""
+"""Forward and backward of the microbatches of a rank, one after another."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
-from samestep.config import StepConfig
-from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
+from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.rng import Purpose, SeededGenerators, derive_seed, microbatch_seed, seed_generators
-from samestep.distributed.world import World, all_gather
+from samestep.distributed.rng import SeededGenerators
+from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
 from samestep.engine.buffer_values import MicrobatchBuffers
 from samestep.engine.buffers import ForwardState
 from samestep.engine.callbacks import Callback
-from samestep.engine.gather import LocalOutputs, Roots
-from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
-from samestep.engine.model_call import autocast, call_model
+from samestep.engine.gather import Roots
+from samestep.engine.loss import Loss
+from samestep.engine.microbatch_forward import MicrobatchForward
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
-from samestep.engine.outside_state import OutsideState
 from samestep.engine.step_stats import LocalStats, StepStats, vector_length
 from samestep.errors import UnusedParameterError
-from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy, Sum, sparse_error
-
-TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
-EVALUATION: Purpose = "evaluation"
-ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
-_ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
-
-
-class MicrobatchForward:
-    """Computes outputs and loss of a microbatch under the step configuration.
-
-    Attributes:
-        gathers: the loss is that of the whole global batch, computed from the outputs of all microbatches.
-    """
-
-    def __init__(self, loss: StepLoss, config: StepConfig, device: torch.device) -> None:
-        self.loss, self.config, self.device = loss, config, device
-        self.gathers = config.gather == "global"
-        self._counts: list[float] = []
-        self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
-        self._is_loss_checked = False
-        self.engine_number, self.outside = 0, OutsideState()
-        self.function: ForwardFunction | None = None
-        self.needs_loss = True
-        self.results: dict[int, ForwardResult] = {}  # of the forward function, by microbatch
-
-    @property
-    def seed(self) -> int:
-        """Seed of random states; engines of one world draw different numbers."""
-        seed, number = self.config.seed, self.engine_number
-        return derive_seed("engine", seed, number) if number else seed
-
-    @property
-    def active_loss(self) -> StepLoss:
-        """The loss whose terms `term_losses` returns."""
-        return self.loss if self.function is None or self.gathers else _ONE_TERM
-
-    def begin_step(self, batch: GlobalBatch, world: World) -> None:
-        """Sum the counts that the loss needs before the first forward; a collective."""
-        self._counts = [] if self.function is not None or self.gathers else self.loss.global_counts(batch, world)
-        self._sizes, self.results = [stop - start for start, stop in batch.bounds], {}
-
-    def __call__(
-        self, module: torch.nn.Module, microbatch: Microbatch, position: int, *, concurrent: bool = False
-    ) -> tuple[Any, Loss]:
-        """Return outputs and loss of a training step after `position` steps."""
-        outputs, losses = self.term_losses(module, microbatch, TRAINING, position, concurrent=concurrent)
-        return outputs, self.combine(microbatch, losses)
-
-    def term_losses(
-        self,
-        module: torch.nn.Module,
-        microbatch: Microbatch,
-        purpose: Purpose,
-        position: int,
-        *,
-        concurrent: bool = False,
-    ) -> tuple[Any, list[Loss]]:
-        """Return outputs and the loss of each term; the random state depends on purpose, seed, position and microbatch.
-
-        If other microbatches are computed at the same time (`concurrent`), generators that they share are not seeded.
-
-        Raises:
-            InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
-        """
-        context = self.context(purpose, position, microbatch.number, concurrent=concurrent)
-        with self.outside.unchanged(self.function), context:
-            result = self._result(module, microbatch)
-            if self.function is None:
-                return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
-            losses = [] if result.loss is None else [result.loss]
-        return result.outputs, losses if microbatch.size else _without_samples(losses)
-
-    def outputs(self, module: torch.nn.Module, microbatch: Microbatch, purpose: Purpose, position: int) -> LocalOutputs:
-        """Return a microbatch with outputs and targets; arguments as in `term_losses`.
-
-        Raises:
-            InputError: the batch is not a pair.
-        """
-        with self.outside.unchanged(self.function), self.context(purpose, position, microbatch.number):
-            result = self._result(module, microbatch)
-        # A loss in place of outputs is refused on every rank, when outputs are gathered.
-        return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
-
-    def context(
-        self, purpose: Purpose, position: int, microbatch: int, *, concurrent: bool = False
-    ) -> AbstractContextManager[None]:
-        """Seed the generators for a microbatch, and return the autocast context."""
-        seed = microbatch_seed(purpose, self.seed, position, microbatch)
-        seed_generators(seed, self.device, concurrent=concurrent)
-        return autocast(self.config.precision, self.device)
-
-    def _result(self, module: torch.nn.Module, microbatch: Microbatch) -> ForwardResult:
-        inputs = microbatch.pair[0] if self.function is None else microbatch.data
-        inputs = channels_last(inputs) if self.config.channels_last else inputs
-        if self.function is None:
-            return ForwardResult(None, call_model(module, inputs), microbatch.pair[1], {})
-        needs_loss = self.needs_loss and not self.gathers
-        result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=needs_loss)
-        if not microbatch.is_filler:
-            values = {name: Loss(value.sum.detach(), value.count) for name, value in result.values.items()}
-            self.results[microbatch.number] = ForwardResult(None, None, result.targets, values)  # without graphs
-        return result
-
-    def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
-        """Return the loss of each term; zero for a filler, which takes part in the computation and adds nothing."""
-        targets = move_next_to(microbatch.pair[1], outputs)
-        losses = self.loss.term_losses(outputs, targets, microbatch.size)
-        if not self._is_loss_checked and microbatch.number == 0 and microbatch.size:  # on one rank
-            self._is_loss_checked = True
-            self.loss.require_mean(outputs, targets, microbatch.size)
-        return losses if microbatch.size else _without_samples(losses)
-
-    def with_targets(self, microbatch: Microbatch) -> Microbatch:
-        """Return a computed microbatch with data `(inputs, targets)`, targets of the forward function if it has one."""
-        if self.function is None:
-            return microbatch
-        return microbatch._replace(data=(microbatch.data, self.results[microbatch.number].targets))
-
-    def means(self, world: World, names: Sequence[list[Any]], numbers: Sequence[float]) -> dict[str, float]:
-        """Return the means of the values for logging; a collective if there is a forward function.
-
-        Args:
-            world: the ranks.
-            names: microbatch and name of each value of this rank.
-            numbers: sum and count of each value.
-        """
-        if self.function is None:
-            return {}
-        own = [[*name, *numbers[2 * i : 2 * i + 2]] for i, name in enumerate(names)]
-        rows, means = list(chain(*all_gather(own, world))), {}
-        for name in sorted({row[1] for row in rows}):
-            total, count = (rounded_sum([row[column] for row in rows if row[1] == name]) for column in (2, 3))
-            means[name] = total / count if count else math.nan
-        return means
-
-    def scalars(self) -> list[torch.Tensor]:
-        """Return sums and counts of the values for logging of this rank since `begin_step`, on their devices."""
-        values = chain.from_iterable(result.values.values() for result in self.results.values())
-        return [torch.as_tensor(number, dtype=torch.float64) for value in values for number in (value.sum, value.count)]
-
-    def value_names(self) -> list[list[Any]]:
-        """Return microbatch and name of the values for logging of this rank, in the order of `scalars`."""
-        return [[number, name] for number, result in self.results.items() for name in result.values]
-
-    def combine(self, microbatch: Microbatch, losses: Sequence[Loss]) -> Loss:
-        """Return the one loss of a training step from the losses of its terms."""
-        if self.function is not None:
-            return losses[0]
-        return self.loss.combine(losses, self._counts, sum(self._sizes), self._sizes[microbatch.number])
-
-
-def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
-    return [Loss(loss.sum * 0.0, 0.0) for loss in losses]
 
 
 @dataclass(eq=False, repr=False)
@@ -265,9 +107,17 @@ class StepRunner(ABC):
         cover, in_order = tree.cover(data.rank, data.shares), length > self.buffers.control_length
         step_hash = self.world.context.collective_check.step_hash
         vectors = stats.vectors(
-            tree, cover, self.world.device, length, in_order=in_order, requests=requests, step_hash=step_hash
+            tree,
+            cover,
+            self.world.device,
+            length,
+            in_order=in_order,
+            requests=requests,
+            step_hash=step_hash,
+            values=self.forward.values,
         )
-        return self.strategy.sum_vectors(tree, vectors, vector_length(tree.microbatches, length))
+        others = self.forward.values.length(tree.microbatches) + length
+        return self.strategy.sum_vectors(tree, vectors, vector_length(tree.microbatches, others))
 
     def finish(self, tree: MicrobatchTree, total: Sum) -> torch.Tensor:
         """Complete the gradients and return the sum of the statistics vectors."""
@@ -276,12 +126,14 @@ class StepRunner(ABC):
 
     def read(self, batch: GlobalBatch, total: torch.Tensor, norm: torch.Tensor) -> StepStats:
         """Wait for the device, and return the statistics of the step; complete the state that the forward changed."""
-        scalars, tree = self.forward.scalars(), MicrobatchTree(batch.microbatches, batch.size)
+        tree, values = MicrobatchTree(batch.microbatches, batch.size), self.forward.values
+        lengths = self.buffers.control_length, values.length(tree.microbatches)
         status, is_wait = self.world.context.status, is_accelerator(self.world.device)
         with status.waiting("the results of the step") if is_wait else nullcontext():
-            stats = StepStats.from_vector(batch.microbatches, total, self.buffers.control_length, norm, scalars)
+            stats = StepStats.from_vector(batch.microbatches, total, lengths[0], norm, lengths[1])
         with self.undo_on_failure():
             self.world.context.collective_check.confirm(*stats.hashes)
+            values.read(stats.values, tree.filled, self.world.data, is_planned=stats.are_values_planned)
             self.buffers.combine(stats.buffers, stats.control, tree, self.strategy, self.world.data)
         return stats
 

@@ -59,7 +59,7 @@ class OutsideState:
         Raises:
             InputError: a number or a generator has changed.
         """
-        if function is not self._function[0]:
+        if function != self._function[0]:  # bound methods are equal, and other objects each time
             self._function = function, _places_of(function)
         places = [*self._places, *self._function[1]] if self._is_active else []
         before = [_snapshot(read()) for _, read in places]

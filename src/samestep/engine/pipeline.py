@@ -17,7 +17,8 @@ from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.buffer_values import EvaluationState, MicrobatchBuffers
 from samestep.engine.evaluation import EvaluationOutputs
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import EVALUATION, TRAINING, MicrobatchForward, StepRunner
+from samestep.engine.microbatch import StepRunner
+from samestep.engine.microbatch_forward import EVALUATION, TRAINING, MicrobatchForward
 from samestep.engine.model_call import as_arguments
 from samestep.engine.step_stats import LocalStats
 from samestep.strategies.pipeline.stages import PipelineStages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
+from samestep.engine.step_values import Scalar, StepValues, scalar
 from samestep.metrics.counts import rounded_sum
 from samestep.strategies.reduction import MicrobatchTree, Node
 
@@ -60,7 +61,8 @@ class StepStats:
     buffers: torch.Tensor  # sum over microbatches of the buffers' values, float64
     control: Sequence[float] = ()  # the first elements of `buffers`
     grad_norm: float = 0.0
-    values: Sequence[float] = ()
+    values: Sequence[float] = ()  # the elements of `StepValues`
+    are_values_planned: bool = True  # on every rank
 
     @classmethod
     def from_vector(
@@ -69,27 +71,25 @@ class StepStats:
         total: torch.Tensor,
         control_length: int = 0,
         norm: torch.Tensor | None = None,
-        values: Sequence[torch.Tensor] = (),
+        values_length: int = 0,
     ) -> StepStats:
-        """Return the statistics from the sum of the vectors of all microbatches, and other scalars of the step.
+        """Return the statistics from the sum of the vectors of all microbatches, and the norm of the gradient.
 
         Everything is read at once: the only time in a step that the host waits for the device.
         """
         length = vector_length(microbatches, 0)
-        vector = total[: length + control_length]
-        scalars = [scalar.detach() for scalar in (*values, *([] if norm is None else [norm]))]
-        on_host = [number for scalar in scalars if (number := value_on_host(scalar)) is not None]
-        if len(on_host) == len(scalars):
-            numbers = [*vector.tolist(), *on_host]
+        end = length + values_length
+        vector, norm = total[: end + control_length], total.new_zeros(()) if norm is None else norm.detach()
+        on_host = value_on_host(norm)
+        if on_host is not None:
+            numbers = [*vector.tolist(), on_host]
         else:
-            columns = [scalar.double().view(1).to(total.device, non_blocking=True) for scalar in scalars]
-            numbers = torch.cat([vector, *columns]).tolist()
-        grad_norm = 0.0 if norm is None else numbers.pop()
-        *head, stop, save, hashes, squares = numbers[:length]
-        control, others = numbers[length : length + control_length], numbers[length + control_length :]
-        buffers = total[length:]
+            numbers = torch.cat([vector, norm.double().view(1).to(total.device, non_blocking=True)]).tolist()
+        *head, stop, save, unplanned, hashes, squares = numbers[:length]
+        values, control, grad_norm = numbers[length:end], numbers[end:-1], numbers[-1]
         losses, counts = head[:microbatches], head[microbatches:]
-        return cls(losses, counts, stop > 0, save > 0, (hashes, squares), buffers, control, grad_norm, others)
+        flags, sums = (stop > 0, save > 0), (hashes, squares)
+        return cls(losses, counts, *flags, sums, total[end:], control, grad_norm, values, unplanned == 0)
 
     @property
     def count(self) -> float:
@@ -107,23 +107,23 @@ class StepStats:
         return [microbatch for microbatch, loss in enumerate(self.losses) if not math.isfinite(loss)]
 
 
-def vector_length(microbatches: int, buffers: int) -> int:
-    """Return the length of a microbatch's vector with `buffers` buffer elements."""
-    return 2 * microbatches + 4 + buffers
+def vector_length(microbatches: int, others: int) -> int:
+    """Return the length of a microbatch's vector with `others` elements of values and buffers."""
+    return 2 * microbatches + 5 + others
 
 
 class LocalStats:
     """Losses, counts and buffers of the microbatches of this rank in one step."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, torch.Tensor | float] = {}
-        self._counts: dict[int, torch.Tensor | float] = {}
+        self._losses: dict[int, Scalar] = {}
+        self._counts: dict[int, Scalar] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
     def add(self, microbatch: int, loss: Loss, buffers: torch.Tensor | None) -> None:
         """Add a microbatch; `buffers` is its float64 vector, None for zeros."""
-        self._losses[microbatch] = _scalar(loss.sum)
-        self._counts[microbatch] = _scalar(loss.count)
+        self._losses[microbatch] = scalar(loss.sum)
+        self._counts[microbatch] = scalar(loss.count)
         if buffers is not None:
             self._buffers[microbatch] = buffers
 
@@ -137,6 +137,7 @@ class LocalStats:
         in_order: bool = False,
         requests: tuple[bool, bool] = (False, False),
         step_hash: int = 0,
+        values: StepValues | None = None,
     ) -> dict[Node, torch.Tensor]:
         """Return this rank's vectors by subtree, without a wait for the device.
 
@@ -149,22 +150,39 @@ class LocalStats:
                 rounding, and one vector holds those of all microbatches of this rank.
             requests: requests of this rank to stop, and to save.
             step_hash: that of the collective check.
+            values: those of the step.
         """
         nodes = [(number, number + 1) for number in self._losses] if in_order else cover
-        length = vector_length(tree.microbatches, 0)
+        values = StepValues() if values is None else values
+        values_length = values.length(tree.microbatches)
+        length = vector_length(tree.microbatches, values_length)
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        first = self._numbers(tree.microbatches, (*requests, step_hash, step_hash**2), device)
+        header = *requests, not values.is_planned, step_hash, step_hash**2
+        first = self._numbers(tree.microbatches, header, values.elements(), values_length, device)
         first = torch.cat([first, zeros(buffers)]) if buffers else first
         vectors = {node: zeros(length + buffers) if order else first for order, node in enumerate(nodes)}
-        for number, values in self._buffers.items():
-            vectors[(number, number + 1) if in_order else nodes[0]][length:].add_(values.to(device, non_blocking=True))
+        for number, own in self._buffers.items():
+            vectors[(number, number + 1) if in_order else nodes[0]][length:].add_(own.to(device, non_blocking=True))
         return vectors
 
-    def _numbers(self, microbatches: int, numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-        """Return losses and counts of all microbatches of this rank, and numbers of the rank, as a vector."""
+    def _numbers(
+        self,
+        microbatches: int,
+        numbers: Sequence[float],
+        elements: Mapping[int, Scalar],
+        length: int,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return losses and counts of all microbatches of this rank, numbers of the rank, and `elements`, as a vector.
+
+        `length` is that of the last part, whose `elements` are set.
+        """
         host = array("d", bytes(16 * microbatches))
+        host.extend(numbers)
+        end = len(host)
+        host.frombytes(bytes(8 * length))
         columns: dict[int, list[torch.Tensor]] = {}  # consecutive elements, by the first
-        for values, start in ((self._losses, 0), (self._counts, microbatches)):
+        for values, start in ((self._losses, 0), (self._counts, microbatches), (elements, end)):
             first = following = -1
             for number, value in values.items():
                 if not isinstance(value, torch.Tensor):
@@ -174,7 +192,6 @@ class LocalStats:
                 first = first if number == following else start + number
                 columns.setdefault(first, []).append(value)
                 following = number + 1
-        host.extend(numbers)
         # A copy of all numbers of the host at once needs no wait for a device.
         vector = torch.frombuffer(host, dtype=torch.float64).to(device, non_blocking=True)
         for first, tensors in columns.items():
@@ -182,14 +199,6 @@ class LocalStats:
             stacked = torch.stack(column) if len(column) > 1 else column[0]
             vector[first : first + len(column)].copy_(stacked, non_blocking=True)
         return vector
-
-
-def _scalar(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a scalar as a number, without its graph; as a tensor if the host would wait for its device."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    on_host = value_on_host(value.detach())
-    return value.detach().view(()) if on_host is None else on_host
 
 
 def counts_of(microbatches: int, total: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.global_loss import NO_LOSS, GlobalLoss, OutputGradients
 from samestep.engine.lockstep import Threads, Track, run_in_lockstep
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import TRAINING, SequentialRunner
+from samestep.engine.microbatch import SequentialRunner
+from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.replicas import Gradients, Replica, replicate, require_no_hooks, require_untouched, set_gradients
 from samestep.engine.statistics_exchange import AllGathers, Direction, Message, StatisticsExchange

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from samestep.data.batch import Microbatch
-from samestep.distributed.world import World, all_gather
+from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.distributed.world import World
 from samestep.engine.callbacks import Callback
+from samestep.engine.engine import Engine
+from samestep.engine.step_values import StepValues, ValueRow
 from samestep.integrations.torch_loader import integration_error
 
 _SIGNATURE = inspect.signature(LightningModule.log)
+_LOG = "log"  # first part of the keys of logged values
 _OMITTED = ("self", "name", "value", "batch_size", "enable_graph", "sync_dist", "sync_dist_group")
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
-
-
-class _Entry(NamedTuple):
-    """One value of one microbatch."""
-
-    microbatch: int
-    name: str
-    ordinal: int  # number of earlier values of this name in the microbatch
-    weight: int
-    options: dict[str, Any]
-    value: float = 0.0
 
 
 class BatchLog(Callback):
@@ -47,20 +41,31 @@ class BatchLog(Callback):
 
     def __init__(self, module: LightningModule, world: World) -> None:
         self._module, self._world = module, world
-        self._entries: list[tuple[_Entry, torch.Tensor]] = []
+        self._values = StepValues()
+        self._ordinals: Counter[tuple[int, str]] = Counter()  # number of values of each name in each microbatch
         self._metrics: dict[str, tuple[Metric, dict[str, Any]]] = {}
         self._microbatch = Microbatch(0, 0, None)
 
+    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+        """Exchange the values of this step with its statistics."""
+        self._values = engine.step_runner.forward.values
+
     @contextmanager
     def batch(self, *, is_training: bool) -> Iterator[None]:
-        """Collect the values of the block, and log them at its end; a collective."""
-        self._entries, self._metrics = [], {}
+        """Collect the values of the block, which computes a step of an engine in training, and log them at its end.
+
+        A collective.
+        """
+        self._metrics, self._values = {}, StepValues()
+        self._ordinals.clear()
         self._is_training = is_training
         self._module.log = self._record  # type: ignore[method-assign]
         try:
             yield
         finally:
             del self._module.log
+        if not is_training:
+            self._values.read((), (), self._world, is_planned=False)
         self._log()
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
@@ -79,10 +84,12 @@ class BatchLog(Callback):
         options["reduce_fx"] = _reduction_name(name, options.get("reduce_fx", "mean"))
         number, weight = self._microbatch.number, bound.get("batch_size")
         weight = self._microbatch.size if weight is None else int(weight)
-        ordinal = sum(entry.microbatch == number and entry.name == name for entry, _ in self._entries)
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        ordinal = self._ordinals[number, name]
+        self._ordinals[number, name] += 1
+        number_or_scalar = value.detach().reshape(()) if isinstance(value, torch.Tensor) else float(value)
         if self._microbatch.size:
-            self._entries.append((_Entry(number, name, ordinal, weight, options), tensor))
+            key = (_LOG, name, str(ordinal), json.dumps(options))
+            self._values.add(number, key, number_or_scalar, weight)
 
     def _require_epoch(self, name: str, options: dict[str, Any]) -> None:
         on_step = options.get("on_step")
@@ -94,27 +101,22 @@ class BatchLog(Callback):
             )
 
     def _log(self) -> None:
-        tensors = [tensor.reshape(1).double().to(self._world.device) for _, tensor in self._entries]
-        numbers = torch.cat(tensors).tolist() if tensors else []
-        own = [entry._replace(value=number) for (entry, _), number in zip(self._entries, numbers, strict=True)]
-        self._entries = []
-        groups: dict[tuple[str, int], list[_Entry]] = {}
-        for row in sorted((row for rows in all_gather(own, self._world) for row in rows), key=lambda row: row[0]):
-            entry = _Entry(*row)
-            groups.setdefault((entry.name, entry.ordinal), []).append(entry)
-        for entries in groups.values():
-            weight = sum(entry.weight for entry in entries)
+        groups: dict[tuple[str, str], list[ValueRow]] = {}
+        for row in self._values.rows:
+            if row.key[0] == _LOG:
+                groups.setdefault((row.key[1], row.key[2]), []).append(row)
+        for (name, _), rows in groups.items():
+            weight, options = int(sum(row.second for row in rows)), json.loads(rows[0].key[3])
             if weight:
-                self._module.log(entries[0].name, _combined(entries), batch_size=weight, **entries[0].options)
+                self._module.log(name, _combined(rows, options["reduce_fx"]), batch_size=weight, **options)
         for name, (metric, options) in self._metrics.items():
             self._module.log(name, metric, **options)
 
 
-def _combined(entries: list[_Entry]) -> float:
-    reduce = _REDUCTIONS.get(entries[0].options["reduce_fx"])
-    if reduce is not None:
-        return reduce([entry.value for entry in entries])
-    return math.fsum(entry.value * entry.weight for entry in entries) / sum(entry.weight for entry in entries)
+def _combined(rows: list[ValueRow], reduction: str) -> float:
+    if (reduce := _REDUCTIONS.get(reduction)) is not None:
+        return reduce([row.first for row in rows])
+    return math.fsum(row.first * row.second for row in rows) / sum(row.second for row in rows)
 
 
 def _reduction_name(name: str, reduction: Any) -> str:

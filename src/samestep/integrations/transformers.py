@@ -222,8 +222,8 @@ class SamestepTrainerMixin(_Trainer):
         number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
         # Complete, also with dataloader_drop_last, whose batches of one process are smaller.
         batches = BatchSampler(loader.sampler, 1, drop_last=False) if loader.sampler is not None else None
-        size = self.args.eval_batch_size * number
-        batched = trainer_loader(loader, self.args, self._world, size, number, batches)
+        samples = self.args.eval_batch_size * number
+        batched = trainer_loader(loader, self.args, self._world, samples, number, batches)
         return EvaluationDataLoader(batched, loader.dataset)
 
     def _engine_of(self, model: torch.nn.Module) -> Engine:

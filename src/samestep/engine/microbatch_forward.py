@@ -1,0 +1,167 @@
+"""Forward of a microbatch: random state, precision, model, loss, values for logging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+
+from samestep.config import StepConfig
+from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
+from samestep.distributed.rng import Purpose, derive_seed, microbatch_seed, seed_generators
+from samestep.distributed.world import World
+from samestep.engine.gather import LocalOutputs
+from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
+from samestep.engine.model_call import autocast, call_model
+from samestep.engine.outside_state import OutsideState
+from samestep.engine.step_values import StepValues, means
+
+TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
+EVALUATION: Purpose = "evaluation"
+VALUE = "value"  # first part of the keys of values for logging
+
+ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
+_ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
+
+
+class MicrobatchForward:
+    """Computes outputs and loss of a microbatch under the step configuration.
+
+    Attributes:
+        values: numbers of the microbatches, such as values for logging.
+        gathers: the loss is that of the whole global batch, computed from the outputs of all microbatches.
+    """
+
+    def __init__(self, loss: StepLoss, config: StepConfig, device: torch.device) -> None:
+        self.loss, self.config, self.device = loss, config, device
+        self.gathers = config.gather == "global"
+        self.values = StepValues()
+        self._counts: list[float] = []
+        self._sizes: list[int] = []  # nominal samples of each microbatch, with those that are left out
+        self._is_loss_checked = False
+        self.engine_number, self.outside = 0, OutsideState()
+        self.function: ForwardFunction | None = None
+        self.needs_loss = True
+        self.results: dict[int, ForwardResult] = {}  # of the forward function, by microbatch
+
+    @property
+    def seed(self) -> int:
+        """Seed of random states; engines of one world draw different numbers."""
+        seed, number = self.config.seed, self.engine_number
+        return derive_seed("engine", seed, number) if number else seed
+
+    @property
+    def active_loss(self) -> StepLoss:
+        """The loss whose terms `term_losses` returns."""
+        return self.loss if self.function is None or self.gathers else _ONE_TERM
+
+    def begin_step(self, batch: GlobalBatch, world: World) -> None:
+        """Sum the counts that the loss needs before the first forward; a collective."""
+        self._counts = [] if self.function is not None or self.gathers else self.loss.global_counts(batch, world)
+        self._sizes, self.results = [stop - start for start, stop in batch.bounds], {}
+        self.values.begin_step([microbatch.number for microbatch in batch.local_microbatches])
+
+    def __call__(
+        self, module: torch.nn.Module, microbatch: Microbatch, position: int, *, concurrent: bool = False
+    ) -> tuple[Any, Loss]:
+        """Return outputs and loss of a training step after `position` steps."""
+        outputs, losses = self.term_losses(module, microbatch, TRAINING, position, concurrent=concurrent)
+        return outputs, self.combine(microbatch, losses)
+
+    def term_losses(
+        self,
+        module: torch.nn.Module,
+        microbatch: Microbatch,
+        purpose: Purpose,
+        position: int,
+        *,
+        concurrent: bool = False,
+    ) -> tuple[Any, list[Loss]]:
+        """Return outputs and the loss of each term; the random state depends on purpose, seed, position and microbatch.
+
+        If other microbatches are computed at the same time (`concurrent`), generators that they share are not seeded.
+
+        Raises:
+            InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
+        """
+        context = self.context(purpose, position, microbatch.number, concurrent=concurrent)
+        with self.outside.unchanged(self.function), context:
+            result = self._result(module, microbatch)
+            if self.function is None:
+                return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
+            losses = [] if result.loss is None else [result.loss]
+        return result.outputs, losses if microbatch.size else _without_samples(losses)
+
+    def outputs(self, module: torch.nn.Module, microbatch: Microbatch, purpose: Purpose, position: int) -> LocalOutputs:
+        """Return a microbatch with outputs and targets; arguments as in `term_losses`.
+
+        Raises:
+            InputError: the batch is not a pair.
+        """
+        with self.outside.unchanged(self.function), self.context(purpose, position, microbatch.number):
+            result = self._result(module, microbatch)
+        # A loss in place of outputs is refused on every rank, when outputs are gathered.
+        return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
+
+    def context(
+        self, purpose: Purpose, position: int, microbatch: int, *, concurrent: bool = False
+    ) -> AbstractContextManager[None]:
+        """Seed the generators for a microbatch, and return the autocast context."""
+        seed = microbatch_seed(purpose, self.seed, position, microbatch)
+        seed_generators(seed, self.device, concurrent=concurrent)
+        return autocast(self.config.precision, self.device)
+
+    def _result(self, module: torch.nn.Module, microbatch: Microbatch) -> ForwardResult:
+        inputs = microbatch.pair[0] if self.function is None else microbatch.data
+        inputs = channels_last(inputs) if self.config.channels_last else inputs
+        if self.function is None:
+            return ForwardResult(None, call_model(module, inputs), microbatch.pair[1], {})
+        needs_loss = self.needs_loss and not self.gathers
+        result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=needs_loss)
+        if not microbatch.is_filler:
+            values = {name: Loss(value.sum.detach(), value.count) for name, value in result.values.items()}
+            self.results[microbatch.number] = ForwardResult(None, None, result.targets, values)  # without graphs
+            for name, value in values.items():
+                self.values.add(microbatch.number, (VALUE, name), value.sum, value.count)
+        return result
+
+    def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
+        """Return the loss of each term; zero for a filler, which takes part in the computation and adds nothing."""
+        targets = move_next_to(microbatch.pair[1], outputs)
+        losses = self.loss.term_losses(outputs, targets, microbatch.size)
+        if not self._is_loss_checked and microbatch.number == 0 and microbatch.size:  # on one rank
+            self._is_loss_checked = True
+            self.loss.require_mean(outputs, targets, microbatch.size)
+        return losses if microbatch.size else _without_samples(losses)
+
+    def with_targets(self, microbatch: Microbatch) -> Microbatch:
+        """Return a computed microbatch with data `(inputs, targets)`, targets of the forward function if it has one."""
+        if self.function is None:
+            return microbatch
+        return microbatch._replace(data=(microbatch.data, self.results[microbatch.number].targets))
+
+    def means(self) -> dict[str, float]:
+        """Return the means of the values for logging of the last step, equal on every rank."""
+        return means([(key[1], total, count) for _, key, total, count in self.values.rows if key[0] == VALUE])
+
+    def scalars(self) -> list[torch.Tensor]:
+        """Return sums and counts of the values for logging of this rank of the last microbatches, on their devices."""
+        values = chain.from_iterable(result.values.values() for result in self.results.values())
+        return [torch.as_tensor(number, dtype=torch.float64) for value in values for number in (value.sum, value.count)]
+
+    def value_names(self) -> list[list[Any]]:
+        """Return microbatch and name of the values for logging of this rank, in the order of `scalars`."""
+        return [[number, name] for number, result in self.results.items() for name in result.values]
+
+    def combine(self, microbatch: Microbatch, losses: Sequence[Loss]) -> Loss:
+        """Return the one loss of a training step from the losses of its terms."""
+        if self.function is not None:
+            return losses[0]
+        return self.loss.combine(losses, self._counts, sum(self._sizes), self._sizes[microbatch.number])
+
+
+def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
+    return [Loss(loss.sum * 0.0, 0.0) for loss in losses]
