@@ -180,7 +180,7 @@ class PassedGenerator:
 
     state: Callable[[], torch.Tensor]
     set_state: Callable[[torch.Tensor], None]
-    fingerprint: Callable[[], int]
+    fingerprint: Callable[[], float]
 
 
 def passed_generators(device: torch.device) -> list[PassedGenerator]:
@@ -189,7 +189,7 @@ def passed_generators(device: torch.device) -> list[PassedGenerator]:
     generators = [
         PassedGenerator(torch.get_rng_state, torch.set_rng_state, lambda: int(number.random_())),
         PassedGenerator(_python_state, _set_python_state, lambda: random.getrandbits(64)),
-        PassedGenerator(_numpy_state, _set_numpy_state, lambda: int.from_bytes(numpy.random.bytes(8), "little")),
+        PassedGenerator(_numpy_state, _set_numpy_state, numpy.random.random_sample),
     ]
     if is_accelerator(device):
         state = partial(accelerator_module().get_rng_state, device)
