@@ -96,6 +96,7 @@ def start(
         InputError: device or mesh do not exist, a process group exists, or the run cannot be written, or is in use.
     """
     worker, strategy = process_state.worker, _with_fixed_shares(strategy or StrategyConfig())
+    keep_freed_memory()  # before the threads of the process group exist
     status = worker.rank_status if worker else local_rank_status()
     if adopt and dist.is_initialized():
         own = adopt_process_group(device, timeout, strategy, share_gpu=share_gpu)
@@ -357,7 +358,6 @@ def _select_devices(
 
 
 def _configure_process(reduction: Reduction, threads: int) -> None:
-    keep_freed_memory()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(reduction == "exact")
     # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
