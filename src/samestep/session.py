@@ -103,14 +103,13 @@ def start(
     else:
         own = _create_process_group(worker, device, timeout, status, strategy, share_gpu=share_gpu)
     _configure_process(reduction, threads)
-    stop = _stop_request(worker)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
-    context = RunContext(status, stop, check, callbacks=process_state.callbacks)
+    context = RunContext(status, _stop_request(worker), check, callbacks=process_state.callbacks)
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
         with context.resources as resources:
             world = resources.enter_context(_with_loggers(world, run, loggers, checksum_every))
-            with check.until_end(), _handlers_installed(stop) if own.rendezvous else nullcontext():
+            with check.until_end(), _handlers_installed(context.stop) if own.rendezvous else nullcontext():
                 yield world
     except BaseException:
         _leave_after_failure(own)
