@@ -50,6 +50,7 @@ class RunContext:
         return cls(status, stop or StopRequest(), check)
 
 
+_LENGTH_BYTES, _FEW_DATA_BYTES = 8, 504  # of the first message of `all_gather`
 _FEW_BYTES = 2**16  # every rank sends its values to every other one
 
 
@@ -241,27 +242,28 @@ def all_gather(value: Any, world: World) -> list[Any]:
         PeerLostError: another rank ended.
     """
     data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
-    # The first message has the length, and as much of the data as fits.
-    message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    rows = _gather_bytes(message[:_FIRST_BYTES], _FIRST_BYTES, world)
-    lengths = [int.from_bytes(row[:_LENGTH_BYTES], "little") + _LENGTH_BYTES for row in rows]
-    if max(lengths) > _FIRST_BYTES:
-        rest = _gather_bytes(message[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, world)
-        rows = [first + more for first, more in zip(rows, rest, strict=True)]
-    received = (row[_LENGTH_BYTES:length] for row, length in zip(rows, lengths, strict=True))
+    # The first message has the length, and the data if it fits. No copy of large data is made for the length.
+    few = data if len(data) <= _FEW_DATA_BYTES else b""
+    rows = _gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + few, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
+    lengths = [int.from_bytes(_bytes(row[:_LENGTH_BYTES]), "little") for row in rows]
+    if max(lengths) > _FEW_DATA_BYTES:
+        rows = _gather_bytes(data, max(lengths), world)
+    else:
+        rows = [row[_LENGTH_BYTES:] for row in rows]
+    received = (_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True))
     return [_tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data) for data in received]
 
 
-_LENGTH_BYTES, _FIRST_BYTES = 8, 512
-
-
-def _gather_bytes(data: bytes, length: int, world: World) -> list[bytes]:
+def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
     own = torch.zeros(length, dtype=torch.uint8)  # on the CPU: no wait for a GPU
-    if data:
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
-    return [row.numpy().tobytes() for row in rows]
+    return rows
+
+
+def _bytes(row: torch.Tensor) -> bytes:
+    return row.numpy().tobytes()
 
 
 _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte

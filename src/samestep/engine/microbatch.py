@@ -114,7 +114,7 @@ class StepRunner(ABC):
             in_order=in_order,
             requests=requests,
             step_hash=step_hash,
-            values=self.forward.values,
+            values=self.forward.step_values(),
         )
         others = self.forward.values.length(tree.microbatches) + length
         return self.strategy.sum_vectors(tree, vectors, vector_length(tree.microbatches, others))

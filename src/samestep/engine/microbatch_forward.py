@@ -31,7 +31,7 @@ class MicrobatchForward:
     """Computes outputs and loss of a microbatch under the step configuration.
 
     Attributes:
-        values: numbers of the microbatches, such as values for logging.
+        values: numbers of the microbatches of the step, to which callbacks can add.
         gathers: the loss is that of the whole global batch, computed from the outputs of all microbatches.
     """
 
@@ -124,8 +124,6 @@ class MicrobatchForward:
         if not microbatch.is_filler:
             values = {name: Loss(value.sum.detach(), value.count) for name, value in result.values.items()}
             self.results[microbatch.number] = ForwardResult(None, None, result.targets, values)  # without graphs
-            for name, value in values.items():
-                self.values.add(microbatch.number, (VALUE, name), value.sum, value.count)
         return result
 
     def losses_of_outputs(self, microbatch: Microbatch, outputs: Any) -> list[Loss]:
@@ -142,6 +140,13 @@ class MicrobatchForward:
         if self.function is None:
             return microbatch
         return microbatch._replace(data=(microbatch.data, self.results[microbatch.number].targets))
+
+    def step_values(self) -> StepValues:
+        """Return the numbers of the step, with the values for logging of the forward function."""
+        for number, result in self.results.items():
+            for name, value in result.values.items():
+                self.values.add(number, (VALUE, name), value.sum, value.count)
+        return self.values
 
     def means(self) -> dict[str, float]:
         """Return the means of the values for logging of the last step, equal on every rank."""

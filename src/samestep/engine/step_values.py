@@ -48,7 +48,7 @@ class StepValues:
 
     def add(self, microbatch: int, key: Key, first: Scalar, second: Scalar) -> None:
         """Add two scalars of a microbatch, on any device, under a key of its own."""
-        self._own.setdefault(microbatch, {})[key] = scalar(first), scalar(second)
+        self._own.setdefault(microbatch, {})[key] = _double(first), _double(second)
 
     @property
     def is_planned(self) -> bool:
@@ -108,6 +108,12 @@ def scalar(value: Scalar) -> Scalar:
         return value
     on_host = value_on_host(value.detach())
     return value.detach().view(()) if on_host is None else on_host
+
+
+def _double(value: Scalar) -> Scalar:
+    """Return a scalar as `scalar` does, as float64: the numbers of one vector have one type."""
+    number = scalar(value)
+    return number.double() if isinstance(number, torch.Tensor) else number
 
 
 def means(rows: Sequence[tuple[str, float, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Optimizer of an engine whose gradients another library uses."""
+"""Optimizer without updates, for gradients that another library uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GradientsOnly(torch.optim.Optimizer):
     The library clips the gradients and updates the parameters.
 
     Args:
-        model: the model, whose trained parameters the optimizer holds.
+        model: the optimizer holds its trained parameters.
     """
 
     has_rate = False  # `lr` has no meaning

@@ -4,10 +4,17 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+import samestep
+from samestep.engine import step_values as module
+from samestep.engine.step_stats import LocalStats, StepStats
+from samestep.engine.step_values import StepValues
 from samestep.launcher.launch import launch
+from samestep.strategies.reduction import MicrobatchTree
 from workers import step_values
 
+World = samestep.World
 RANKS = [1, 3, 4]
 
 
@@ -40,3 +47,20 @@ def test_values_are_means_over_the_samples_that_have_them(results: dict[int, Any
     assert [float.fromhex(names["a"]) for names in cases["one microbatch"]] == [1.0] * 4
     means = [float.fromhex(names["b"]) for names in cases["equal names"]]
     assert [2 * float.fromhex(names["a"]) for names in cases["a sum and a count"]] == pytest.approx(means)
+
+
+def test_numbers_on_a_device_may_have_different_types(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "value_on_host", lambda tensor: None)  # as for a GPU
+    tree, values = MicrobatchTree(2, 2), StepValues()
+    for is_planned in (False, True):
+        values.begin_step([0, 1])
+        for number in range(2):
+            values.add(
+                number, ("value", "a"), torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(2**24 + number + 1)
+            )
+        assert values.is_planned == is_planned
+        (vector,) = LocalStats().vectors(tree, ((0, 2),), alone.device, values=values).values()
+        stats = StepStats.from_vector(2, vector, values_length=values.length(2))
+        assert stats.are_values_planned == is_planned
+        values.read(stats.values, [0, 1], alone, is_planned=is_planned)
+        assert [row[2:] for row in values.rows] == [(0.5, 2**24 + 1), (0.5, 2**24 + 2)]

@@ -20,7 +20,7 @@ from samestep.tools.audit.worlds import World, group_worlds
 
 @dataclass(frozen=True)
 class WorldAnalysis:
-    """Findings of one world, and what was observed of it."""
+    """Findings of one world, and the extent of its observation."""
 
     program: str
     ranks: int
