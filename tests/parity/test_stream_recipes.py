@@ -9,7 +9,7 @@ import pytest
 
 from helpers import sample_files
 from helpers.sample_files import IMAGE_STEPS, IMAGES, LARGE, LARGE_BYTES, TOKEN_STEPS, TOKENS
-from helpers.system import Running, events, here, state_of, steps_saved, weights
+from helpers.system import Running, events, here, state_of, weights
 
 LONG = pytest.mark.long
 SETTINGS = {"images": IMAGES, "language": TOKENS}
@@ -80,7 +80,8 @@ def kill(root: Path, recipe: str, name: str, processes: int, workers: int, setti
     """Train, and kill all processes after a checkpoint within the first epoch."""
     run, machine = root / "runs" / name, ("--processes", processes, "--workers", workers, "--checkpoint-every", 3)
     with Running("train", recipe, "--name", name, *machine, "--set", *settings, cwd=root) as running:
-        running.until(lambda: steps_saved(run), "a checkpoint", 90)
+        # The link is set after the folder of the checkpoint exists.
+        running.until((run / "checkpoints/last").exists, "a checkpoint", 90)
         for process in running.processes():
             running.try_kill_process(process, signal.SIGKILL)
         running.wait(30)
