@@ -1,6 +1,6 @@
 """Time that `samestep audit` adds to a step: two processes of one training loop, of which one is observed.
 
-The processes take turns of some steps, so that both meet the same load of the machine. Times are processor times of a
+The processes take turns of some steps, so that the load of the machine affects both. Times are processor times of a
 process, without waits for the processor. The first 50 steps are observed one by one, later ones every 50th.
 """
 

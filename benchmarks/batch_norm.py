@@ -51,7 +51,7 @@ class Turn:
 
 
 def measure(model: str, batch_size: int, per_rank: int, rounds: int, steps: int) -> Result:
-    """Seconds a step, by word and round, on rank 0; what `samestep.launch` runs in each rank."""
+    """Return seconds per step of each variant and round on rank 0; a function for `samestep.launch`."""
     with samestep.start(device="cpu") as world:
         contenders = {}
         for word in WORDS:
@@ -152,7 +152,7 @@ def main() -> None:
         "MiB a rank more",
     ]
     parts = [
-        "# Batch norm over all microbatches beside batch norm by microbatch",
+        "# Batch norm over all microbatches, relative to batch norm by microbatch",
         machine_line(machine),
         f"Global batch {options.batch_size}, one thread a process, `exact`, {options.rounds} rounds in which both have "
         "a turn of some steps in the same processes. Ratios are taken\nround by round; processor time is that of all "

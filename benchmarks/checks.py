@@ -1,10 +1,10 @@
-"""What it costs to compare ranks while they train: steps without checks, with the default ones and with `check_every`.
+"""Cost of comparisons between ranks in training: steps without checks, with the default ones and with `check_every`.
 
 `--witness` measures steps with `witness_every` instead.
 
 All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
-round by round. `roll call` checks no weights at all, so the rest of `every step` is what a comparison of weights costs;
-what rarer comparisons cost follows from the two.
+round by round. `roll call` checks no weights, so the rest of `every step` is the cost of a comparison of weights; the
+cost of rarer comparisons follows from the two.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _shown(spread: dict[str, float], digits: int) -> str:
 
 def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     parts = [
-        "# Cost of a witness" if options.witness else "# What it costs to compare ranks while they train",
+        "# Cost of a witness" if options.witness else "# Cost of comparisons between ranks in training",
         machine_line(machine),
         f"Global batch {options.batch_size}, one microbatch and one thread per process, SGD with momentum; the "
         "variants alternate in the same\nprocesses, with ratios per round. `off, again` equals `off`: its "

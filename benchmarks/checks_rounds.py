@@ -1,4 +1,4 @@
-"""What each rank of `checks.py` does: engines that are checked or not, in turns."""
+"""Rank function of `checks.py`: engines with and without checks, in turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Plan:
     Attributes:
         variants: options of an engine by name; None is an engine that is not checked.
         rounds: how often each variant has a turn.
-        block: steps a turn; a multiple of what the variants check.
+        block: steps a turn; a multiple of the intervals of all variants.
     """
 
     model: str

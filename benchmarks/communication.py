@@ -1,8 +1,7 @@
-"""What each layout sends in a step and what a rank holds, beside the formulas.
+"""Bytes that each layout sends in a step and that a rank holds, compared with formulas.
 
-Bytes are those that the kernel has counted on the connections of a rank, whoever asked for them: torch's DDP and FSDP,
-the sum in tree order, and what a step tells besides. The rank that sends most is shown. How busy the machine is does
-not matter.
+Bytes are those that the kernel has counted on the connections of a rank, from any sender: torch's DDP and FSDP, the sum
+in tree order, and further messages of a step. The rank that sends most is shown. The load of the machine has no effect.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ weight and sum its gradients; under `tp` every rank has the weight. `pp` is as l
 
 @dataclass(frozen=True)
 class Formula:
-    """What a layout should send and hold, in bytes, of a model of `P` bytes."""
+    """Expected bytes that a layout sends and holds, for a model of `P` bytes."""
 
     sent: Callable[[MeshShape, int], float]
     words: str
@@ -61,7 +60,7 @@ def hidden(layout: MeshShape) -> float:
 
 
 def tensor(layout: MeshShape, size: int) -> float:
-    # Four sums over ranks; and what makes queries, keys and values at once is gathered, three times as wide.
+    # Four sums over ranks; the product for queries, keys and values is gathered, three times as wide.
     blocks = BLOCKS * (4 * ring(layout.tensor, hidden(layout)) + 2 * ring(layout.tensor, hidden(layout)))
     return blocks + ring(layout.replicate, size / layout.tensor)
 
@@ -112,7 +111,7 @@ def cases(processes: list[int]) -> list[Case]:
 
 
 def row(case: Case, traffic: Traffic, microbatches: int) -> dict[str, Any]:
-    """One measurement beside its formulas."""
+    """Return one measurement and the values of its formulas."""
     formula, size = LAYOUTS[case.name][1], parameter_bytes()
     layout = resolve_mesh(case.strategy, case.processes)
     return {
@@ -145,7 +144,7 @@ def page(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         ],
     )
     parts = [
-        "# What layouts send and hold",
+        "# Bytes that layouts send and hold",
         machine_line(machine),
         BEFORE.format(
             parameters=_shown(parameter_bytes()), batch=BATCH, context=CONTEXT, hidden=_shown(hidden(MeshShape()))

@@ -142,7 +142,7 @@ def _sent_by(number: int) -> int:
         facts = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         if len(facts) < _BYTES_SENT + 16:
             raise SystemExit("error: this kernel does not count the bytes of a connection (Linux 4.19 does)")
-        # What waits in the kernel at one count would be a part of the next; what was sent twice is not the layout's.
+        # Bytes that wait in the kernel would belong to the next count; repeated transmissions are not the layout's.
         (waiting,) = struct.unpack_from("I", facts, _NOT_SENT)
         sent, again = struct.unpack_from("QQ", facts, _BYTES_SENT)
         return int(waiting + sent - again)
@@ -159,7 +159,7 @@ def parameter_bytes() -> int:
 
 
 def narrow_bytes() -> int:
-    """What `hook: powersgd` sends of one rank's gradients."""
+    """Return the bytes that `hook: powersgd` sends of one rank's gradients."""
     from samestep.strategies.compression import _RANK, is_compressible
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Would it pay to update the parameters of a bucket as soon as its gradients are there, beside the rest of backward?
+"""Time of a step that updates the parameters of a bucket during the rest of backward, as gradients are complete.
 
 Hand-written DDP loops in the same processes take turns; each pair computes the same weights, which is checked first.
 """
@@ -21,9 +21,9 @@ BASE = "after backward"
 VARIANTS = {
     BASE: Variant(False, None),
     "after backward, again": Variant(False, None),
-    "beside it": Variant(True, None),
+    "during backward": Variant(True, None),
     "after backward, buckets of 2 MB": Variant(False, 2),
-    "beside it, buckets of 2 MB": Variant(True, 2),
+    "during backward, buckets of 2 MB": Variant(True, 2),
 }
 
 
@@ -44,7 +44,7 @@ def compare(optimizer: str, processes: int, options: argparse.Namespace) -> dict
 
 def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     parts = [
-        "# Updates beside backward",
+        "# Updates during backward",
         machine_line(machine),
         f"A ResNet of 5.4 M parameters, global batch {options.batch_size}, plain DDP, {options.rounds} rounds of "
         f"{options.block} steps.\nRatios are taken round by round; above 1 is slower. The update alone is all that "

@@ -1,4 +1,4 @@
-"""What each rank of `early_step.py` does: plain DDP loops that update after backward or beside it, in turns."""
+"""Rank function of `early_step.py`: plain DDP loops that update after or during backward, in turns."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 
@@ -67,7 +67,7 @@ class Loop:
         self._steps += 1
         self.model.zero_grad(set_to_none=True)
         cross_entropy(self.model(inputs), targets).backward()
-        # Before its second step DDP makes its buckets anew.
+        # DDP rebuilds its buckets before the second step.
         if not self._early or self._steps == 1:
             self._whole.step()
 
@@ -96,7 +96,7 @@ class Loop:
         return summed.then(update)
 
     def _taken_over(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """An optimizer of some parameters that goes on from the first step."""
+        """Return an optimizer of some parameters that continues from the first step."""
         optimizer = self._make(parameters, lr=1e-3)
         for parameter in parameters:
             optimizer.state[parameter] = self._whole.state[parameter]
@@ -104,7 +104,7 @@ class Loop:
 
 
 def measure(plan: Plan) -> list[dict[str, float]]:
-    """Seconds a step of every variant in every round; what `samestep.launch` runs in each rank."""
+    """Return seconds per step of every variant in every round; a function for `samestep.launch`."""
     with samestep.start(device="cpu", reduction="fast") as world:
         loader = samestep.loader(
             build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world

@@ -26,7 +26,7 @@ Fault = Literal["kill", "label", "memory"]
 
 
 def trainings(plans: list[Plan], device: Any, strategy: StrategyConfig | None = None) -> list[Trained]:
-    """Train all plans; what `samestep.launch` runs in each rank."""
+    """Train all plans; a function for `samestep.launch`."""
     with samestep.start(device=device, strategy=strategy) as world:
         return [train(plan, world) for plan in plans]
 
@@ -75,7 +75,7 @@ def _divided(outcome: Outcome, device: str) -> None:
 
 
 def failing(plan: Plan, fault: Fault, device: Any) -> None:
-    """Train, with a fault in rank 1 after two steps; what `samestep.launch` runs in each rank."""
+    """Train, with a fault in rank 1 after two steps; a function for `samestep.launch`."""
     with samestep.start(device=device) as world:
         train(replace(plan, steps=2), world)
         if world.rank == 1:

@@ -42,7 +42,7 @@ def required() -> list[Requirement]:
 
 
 def collect(present: Sequence[str], python: str, folder: Path) -> None:
-    """Download wheels, one package at a time: pip would download torch and CUDA to read what they depend on."""
+    """Download wheels, one package at a time: pip would download torch and CUDA to read their dependencies."""
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     target += [word for platform in PLATFORMS for word in ("--platform", platform)]
     stack, done = required(), set(map(canonicalize_name, present))

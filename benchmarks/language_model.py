@@ -2,7 +2,7 @@
 
 The loop is of the well-known kind for tiny GPTs: one process, one file, batches of random windows, the mean of a
 batch's tokens, AdamW with decay for matrices alone, clipping, warm-up and a cosine. Size, text, steps, batch size,
-learning rates and evaluation are those of the recipe `language`; what differs is the order of data and who sums.
+learning rates and evaluation are those of the recipe `language`; the differences are the order of data and of sums.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def factor(step: int, warmup: int, steps: int, final: float) -> float:
 
 
 def train_ours(seed: int, processes: int, cache: Path, overrides: list[str]) -> float:
-    """The loss over all evaluation tokens after the recipe's epoch, as its run says."""
+    """Return the loss over all evaluation tokens after the recipe's epoch, from the events of the run."""
     with tempfile.TemporaryDirectory() as place:
         settings = [*overrides, f"step.seed={seed}", f"data.options.cache={cache}"]
         command = [str(Path(sys.executable).parent / "samestep"), "train", "language", "--name", "run"]

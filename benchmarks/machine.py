@@ -1,4 +1,4 @@
-"""What a result must say about where it came from, and how results are written."""
+"""Machine and versions of a result, and files of results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(output: Path, result: dict[str, Any], page: str) -> None:
-    """`result` as JSON in `output`, and `page` as Markdown beside it."""
+    """Write `result` as JSON to `output`, and `page` as Markdown next to it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")
     output.with_suffix(".md").write_text(page)

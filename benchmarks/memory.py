@@ -1,4 +1,4 @@
-"""Peak memory of a rank in training: Samestep beside a hand-written DDP loop, each in processes of its own.
+"""Peak memory of a rank in training: Samestep and a hand-written DDP loop, each in separate processes.
 
 Memory is that of the system: the resident set of rank 0, and its growth from the complete process group, with all
 modules imported, to the peak of some steps (proc(5): `VmRSS`, and `VmHWM` after a reset).

@@ -125,7 +125,7 @@ def step_seconds(subject: Recipe, row: dict[str, Any], processes: int) -> float:
 
 
 def errors(results: list[dict[str, Any]]) -> tuple[dict[str, list[float]], list[float]]:
-    """Relative errors of the step times of layouts by what the plan did with them, and of the memory of all."""
+    """Relative errors of the step times of layouts by their kind in the plan, and of the memory of all."""
     rows = [row for result in results for row in result["rows"]]
     times: dict[str, list[float]] = {"all layouts": [], "run by the plan": [], "predicted": []}
     for row in rows:
@@ -179,7 +179,7 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
     return (
         "\n\n".join(
             [
-                "# What `samestep plan` predicts, against runs",
+                "# Predictions of `samestep plan`, compared with runs",
                 machine_line(machine),
                 f"Medians of {options.rounds} rounds, each layout in new processes in each round. Memory is resident "
                 "memory of the largest rank.",

@@ -10,7 +10,7 @@ from pathlib import Path
 def first_step_event(folder: Path, processes: int) -> float | None:
     """When the first event of a step appeared in some `events.jsonl` below `folder`; None if there is none yet.
 
-    An event says when it happened (`time`, seconds since 1970); one that does not happened when it was found.
+    An event has its time (`time`, seconds since 1970); an event without one gets the time of its detection.
     """
     now = time.time()
     for file in folder.glob("runs/*/events.jsonl"):

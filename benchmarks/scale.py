@@ -2,7 +2,7 @@
 
 Rank 0 of N is real: loader, engine, DDP and optimizer of one linear layer, with one microbatch per rank. The others are
 simulated as copies of it: torch's fake process group sends nothing, messages of peers are copies of the own ones, and
-gathered values are equal on all ranks. Times are those of the process. What a network adds is not measured.
+gathered values are equal on all ranks. Times are those of the process. Delays of a network are not measured.
 """
 
 from __future__ import annotations

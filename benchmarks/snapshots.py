@@ -1,8 +1,8 @@
-"""What a checkpoint costs in the middle of training: written while the ranks wait, or beside their steps.
+"""Cost of a checkpoint in training: written while the ranks wait, or during their steps.
 
 All variants live in the same processes and take turns of some steps, one of which is followed by a save; ratios to
-turns without a save are taken round by round. A turn ends when the checkpoint is on the disk. What rarer saves cost
-follows.
+turns without a save are taken round by round. A turn ends when the checkpoint is on the disk. The cost of rarer
+saves follows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def rarer(result: dict[str, Any]) -> str:
-    """What a save costs that comes once in 30 seconds, in percent."""
+    """Return the cost of one save in 30 seconds, in percent."""
     cost = {row["name"]: row["a_save"]["median"] for row in result["rows"]}
     parts = [f"{max(0.0, cost[name]) / 300:.2f} % {name}" for name in (BLOCKING, BACKGROUND)]
     return (
@@ -86,7 +86,7 @@ def _shown(spread: dict[str, float], digits: int) -> str:
 
 def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     parts = [
-        "# What a checkpoint costs in the middle of training",
+        "# Cost of a checkpoint in training",
         machine_line(machine) + (f" {options.note}" if options.note else ""),
         f"Global batch {options.batch_size}, one microbatch and one thread per process, SGD with momentum; the "
         "variants alternate in the same\nprocesses, with ratios per round. A turn with a save ends when the "
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant (default: 8)")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each variant that do not count (default: 3)")
     parser.add_argument("--folder", type=Path, help="on the disk that checkpoints go to (default: the system's)")
-    parser.add_argument("--note", default="", help="a sentence for the page, such as what else the machine did")
+    parser.add_argument("--note", default="", help="a sentence for the page, such as other load of the machine")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "snapshots.json")
     options = parser.parse_args()
     machine = describe_machine()

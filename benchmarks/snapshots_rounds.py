@@ -1,4 +1,4 @@
-"""What each rank of `snapshots.py` does: the same steps with no save, with one, and with one beside them, in turns."""
+"""Rank function of `snapshots.py`: the same steps without a save, with a save, and during a save, in turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plan:
 
 
 class Turns:
-    """One engine, and ways to save what it holds."""
+    """One engine, and ways to save its state."""
 
     def __init__(self, plan: Plan, world: samestep.World) -> None:
         self._plan, self._world = plan, world
@@ -56,7 +56,7 @@ class Turns:
         self._saver = AsyncCheckpointWriter(CheckpointFolder(plan.folder), self.saved.append)
 
     def turn(self, variant: str, batches: Sequence[GlobalBatch], steps: int) -> float:
-        """Seconds a step, the end of what was being written included."""
+        """Return seconds per step, including the end of a save that is in progress."""
         vote = torch.zeros(1)
         self._world.all_reduce(vote)
         began = time.perf_counter()
@@ -78,7 +78,7 @@ class Turns:
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """Seconds a step of every variant in every round, and what saves took; what `samestep.launch` runs in each rank."""
+    """Return seconds per step of every variant in every round, and times of saves; a function for `samestep.launch`."""
     with samestep.start(device="cpu") as world:
         loader = samestep.loader(
             build_dataset(), batch_size=plan.batch_size, microbatches=world.size, shuffle=True, world=world

@@ -40,7 +40,7 @@ class Contender:
     """One way to start.
 
     Attributes:
-        command: from the number of processes and the file for the mark to what is run.
+        command: from the number of processes and the file for the mark to the arguments of the program.
         first_step: the time of the first step, from the folder the command runs in, or None if it is not done yet.
         prepare: called before, with the number of processes, the folder and the environment.
     """
@@ -69,8 +69,8 @@ def torchrun_command(processes: int, mark: Path) -> list[str]:
 
 
 def accelerate_command(processes: int, mark: Path) -> list[str]:
-    # Without MPI `accelerate launch --cpu` starts one process whatever --num_processes says. Its launcher for several
-    # devices starts as many as asked for, and the script asks for the CPU.
+    # Without MPI `accelerate launch --cpu` starts one process with any --num_processes. Its launcher for several
+    # devices starts the requested number, and the script selects the CPU.
     kind = ["--cpu"] if processes == 1 else ["--multi_gpu"]
     fixed = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     count = ["--num_processes", str(processes)]
@@ -107,13 +107,13 @@ def resumed_step(folder: Path, processes: int) -> float | None:
 
 
 def mark_time(folder: Path, processes: int) -> float | None:
-    """What `first_step_done` wrote, if it did; refuses a script that ran in another number of processes."""
+    """Return the time that `first_step_done` wrote, or None; refuse a script with another number of processes."""
     mark = folder / "mark"
     fields = mark.read_text().split() if mark.exists() else []
     if len(fields) < 2:
         return None
     if int(fields[1]) != processes:
-        raise SystemExit(f"error: {processes} processes were asked for, but the script ran in {fields[1]}")
+        raise SystemExit(f"error: {processes} processes were requested, but the script ran in {fields[1]}")
     return float(fields[0])
 
 
@@ -164,7 +164,7 @@ def _wait_for_first_step(
 
 
 def _see_to_end(process: subprocess.Popen[bytes]) -> None:
-    """The scripts end by themselves after one step; a whole training is asked to."""
+    """Wait for a script, which ends after one step, or stop a complete training."""
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:

@@ -56,7 +56,7 @@ class Contender:
     """One way to make optimizer steps.
 
     Attributes:
-        deterministic: it asks torch for deterministic kernels while it has its turn.
+        deterministic: whether its turns use deterministic kernels.
         microbatches: microbatches a rank; 1 for those that know no microbatches.
         model: with the parameters that `step` moves.
         step: one optimizer step from one batch of its feeds; the loss, over this rank's samples or over all.

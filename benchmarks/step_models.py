@@ -18,7 +18,7 @@ _VOCABULARY, _TOKENS = 512, 64
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm beside a shortcut, as in ResNet-18."""
+    """Two convolutions with batch norm and a shortcut, as in ResNet-18."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def resnet() -> nn.Module:
 
 
 def small() -> nn.Module:
-    """A net whose step takes some milliseconds, so that what surrounds the arithmetic shows."""
+    """Return a net with steps of some milliseconds, so that costs beyond arithmetic are visible."""
     return nn.Sequential(
         _conv(3, 16, 2),
         nn.ReLU(),

@@ -1,7 +1,7 @@
 """Where our step's time beyond the hand-written loop goes: `step_time.py --profile`.
 
 Both run in the same processes, in turns, under Python's profiler (functions) and under torch's (operators, those of
-background threads included). Both slow down what they watch, most of all small functions: read differences, not sums.
+background threads included). Both slow down the profiled code, small functions most: read differences, not sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Watch = Callable[[Callable[[], object]], Costs]
 
 
 def profile(setting: Setting) -> str:
-    """The report, on rank 0; what `samestep.launch` runs in each rank."""
+    """Return the report, on rank 0; a function for `samestep.launch`."""
     with samestep.start(device="cpu", reduction="fast") as world:
         base = build_contender(HAND_WRITTEN, setting, world)
         parts = [f"# {setting.model}, {world.size} processes, rank 0"]

@@ -1,4 +1,4 @@
-"""What each rank of `step_time.py` does: build the contenders, check that they agree, and let them take turns."""
+"""Rank function of `step_time.py`: build the contenders, check that they agree, and measure them in turns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> dict[Feed, list[Round]]:
-    """The turns of every contender in every round; what `samestep.launch` runs in each rank."""
+    """Return the turns of every contender in every round; a function for `samestep.launch`."""
     _be_quiet()
     with samestep.start(device="cpu", reduction="fast") as world:
         contenders = [build_contender(name, plan.setting, world) for name in plan.names]

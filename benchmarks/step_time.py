@@ -1,8 +1,8 @@
 """Time of an optimizer step: Samestep, a hand-written DDP loop, Accelerate, Lightning Fabric and Lightning Trainer.
 
-All contenders live in the same processes and alternate in short blocks of steps, so that what disturbs the machine
-disturbs all of them; ratios are taken round by round. `ready` feeds every contender tensors that are in memory;
-`loader` lets each draw its batches as its users would. A second hand-written loop shows what ratio is noise.
+All contenders live in the same processes and alternate in short blocks of steps, so that other load of the
+machine affects all of them; ratios are taken round by round. `ready` feeds every contender tensors that are in memory;
+`loader` lets each draw its batches as its users would. The ratio of a second hand-written loop shows the noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MICROBATCHES_A_RANK = (1, 2, 4, 8)
 BLOCKS = {"resnet": 5, "small": 20, "gpt": 3}  # steps a turn: some tenths of a second
 PRELOAD = ("step_rounds",)
 
-# For each comparison, whose time each contender's is divided by.
+# For each comparison, the contender by which times are divided.
 _CONTENDERS = (HAND_WRITTEN, AGAIN, ours("exact"), ours("fast"), ACCELERATE, FABRIC, TRAINER)
 PEERS = dict.fromkeys(_CONTENDERS, HAND_WRITTEN)
 MICROBATCHES = {

@@ -1,8 +1,8 @@
 """How near `samestep tune` comes to the best of a full grid, and in how much of the grid's time.
 
-The grid is what somebody would do by hand: every setting of workers and prefetch, five rounds of 20 steps. Searches
-stand between the grid's rounds, in the same processes, so that both see the machine as it is. What a search chose
-is then compared with the grid's best by turns: the best of 25 noisy medians looks better than it is.
+The grid is a search by hand: every setting of workers and prefetch, five rounds of 20 steps. Searches
+stand between the grid's rounds, in the same processes, so that both see the machine as it is. The choice of a
+search is then compared with the grid's best by turns: the best of 25 noisy medians looks better than it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE = {
     "microbatches": 8,
     "epochs": 1,
 }
-# What costs time: a disk and a device that is elsewhere, the processor, or hardly anything.
+# The cause of time: waits for a disk and a device, the processor, or almost nothing.
 CASES: dict[str, dict[str, Any]] = {
     "waits": {"data": {"wait": 0.005}, "model": {"wait": 0.01}},
     "works": {"data": {"work": 0.0005}, "model": {"wait": 0.004}},
@@ -69,7 +69,7 @@ def page(machine: dict[str, Any], options: argparse.Namespace, results: list[dic
     return (
         "\n\n".join(
             [
-                "# What `samestep tune` finds, against a full grid",
+                "# Settings chosen by `samestep tune`, compared with a full grid",
                 machine_line(machine),
                 f"The grid: 25 settings (workers/prefetch), {options.rounds} rounds of 20 steps. {options.searches} "
                 f"searches between its rounds; medians,\nin brackets the extremes. Slower: of {options.again} turns "
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["waits:1", "waits:2", "works:1", "ready:2"], metavar="CASE:N")
     parser.add_argument("--searches", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5, help="of the grid (default: 5)")
-    parser.add_argument("--again", type=int, default=7, help="turns of what was chosen against the grid's best")
+    parser.add_argument("--again", type=int, default=7, help="turns of the choice against the grid's best")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn of a search (default: 0.5)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "tune.json")
     options = parser.parse_args()

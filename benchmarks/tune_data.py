@@ -1,4 +1,4 @@
-"""Data and a model for the benchmark of `samestep tune`: what costs time, and where, is an option."""
+"""Data and a model for the benchmark of `samestep tune`: options set the cause and the place of the time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(nn.Sequential):
     """A small convolution.
 
     Args:
-        wait: seconds that a forward waits besides, as for a device that computes elsewhere.
+        wait: seconds that a forward also waits, as for a device.
     """
 
     def __init__(self, wait: float = 0.0, width: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""What each rank does in `tune.py`: the search and the grid, in the same processes."""
+"""Rank function of `tune.py`: the search and the grid, in the same processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AS_LONG_AS_IT_TAKES = 1e9  # a turn then has its 20 steps
 
 
 def measure(recipe: Recipe, searches: int, rounds: int, again: int, seconds: float) -> dict[str, Any]:
-    """Search some times, with a part of the grid's rounds before each; then what was found against the grid's best."""
+    """Search some times, with a part of the grid's rounds before each; then the choice against the grid's best."""
     warnings.simplefilter("ignore")
     options = RunOptions(device="cpu", workers=0, quiet=True)
     settings = grid(WORKERS, PREFETCH)

@@ -34,7 +34,7 @@ class Contender:
 
     Attributes:
         processes: number of ranks; 0 for the plain loop.
-        settings: recipe settings beside those that all contenders share; options of the plain loop.
+        settings: recipe settings in addition to those of all contenders; options of the plain loop.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What every test gets."""
+"""Fixtures of all tests."""
 
 import multiprocessing
 import os
@@ -30,9 +30,9 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_environment(state_folder: None) -> None:
-    """Set once what the first launch would set anyway, and start the server of which ranks are forks.
+    """Set the variables that the first launch sets, and start the fork server of the ranks.
 
-    It imports beside the first tests, and what recipes need too: else each rank would.
+    The server imports the modules of recipes during the first tests, once for all ranks.
     """
     prepare_torch_environment(loopback=True)
     silence_torch_warnings()
@@ -62,6 +62,6 @@ def alone() -> Iterator[samestep.World]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults-page", action="store_true", help="write docs/guides/faults.md from what is seen")
+    parser.addoption("--faults-page", action="store_true", help="write docs/guides/faults.md from the observations")
     parser.addoption("--record-invariants", action="store_true", help="write tests/parity/invariants.json")
     parser.addoption("--exactness-page", action="store_true", help="write the table of docs/concepts/exactness.md")

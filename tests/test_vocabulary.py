@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GROUPS = {
     "source": sorted((ROOT / "src").rglob("*.py")),
+    "tests": sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)),
+    "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
     "documents": [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"],
 }
 # Occurrences per 1,000 words: twice the highest rate of Fabric, torchtitan, httpx, pluggy, accelerate and composer.

@@ -1,7 +1,7 @@
 """Usage: `python with_samestep_late.py MARK PROCESSES`.
 
-The same as `with_samestep.py`, but this process never imports torch: what needs it is imported by name, once, where
-the ranks come from.
+The same as `with_samestep.py`, but this process never imports torch: modules that need it are imported by name,
+once, where the ranks come from.
 """
 
 import sys

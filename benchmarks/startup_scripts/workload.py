@@ -1,4 +1,4 @@
-"""The model and the data of every start-up script, and how rank 0 says that its first step is done."""
+"""The model and the data of every start-up script, and the mark of rank 0 after its first step."""
 
 from __future__ import annotations
 

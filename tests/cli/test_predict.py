@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results_of(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) -> list[dict[str, Any]]:
-    """What a command prints as JSON, a line each."""
+    """Return the JSON lines that a command prints."""
     assert here(*arguments, "--json", cwd=cwd) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

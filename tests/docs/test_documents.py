@@ -1,4 +1,4 @@
-"""Every command and code block of the documents is run, and what a document shows is what comes out."""
+"""Every command and code block of the documents is run, and its output is the documented one."""
 
 import os
 import re
@@ -24,10 +24,10 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages with Python blocks in the quick tests, whose ranks are forks of a server that has imported torch.
 QUICK = ("README.md", "own-loop.md")
-# What a busy machine has to say besides.
+# Further output on a busy machine.
 SLOW = re.compile(r"rank \d is slow: ")
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
-# What only a shell understands.
+# Syntax that needs a shell.
 SHELL = re.compile(r"[|<>&;$`]")
 INDENTED_MAKE = re.compile(r"^    make ([\w-]+)", re.MULTILINE)
 
@@ -67,7 +67,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def in_shell(line: str, place: Path) -> str:
-    """What a line prints that is typed as it stands."""
+    """Return the output of a line in a shell."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=environment, text=True, capture_output=True, check=False, timeout=110

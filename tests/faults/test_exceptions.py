@@ -87,7 +87,7 @@ def test_exceptions(
     capfd: pytest.CaptureFixture[str],
     record_fault: RecordFault,
 ) -> None:
-    """One run meets one fault after another, and is resumed after each."""
+    """One run has several faults in turn, and is resumed after each."""
     run, options = tmp_path / "runs/a", ("--processes", 2, "--workers", workers, "--checkpoint-every", 1)
     options = (*options, "--loggers", "jsonl")
     before, memory = snapshot(), abandoned()

@@ -23,7 +23,7 @@ SAMPLES, BATCH_SIZE, MICROBATCHES, STEPS_AN_EPOCH, STEPS = 102, 8, 4, 13, 39
 
 @dataclass(frozen=True)
 class RunPart:
-    """What one start of the command saw: it began after step `begin`, and what it did after step `end` was lost."""
+    """Observations of one start of the command: it began after step `begin`; work after step `end` was lost."""
 
     begin: int
     end: int
@@ -40,7 +40,7 @@ def stopped_in(
 ) -> int:
     """Run a command, send its launcher a signal while rank 0 is in a training call of its loss; the exit code.
 
-    With `saved`, a run and a step, not before the checkpoint of that step is there: it is written beside training.
+    `saved` is a run and a step; the signal follows the checkpoint of that step, which is written in the background.
     """
     hold = place / "hold"
     hold.write_text(f"0 {call}", encoding="utf-8")
@@ -60,7 +60,7 @@ def stopped_in(
 
 
 def is_saved(run: Path, step: int) -> bool:
-    """Whether a checkpoint is there, and nothing of a save that still goes on."""
+    """Return whether a checkpoint is complete, and no save is in progress."""
     return steps_saved(run)[-1:] == [step] and not list((run / "checkpoints").glob(".*"))
 
 
@@ -197,7 +197,7 @@ def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Sto
 
 @pytest.mark.long
 def test_killed_again_and_again_at_any_moment_it_arrives(story: Story, tmp_path: Path) -> None:
-    """Every step is saved, so that kills hit writing as well as computing; what a killed write left is removed."""
+    """Every step is saved, so that kills hit writing as well as computing; leftovers of killed writes are removed."""
     run = tmp_path / "runs" / "a"
     command: tuple[object, ...] = ("train", RECIPE, "--name", "a")
     for number, delay in enumerate((0.0, 0.013, 0.037, 0.051)):

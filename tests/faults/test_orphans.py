@@ -1,4 +1,4 @@
-"""No process of a run outlives its launcher, and what the code of a rank leaves behind is ended or named."""
+"""No process of a run outlives its launcher, and processes that the code of a rank leaves behind are ended or named."""
 
 import re
 import signal

@@ -185,7 +185,7 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) 
         running.until(lambda: servers(running), "the fork server")
         (server,) = servers(running)
         running.kill_process(server, signal.SIGSTOP)
-        time.sleep(0.3)  # by then it has been asked for a rank
+        time.sleep(0.3)  # by then a rank has been requested
         running.kill_process(server, signal.SIGKILL)
         done = running.wait(20)
         assert done.code == 1
@@ -201,7 +201,7 @@ def servers(running: Running) -> list[int]:
 
 
 def handles(process: int) -> list[str]:
-    """What the open files of a process are."""
+    """Return the targets of the open files of a process."""
     found = []
     for handle in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed while we looked

@@ -1,4 +1,4 @@
-"""torchrun starts four ranks again when one is killed, and the run goes on from its newest whole checkpoint."""
+"""torchrun restarts four ranks when one is killed, and the run continues from its newest complete checkpoint."""
 
 import os
 import re

@@ -21,7 +21,7 @@ def sum_on(device: str, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def narrow_on(device: str, matrix: torch.Tensor) -> torch.Tensor:
-    """What arrives of a matrix."""
+    """Return a matrix after compression and exchange."""
     with samestep.start(device=device) as world:  # type: ignore[arg-type]
         parameters = [torch.nn.Parameter(torch.zeros(matrix.shape, device=world.device))]
         total = flatten([matrix.to(world.device)], parameters)

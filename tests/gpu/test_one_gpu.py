@@ -1,4 +1,4 @@
-"""What only a GPU can run: `pytest -m gpu` on a machine that has one."""
+"""Tests that need a GPU: `pytest -m gpu` on a machine with one."""
 
 import hashlib
 

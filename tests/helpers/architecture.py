@@ -1,4 +1,4 @@
-"""What the source tree must look like, as functions from modules to the list of places that break a rule."""
+"""Rules of the source tree, as functions from modules to the list of places that break a rule."""
 
 import ast
 import re
@@ -32,8 +32,8 @@ FLOORS = [
 LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.distributed.env"
 DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
-# Who may import pickle, and why: the first sends functions and results between processes of one launch, as
-# multiprocessing itself does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
+# Modules that may import pickle, with reasons: the first sends functions and results between processes of one launch,
+# as multiprocessing does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
 PICKLE_USERS = {f"{PACKAGE}.launcher.pickling", f"{PACKAGE}.zoo.paddle"}
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -102,7 +102,7 @@ def read_modules(root: Path) -> Modules:
 
 
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below `node` except what stands under `if TYPE_CHECKING:`."""
+    """Yield all nodes below `node` except those under `if TYPE_CHECKING:`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             for other in child.orelse:
@@ -124,7 +124,7 @@ def import_stem(module: Module, node: ast.ImportFrom) -> str:
 
 
 def aliases(module: Module) -> dict[str, str]:
-    """Local names to what they were imported from, in full."""
+    """Return the full imported name of each local name."""
     found = {}
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -138,7 +138,7 @@ def aliases(module: Module) -> dict[str, str]:
 
 
 def full_name(node: ast.AST, known: dict[str, str]) -> str:
-    """`np.random.rand` as 'numpy.random.rand'; '' for what is not a dotted name."""
+    """`np.random.rand` as 'numpy.random.rand'; '' for other nodes."""
     if isinstance(node, ast.Name):
         return known.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -199,7 +199,7 @@ def import_cycles(modules: Modules) -> list[str]:
     return []
 
 
-# --- what no module does ---------------------------------------------------------------------------------
+# --- rules of all modules --------------------------------------------------------------------------------
 
 
 def environment_reads(module: Module) -> list[str]:
@@ -238,12 +238,12 @@ def unpickling(module: Module) -> list[str]:
     for node, name in names_used(module):
         last = name.rpartition(".")[2] or getattr(node, "attr", "")
         if OBJECT_COLLECTIVE.match(last):
-            broken.append(module.at(node, f"uses {last}, which unpickles what it receives"))
+            broken.append(module.at(node, f"uses {last}, which unpickles the received bytes"))
     return broken
 
 
 def swallowed_exceptions(module: Module) -> list[str]:
-    """Broad handlers that neither raise nor say `# boundary: reason` on their first line."""
+    """Return broad handlers that neither raise nor have `# boundary: reason` on their first line."""
     known, lines, broken = module.aliases, module.source.splitlines(), []
     for node in module.nodes:
         if isinstance(node, ast.ExceptHandler):
@@ -260,7 +260,7 @@ def swallowed_exceptions(module: Module) -> list[str]:
 
 
 def same_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """`node` and what is below it, without the bodies of functions and classes defined there."""
+    """Yield `node` and all nodes below it, without the bodies of functions and classes defined there."""
     yield node
     if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
         for child in ast.iter_child_nodes(node):

@@ -1,4 +1,4 @@
-"""A classifier of texts that builds in no time: what recipes of tests name as `bag_of_tokens:Bag`."""
+"""Small classifier of texts, for recipes of tests."""
 
 import torch
 from torch import nn

@@ -47,7 +47,7 @@ class Host:
         _ip("link", "set", self.cable, "down")
 
     def slow(self, rate: str) -> None:
-        """Limit what the host sends to a rate, such as `2mbit`, by a token bucket."""
+        """Limit the traffic that the host sends to a rate, such as `2mbit`, by a token bucket."""
         bucket = ("rate", rate, "burst", "32kbit", "latency", "2s")
         subprocess.run(["tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket], check=True)
 

@@ -19,12 +19,12 @@ def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
 
 
 def plain(size: tuple[int, int] = (40, 20)) -> Image.Image:
-    """One colour, so that it is known what every pixel should be."""
+    """Return an image of one colour, so that every pixel has a known value."""
     return Image.new("RGB", size, RED)
 
 
 def noise(size: int = 40) -> Image.Image:
-    """What no format can make small, so that a part that is cut off is missed."""
+    """Return an image that no format compresses, so that truncation removes pixels."""
     return Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=numpy.uint8))
 
 

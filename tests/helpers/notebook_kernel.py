@@ -1,4 +1,4 @@
-"""Runs cells, one a file named on the command line, in a Jupyter kernel, and prints what they do."""
+"""Runs cells, one per file of the command line, in a Jupyter kernel, and prints their output."""
 
 import sys
 from pathlib import Path

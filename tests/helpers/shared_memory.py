@@ -1,4 +1,4 @@
-"""What programs have left in the system's shared memory."""
+"""Leftovers of programs in the system's shared memory."""
 
 import re
 from pathlib import Path

@@ -24,7 +24,7 @@ from samestep.distributed import devices
 class DeviceTensor(torch.Tensor):
     """Tensor in the memory of the accelerator."""
 
-    streams: tuple["Stream", ...] = ()  # streams that use the memory, besides the one that allocated it
+    streams: tuple["Stream", ...] = ()  # streams that use the memory, other than the one that allocated it
 
     def record_stream(self, stream: "Stream") -> None:
         self.streams = (*self.streams, stream)

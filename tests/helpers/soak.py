@@ -23,7 +23,7 @@ from helpers.pipelines import CODE, exit_code, pipeline
 from helpers.system import Running, events, samestep, steps_saved, until, weights
 
 RECIPE = ("digits",)
-# Done, one report, asked to end, killed, asked to end before the command could listen.
+# Done, one report, stop request, killed, stop request before the command handles signals.
 ENDS = (0, 1, 130, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM)
 ENDS_IN_PIPELINE = (0, 130, *(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
 # Share of the stops in a pipeline that come while the run starts, and the length of that time.
@@ -39,7 +39,7 @@ class Soak:
     Attributes:
         left: how many kills there are to come.
         finished: how many runs came to their end, with the right weights, before the last kill.
-        kills: how often each was killed, by what it was.
+        kills: number of kills by target.
     """
 
     place: Path
@@ -163,7 +163,7 @@ def main() -> None:
     """Soak in a folder that is removed afterwards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and of what is killed")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and targets of kills")
     parser.add_argument("--mode", choices=("parts", "pipeline", "launcher"), default="parts")
     arguments = parser.parse_args()
     began = time.monotonic()

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def as_torchrun(port: int) -> Variables:
-    """What torchrun sets, where no agent hosts the store."""
+    """Return the variables of torchrun, without a store of the agent."""
     return lambda rank, size: {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -37,7 +37,7 @@ def as_torchrun(port: int) -> Variables:
 
 
 def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
-    """What Slurm 22.05 sets in the tasks of a step."""
+    """Return the variables of Slurm 22.05 in the tasks of a step."""
     more = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     return lambda rank, size: {
         "SLURM_JOB_ID": job,
@@ -52,7 +52,7 @@ def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
 
 
 def as_mpirun(rank: int, size: int) -> Mapping[str, str]:
-    """What Open MPI sets on one machine, but for the number of the job: the common parent stands for it."""
+    """Return the variables of Open MPI on one machine; the common parent replaces the number of the job."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -89,7 +89,7 @@ def ranks(
     command: Sequence[str] = COMMAND,
     more: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
-    """Ranks of one job; leaving the block kills what is left of them."""
+    """Start the ranks of one job; leaving the block kills those that still run."""
     bare = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Runs the `samestep` command as people do, in processes of its own, and looks at what it leaves behind."""
+"""Runs the `samestep` command in separate processes, and reads the files of its runs."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _MARK = "SAMESTEP_TEST_MARK"
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -44,17 +44,17 @@ def samestep(*arguments: object, cwd: Path, timeout: float = 100) -> Done:
 
 
 def here(*arguments: object, cwd: Path) -> int:
-    """Run the command from this process, so that one fork server imports for all of a file's runs; its exit code."""
+    """Run the command in this process, so that one fork server imports for all runs of a file; return the exit code."""
     with chdir(cwd):
         return main([str(argument) for argument in arguments])
 
 
 class Running:
-    """A command in a session of its own; leaving the block kills whatever is left of it.
+    """A command in a separate session; leaving the block kills all of its processes.
 
     Args:
-        terminal: what it prints to, in place of files.
-        variables: what it finds in its environment besides.
+        terminal: descriptor of its output, in place of files.
+        variables: further variables of its environment.
         command: the command before the arguments, such as a shell in which a pipeline runs.
     """
 
@@ -91,11 +91,11 @@ class Running:
 
     @property
     def launcher(self) -> int:
-        """Its process id; also that of its session and process group."""
+        """Process id of the launcher, and of its session and process group."""
         return self._process.pid
 
     def processes(self) -> list[int]:
-        """All that run in its environment, however they descend from it."""
+        """Return all processes with its environment, descendants of any kind."""
         return [process for process in _processes() if self._mark in _environment_of(process)]
 
     def kill(self, number: signal.Signals) -> None:
@@ -112,7 +112,7 @@ class Running:
         _kill(process, number)
 
     def is_running(self) -> bool:
-        """Whether the launcher has not ended yet."""
+        """Return whether the launcher still runs."""
         return self._process.poll() is None
 
     def kill_group(self, number: signal.Signals) -> None:
@@ -120,7 +120,7 @@ class Running:
         os.killpg(self.launcher, number)
 
     def wait(self, timeout: float) -> Done:
-        """How it ended; it must do so within `timeout` seconds."""
+        """Wait for the end, which must come within `timeout` seconds."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -158,14 +158,14 @@ def without_warnings(text: str) -> list[str]:
 
 
 def answer(capture: pytest.CaptureFixture[str]) -> Any:
-    """What a command run by `here(..., "--json")` has answered."""
+    """Return the JSON output of a command run by `here(..., "--json")`."""
     out, errors = capture.readouterr()
     assert out, errors
     return json.loads(out)
 
 
 def environment() -> dict[str, str]:
-    """What a command runs in: modules beside the tests can be named in recipes."""
+    """Return the environment of a command, in which recipes can name modules of the tests."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     # The terminal determines its size; pytest-xdist gives its processes a terminal of 80 columns.
     bare = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -173,7 +173,7 @@ def environment() -> dict[str, str]:
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float, instead: Callable[[], object] = str) -> None:
-    """Wait for a condition; fail when it does not come about in `timeout` seconds, and tell what there is instead."""
+    """Wait for a condition; fail after `timeout` seconds, with the result of `instead` in the message."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}\n{instead()}"
@@ -181,7 +181,7 @@ def until(condition: Callable[[], Any], what: str, timeout: float, instead: Call
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run, or those of one kind, as far as they are written."""
+    """Return the complete events of a run, or those of one kind."""
     path = run / "events.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
@@ -190,7 +190,7 @@ def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def weights(run: Path, which: str = "last") -> tuple[str, str]:
-    """The SHA-256 of a checkpoint's model and optimizer state."""
+    """Return the SHA-256 of a checkpoint's model and optimizer state."""
     folder = run / "checkpoints" / which
     names = ("model.safetensors", "optimizer.safetensors")
     model, optimizer = (hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names)
@@ -198,19 +198,19 @@ def weights(run: Path, which: str = "last") -> tuple[str, str]:
 
 
 def steps_saved(run: Path) -> list[int]:
-    """The steps of which a run has a checkpoint."""
+    """Return the steps of a run's checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
 def state_of(run: Path, which: str = "last") -> dict[str, Any]:
-    """Where a checkpoint stands."""
+    """Return the progress in a checkpoint."""
     text = (run / "checkpoints" / which / "state.json").read_text(encoding="utf-8")
     progress: dict[str, Any] = json.loads(text)["progress"]
     return progress
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every path below `folder`, with the hash of what is in it."""
+    """Return every path below `folder`, with the hash of its content."""
     found = {}
     for path in sorted(folder.rglob("*")):
         is_plain = path.is_file() and not path.is_symlink()
@@ -219,7 +219,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Turn one bit of a file over; `bit` counts from its beginning and wraps around."""
+    """Flip one bit of a file; `bit` counts from the beginning, modulo the length."""
     data = bytearray(path.read_bytes())
     place = bit % (8 * len(data))
     data[place // 8] ^= 1 << place % 8
@@ -249,4 +249,4 @@ def _kill(process: int, number: signal.Signals) -> None:
     try:
         os.kill(process, number)
     except ProcessLookupError:
-        return  # it ended while we looked
+        return  # it has ended

@@ -17,7 +17,7 @@ TIMES = ("runtime", "per_second")  # in names of values that no process count re
 
 @dataclass(frozen=True)
 class Case:
-    """A script of a framework, and what one of its runs writes.
+    """A script of a framework, and the output of one run.
 
     Attributes:
         name: name of the script.

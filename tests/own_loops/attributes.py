@@ -295,7 +295,7 @@ def running_mean_written_in_place_later(setting: Setting) -> Any:
     losses_of(setting, change, calls=0)
 
 
-# Caches, which are computed anew.
+# Caches, which are computed again.
 
 
 @same

@@ -613,7 +613,7 @@ def another_set_of_loaders_is_refused(setting: Setting) -> Any:
     samestep.CheckpointManager(setting.folder, one.engine, {"other": one.batches}).resume()
 
 
-# --- what a resumption refuses --------------------------------------------------------------------------
+# --- changes that a resumption refuses ------------------------------------------------------------------
 
 
 def resumed_with(setting: Setting, *, accept: bool = False, **changes: Any) -> Loop:

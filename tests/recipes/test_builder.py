@@ -144,7 +144,7 @@ def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) 
     assert (accuracy.name, accuracy.compute(alone)) == ("accuracy", pytest.approx(1 / 3))
     assert (top5.name, top5.compute(alone)) == ("top5", pytest.approx(1 / 3))
     accuracy.update(outputs[:1], targets[:1])
-    assert accuracy.compute(alone) == 1.0, "counts start anew"
+    assert accuracy.compute(alone) == 1.0, "counts start at zero"
 
 
 def test_top5_of_fewer_than_five_classes_is_all_of_them(alone: World) -> None:

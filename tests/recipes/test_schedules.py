@@ -76,7 +76,7 @@ def test_peak_comes_after_the_warm_up_and_the_end_at_the_last_step(name: str) ->
     middle = (10 + 29) / 2
     assert factor(19) + factor(20) == pytest.approx(2 * (0.1 + 0.9 / 2)), f"symmetric about {middle}"
     assert factor(29) == pytest.approx(0.1)
-    assert factor(30) == pytest.approx(0.1), "asked once more after the last step"
+    assert factor(30) == pytest.approx(0.1), "called once more after the last step"
     fallen = {"cosine": 0.5 * (1 + math.cos(math.pi * 5 / 19)), "linear": 1 - 5 / 19}
     assert factor(15) == pytest.approx(0.1 + 0.9 * fallen[name])
 

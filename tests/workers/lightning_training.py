@@ -122,7 +122,7 @@ def _loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def train(folder: str | None = None, save_at: int | None = None, resume: bool = False) -> dict[str, Any]:
-    """Train, or train from a checkpoint of Lightning in the middle of an epoch; return what must be equal."""
+    """Train, or train from a checkpoint of Lightning in the middle of an epoch; return values that must be equal."""
     module, options = Module(), dict[str, Any]()
     if folder is not None:
         options["strategy"] = SamestepStrategy(microbatches=MICROBATCHES, seed=SEED, run=Path(folder) / "run")

@@ -36,7 +36,7 @@ def net() -> tuple[nn.Module, TensorDataset]:
 
 
 class LateRead(nn.Module):
-    """Reads a value of the samples once a test asks for it."""
+    """Module that reads a value of the samples after a test sets `reads`."""
 
     reads = False
 

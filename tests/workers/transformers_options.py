@@ -98,7 +98,7 @@ def refusals(folder: str) -> dict[str, list[str]]:
 
 
 def lora(folder: str) -> dict[str, Any]:
-    """Train adapters of PEFT, and resume from a checkpoint of them; return what must be equal."""
+    """Train adapters of PEFT, and resume from a checkpoint of them; return the values that must be equal."""
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
@@ -124,7 +124,7 @@ def lora(folder: str) -> dict[str, Any]:
 
 
 def sft(folder: str) -> dict[str, Any]:
-    """Fine-tune with the trainer of TRL on texts and completions; return what must be equal."""
+    """Fine-tune with the trainer of TRL on texts and completions; return the values that must be equal."""
     import trl
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast

@@ -101,7 +101,7 @@ def _history(instance: Any) -> list[list[float]]:
 
 
 def train(folder: str, save_at: int | None = None, resume: bool = False) -> dict[str, Any]:
-    """Train, or train from a checkpoint of the trainer in the middle of an epoch; return what must be equal."""
+    """Train, or train from a checkpoint of the trainer in mid-epoch; return the values that must be equal."""
     options = {} if save_at is None else {"save_strategy": "steps", "save_steps": save_at}
     instance = trainer(folder, **options)
     if save_at is not None:

@@ -21,7 +21,7 @@ from samestep.errors import DataError
 from samestep.zoo.paddle import read_arrays
 
 PROTOCOLS = [2, 3, 4, 5]
-# What PaddlePaddle 3.3.1 wrote: paddle.save(Sequential(Linear(3, 4), LayerNorm(4)).state_dict(), path).
+# Output of PaddlePaddle 3.3.1: paddle.save(Sequential(Linear(3, 4), LayerNorm(4)).state_dict(), path).
 REAL = base64.b64decode(
     "gASV3wEAAAAAAAB9lCiMCDAud2VpZ2h0lIwWbnVtcHkuX2NvcmUubXVsdGlhcnJheZSMDF9yZWNvbnN0cnVjdJSTlIwFbnVtcHmUjAduZGFycm"
     "F5lJOUSwCFlEMBYpSHlFKUKEsBSwNLBIaUaAWMBWR0eXBllJOUjAJmNJSJiIeUUpQoSwOMATyUTk5OSv////9K/////0sAdJRiiUMwDuqxvlD2"
@@ -114,7 +114,7 @@ def around(trap: Any) -> dict[str, Any]:
         "a tensor's name": {"a": (trap, numpy.ones(1))},
         "a tensor": {"a": ("a", trap)},
         "deep inside": {"model": OrderedDict(a=[{"b": (1, [trap])}])},
-        "beside the model": {"model": {"a": numpy.ones(1)}, "epoch": trap},
+        "next to the model": {"model": {"a": numpy.ones(1)}, "epoch": trap},
         "an element": {"a": element},
         "Paddle's names": {"a": numpy.ones(1), "StructuredToParameterName@@": {"a": trap}},
     }

@@ -71,7 +71,7 @@ def test_attribute_that_changes_later_is_handled_from_then_on(layer: Layer, alon
     attributes = ModuleAttributes(layer)
     first_step(attributes, layer, alone)
     attributes.begin()
-    layer.mask = torch.zeros(2)  # every forward computes it anew
+    layer.mask = torch.zeros(2)  # every forward computes it again
     list(attributes.read(None, is_last=False))
     assert not attributes.has_changed_late
     attributes.restore()

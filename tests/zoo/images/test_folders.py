@@ -302,7 +302,7 @@ def test_damaged_image_is_read_or_refused(
         data[int(flip * (len(data) - 1))] ^= 0x55
     path.write_bytes(data[: int(cut * len(data))])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, about what it could read all the same
+        warnings.simplefilter("ignore")  # Pillow warns about damaged data that it can read
         try:
             image, _ = ImageFiles([Sample(path, 0)], decode, pil_to_tensor)[0]
         except DataError as error:

@@ -1,4 +1,4 @@
-"""Losses of masks: what they are equal to, and that no cut of a batch changes them."""
+"""Losses of masks equal their formulas, and do not depend on the division of a batch."""
 
 from itertools import pairwise
 

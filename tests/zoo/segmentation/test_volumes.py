@@ -135,7 +135,7 @@ def test_tiles_count_every_voxel_once(
         counted = target != IGNORED
         results += target[counted].tolist()
         values = torch.from_numpy(normalize(numbers.astype(numpy.float32), None)).flatten()
-        assert torch.equal(patch[0][counted], values[target[counted]]), "what is counted is what is seen"
+        assert torch.equal(patch[0][counted], values[target[counted]]), "counted voxels are the visible ones"
     assert sorted(results) == list(range(numbers.size))
 
 
