@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from samestep.distributed.world import World
-from samestep.engine.lockstep import Threads, Track, run_in_lockstep
+from samestep.engine.microbatch_threads import Threads, Track, run_in_lockstep
 from samestep.engine.replicas import replicate
 from samestep.engine.statistics_exchange import StatisticsExchange
 from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers

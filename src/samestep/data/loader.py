@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples, SampleOrder
 from samestep.data.batch import GlobalBatch, Microbatch, digest_of, prefetch_to_device
+from samestep.data.batch_planner import BatchPlanner
 from samestep.data.loader_workers import MicrobatchLoader, RequestQueue, end_workers, init_worker, read
 from samestep.data.microbatch_dataset import (
     PROBE,
@@ -32,7 +33,6 @@ from samestep.data.order import (
     resolve_order,
 )
 from samestep.data.permutation import Indices, Order
-from samestep.data.planner import BatchPlanner
 from samestep.data.samplers import Sampler, draw, drawn_order
 from samestep.data.streams.dataset import stream_of
 from samestep.distributed.devices import is_accelerator

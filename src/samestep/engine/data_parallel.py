@@ -13,9 +13,9 @@ from samestep.data.batch import GlobalBatch, Microbatch, move
 from samestep.distributed.devices import rank_devices
 from samestep.distributed.rng import generator_state
 from samestep.engine.batch_norm_checks import one_value_errors
-from samestep.engine.lockstep import Threads, ThreadState
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch import SequentialRunner
+from samestep.engine.microbatch_threads import Threads, ThreadState
 from samestep.engine.replicas import Gradients, Weights, replicate, require_untouched, set_gradients
 from samestep.engine.step_stats import LocalStats
 from samestep.errors import InputError

@@ -16,7 +16,8 @@ import numpy
 from samestep import units
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import flatten
-from samestep.tools.report.events import DATA_SHARE, RunClock, Series
+from samestep.tools.report.curves import RunClock, Series
+from samestep.tools.report.events import DATA_SHARE
 from samestep.tools.report.results import ClassReport
 from samestep.tools.report.run import RankLog, Run
 

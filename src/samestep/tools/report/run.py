@@ -16,7 +16,8 @@ from samestep.errors import CheckpointError, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
-from samestep.tools.report.events import EventLog, JsonLines, RunClock
+from samestep.tools.report.curves import RunClock
+from samestep.tools.report.events import EventLog, JsonLines
 from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects
 from samestep.units import plural
 

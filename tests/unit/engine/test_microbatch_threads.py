@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep.distributed.rng import preserved_generators, seed_generators
-from samestep.engine.lockstep import Task, Threads, Track, run_in_lockstep
+from samestep.engine.microbatch_threads import Task, Threads, Track, run_in_lockstep
 
 CPU = torch.device("cpu")
 answer_of: ContextVar[int] = ContextVar("answer_of", default=0)
