@@ -5,7 +5,7 @@ An error gives the value, the expectation and the fix. It is reported once, by t
 
 from __future__ import annotations
 
-from samestep.report_text import bounded
+from samestep.report_limits import bounded
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

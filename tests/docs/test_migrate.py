@@ -10,7 +10,7 @@ import pytest
 from helpers.migration_pages import EXAMPLES, NAMES, PAGES, chinese_pages, page, updated_page
 from helpers.system import environment, samestep
 from samestep.cli.main import parse_value
-from samestep.config.equivalents import find_equivalent
+from samestep.config.key_suggestions import find_equivalent
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -12,7 +12,7 @@ PACKAGE = "samestep"
 # From the bottom up; rooms on one line do not import each other. The package itself ("") and __main__
 # stand above every room: nothing below may import them.
 FLOORS = [
-    ["report_text"],
+    ["report_limits"],
     ["errors"],
     ["units", "torchvision_import"],
     ["microbatches"],

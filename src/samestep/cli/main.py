@@ -21,7 +21,7 @@ from samestep.cli.external_launcher import (
     reported_by_rank_0,
     require_local_rank,
 )
-from samestep.config.equivalents import Equivalent, find_equivalent
+from samestep.config.key_suggestions import Equivalent, find_equivalent
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from samestep.config import DeviceKind, RunOptions
-from samestep.config.equivalents import find_equivalent
+from samestep.config.key_suggestions import find_equivalent
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
 from samestep.recipes.recipe_files import shipped_recipes

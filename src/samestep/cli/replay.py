@@ -24,7 +24,7 @@ from samestep.cli.recipe_options import add_strategy_options, all_overrides
 from samestep.cli.run_plans import plan_to_replay
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
-from samestep.report_text import printable
+from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.units import plural
 

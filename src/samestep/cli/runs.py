@@ -19,7 +19,7 @@ from samestep.checkpoint.files import replacing
 from samestep.cli.commands import COMMANDS
 from samestep.cli.options import add_options, add_run_argument, output_errors, print_json
 from samestep.errors import EXIT_DONE, InputError
-from samestep.report_text import printable
+from samestep.report_limits import printable
 from samestep.tools.top.display import render, render_svg
 from samestep.tools.top.run_status import RunReader
 from samestep.units import parse_duration

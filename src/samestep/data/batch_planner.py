@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
+from samestep.data.fillers import fillers
 from samestep.data.microbatch_dataset import MicrobatchRequest
 from samestep.data.permutation import Indices, Order
 from samestep.data.streams.order import BatchSizes, StreamOrder
@@ -90,6 +91,5 @@ class BatchPlanner:
         local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]], files=files) for n in own]
         if not self.equal_counts:
             return local
-        # As many microbatches as any other rank. Two samples if possible: batch norm cannot train on one.
-        filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)
-        return local + [filler] * (max(len(filled(rank)) for rank in range(rank_count(shares))) - len(own))
+        largest = max(len(filled(rank)) for rank in range(rank_count(shares)))
+        return local + fillers(largest - len(own), epoch, batch, repeats)

@@ -17,7 +17,7 @@ from samestep.data.batch import Microbatch
 from samestep.data.microbatch_dataset import FailedMicrobatch, MicrobatchRequest, SizedDataset
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError
-from samestep.report_text import message_of
+from samestep.report_limits import message_of
 
 MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
 _WORKER_EXIT_SECONDS = 2.0  # time limit for the end of a worker with a broken connection to be visible

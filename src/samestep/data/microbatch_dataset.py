@@ -16,7 +16,7 @@ from samestep.data.permutation import Indices
 from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, SamestepError
-from samestep.report_text import message_of
+from samestep.report_limits import message_of
 
 Collate = Callable[[list[Any]], Any]
 PROBE = -1  # number in a request for the hashes of some samples

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.interception import call_site, intercept_collectives
+from samestep.distributed.majority import odd_ranks
 from samestep.distributed.operation_monitor import OperationMonitor
-from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
+from samestep.distributed.status import RankStatus, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 
 # Time for the other ranks to store their operation once two ranks differ.

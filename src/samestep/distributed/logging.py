@@ -7,7 +7,7 @@ import sys
 from typing import TextIO
 
 from samestep.distributed.env import read_log_level
-from samestep.report_text import printable
+from samestep.report_limits import printable
 
 logger = logging.getLogger("samestep")
 

@@ -13,8 +13,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
@@ -264,14 +263,6 @@ def unnamed_file(title: str) -> int:
 
 def _received(handle: Any, size: int) -> StatusBoard:
     return StatusBoard(handle.detach(), size)
-
-
-def odd_ranks(values: Mapping[int, Hashable]) -> list[int]:
-    """Return the ranks whose value differs from the majority's; empty without a strict majority, as of two ranks."""
-    for value, count in Counter(values.values()).most_common(1):
-        if 2 * count > len(values):
-            return [rank for rank, other in values.items() if other != value]
-    return []
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
-from samestep.report_text import bounded, class_name, indented, message_of, printable
+from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",

@@ -31,9 +31,10 @@ from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure, wait_for_keys
+from samestep.launcher.slow_ranks import SlowRanks
 from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
-from samestep.report_text import bounded
+from samestep.report_limits import bounded
 
 _MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
 _SILENT_INTERVALS = 4
@@ -76,6 +77,7 @@ class PeerWatchdog:
         self._rank_status, self._hang_after = rank_status, hang_after
         self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
         self._watchdog = Watchdog(hang_after)
+        self._slow_ranks = SlowRanks()
         self._peers: dict[int, _Peer] = {}
         self._processes: dict[int, list[Any]] = {}
         self._gone_since: dict[int, float] = {}
@@ -154,7 +156,7 @@ class PeerWatchdog:
         elif (gone := self._gone_rank(states)) is not None:
             self._is_ending.set()
             self._report_and_exit(Failure.of_ended_process(gone, states[gone].status.activity))
-        elif self._job.rank == 0 and (message := self._watchdog.slow_rank(states)):
+        elif self._job.rank == 0 and (message := self._slow_ranks.message(states)):
             print(message, file=sys.stderr, flush=True)
 
     def _read_states(self) -> dict[int, RankState]:

@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from samestep.errors import InputError, RunError
-from samestep.report_text import message_of
+from samestep.report_limits import message_of
 
 
 @dataclass(frozen=True)

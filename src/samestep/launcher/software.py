@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from samestep.distributed.status import ranks_text
 from samestep.errors import InputError, RunError
-from samestep.report_text import printable
+from samestep.report_limits import printable
 
 _POLL_SECONDS = 0.005
 _MAX_NAMED = 5  # groups of ranks in one error

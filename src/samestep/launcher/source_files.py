@@ -19,7 +19,7 @@ from types import ModuleType
 
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
-from samestep.report_text import printable
+from samestep.report_limits import printable
 from samestep.units import plural
 
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")

@@ -27,7 +27,7 @@ from samestep.launcher.failure import Failure
 from samestep.launcher.hosts import Place
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
-from samestep.report_text import message_of
+from samestep.report_limits import message_of
 
 # Time that a rank waits for the reader of its standard output, such as the next program of a pipeline.
 _STDOUT_SECONDS = 60.0

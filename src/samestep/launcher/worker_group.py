@@ -21,6 +21,7 @@ from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_
 from samestep.distributed.status import StatusBoard
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
 from samestep.launcher.hosts import HostGroup
+from samestep.launcher.slow_ranks import SlowRanks
 from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_failure, waits_for_loader
 from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
@@ -85,6 +86,7 @@ class WorkerGroup:
         self._board, self._config = status_board, config
         self._workers: list[_Worker] = []
         self._watchdog = Watchdog(config.hang_after)
+        self._slow_ranks = SlowRanks()
         self._stop_requests = 0  # number of requests to end the run
         self.stop_signal: int | None = None  # signal of the first request, if a signal made it
         self._deadline = float("inf")  # time at which running workers are killed
@@ -250,7 +252,7 @@ class WorkerGroup:
         """End a hang of the ranks, or report a slow rank."""
         if seconds := self._watchdog.hang_seconds(states):
             self._end_hang(hang_failure(Hang(seconds, self._config.hang_after, states, *self._stacks())))
-        elif message := self._watchdog.slow_rank(states):
+        elif message := self._slow_ranks.message(states):
             report_line(message)
 
     def _stacks(self) -> tuple[Stacks, Stacks]:

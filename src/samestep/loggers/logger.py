@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, SamestepError
-from samestep.report_text import class_name, message_of, printable
+from samestep.report_limits import class_name, message_of, printable
 from samestep.units import plural
 
 Event = Mapping[str, Any]

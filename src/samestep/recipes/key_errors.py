@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic_core import ErrorDetails
 
 from samestep.config import NamedConfig, Recipe
-from samestep.config.equivalents import Equivalent, find_equivalent
+from samestep.config.key_suggestions import Equivalent, find_equivalent
 from samestep.errors import RecipeError
 
 # An unknown key this similar to a valid one is a typo rather than an option without `options`.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.loggers.logger import parse_json_line
-from samestep.report_text import printable
+from samestep.report_limits import printable
 
 MAX_LINE_BYTES = 2**20
 _MAX_FILE_BYTES = 2**24  # of a file that is read at once

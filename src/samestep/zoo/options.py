@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.config.equivalents import find_equivalent
+from samestep.config.key_suggestions import find_equivalent
 from samestep.errors import DataError, RecipeError
 from samestep.torchvision_import import make_torchvision_importable
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.shared_memory import abandoned, require_none_left
 from helpers.system import until
-from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, odd_ranks, ranks_text
+from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, ranks_text
 
 
 @pytest.fixture
@@ -137,23 +137,6 @@ def test_on_wait_is_called_at_begin_and_end() -> None:
     with pytest.raises(KeyError), status.waiting("an all-reduce"):
         raise KeyError
     assert calls == ["begin an all-reduce", "end an all-reduce"]
-
-
-@pytest.mark.parametrize(
-    ("values", "odd"),
-    [
-        ("aaaa", []),
-        ("aaba", [2]),
-        ("baaa", [0]),
-        ("abcaa", [1, 2]),
-        ("ab", []),
-        ("aabb", []),
-        ("aabc", []),
-        ("abc", []),
-    ],
-)
-def test_odd_ranks_differ_from_a_strict_majority(values: str, odd: list[int]) -> None:
-    assert odd_ranks(dict(enumerate(values))) == odd
 
 
 def test_text_of_ranks() -> None:

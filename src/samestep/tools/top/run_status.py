@@ -19,7 +19,7 @@ import psutil
 from samestep.checkpoint.lock import is_locked
 from samestep.errors import InputError, RecipeError
 from samestep.recipes.recipe_files import read_yaml
-from samestep.report_text import printable
+from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.tools.run_lines import (
     MAX_LINE_BYTES,

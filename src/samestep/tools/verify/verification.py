@@ -15,8 +15,9 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
+from samestep.tools.verify.arbitrary_order import check_orders
 from samestep.tools.verify.attribution import Attribution
-from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
+from samestep.tools.verify.causes import Finding, additivity_finding, additivity_notes
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
 from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
 from samestep.units import plural
@@ -63,7 +64,7 @@ def verify(
         comparisons = [compare(reference, other, conditions.tolerance) for other in others]
         findings = _attribute_first(runner, reference, others, comparisons)
         if not findings and subject.script is not None and max(processes) > 1:
-            findings = _check_orders(runner, max(processes), reference)
+            findings = check_orders(runner, max(processes), reference)
         notes = output_note(reference, others) + _rounding_note(others)
     if subject.recipe is not None and subject.recipe.strategy.gradient_note is not None:
         notes += (subject.recipe.strategy.gradient_note,)
@@ -140,17 +141,6 @@ def _attribute_first(
         if first is not None or other.failure is not None:
             return [Attribution(runner, reference, other).find(first)]
     return []
-
-
-def _check_orders(runner: TrialRunner, processes: int, reference: Record) -> list[Finding]:
-    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
-    other = runner.run(processes, reference, other_orders=True)
-    first = compare(reference, other, runner.conditions.tolerance).first
-    if first is None and other.failure is None:
-        return []
-    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
-    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
-    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]
 
 
 def _conditions_data(subject: Subject, conditions: Conditions, reference: Record, holds: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from samestep.config.equivalents import find_equivalent
+from samestep.config.key_suggestions import find_equivalent
 from samestep.recipes.recipe_files import load_recipe
 
 RECIPE = {"optimizer": {"options": {"lr": 0.1}}, "epochs": 50}
