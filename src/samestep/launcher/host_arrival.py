@@ -54,7 +54,7 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
     Raises:
         InputError: the first host has refused this one, cannot be resolved, or cannot listen at the port.
         RunError: a host did not arrive.
-        StoppedError: a stop signal arrived while the hosts waited for one another.
+        StoppedError: a stop signal arrived while no ranks were running, or another host was stopped.
     """
     lost_after = silence_limit(limit)
     links: dict[int, Link] = {}
@@ -70,8 +70,9 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
     group = HostGroup(config, Place((processes,), 0, "", 0), links, lost_after)
     try:
         arrive = _admit_hosts if config.rank == 0 else _arrive
-        with _stop_by_signal():
-            group.place, group.listener = arrive(config, processes, limit, lost_after, links)
+        with _stop_by_signal("no ranks were running"):
+            with _stop_by_signal("the hosts waited for one another"):
+                group.place, group.listener = arrive(config, processes, limit, lost_after, links)
             yield group
     except BaseException as error:  # boundary: every end of this host is the end of all
         group.conclude(error)
@@ -86,8 +87,8 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
 
 
 @contextmanager
-def _stop_by_signal() -> Iterator[None]:
-    """Raise a `StoppedError` at the first stop signal in the block; worker processes install handlers of their own.
+def _stop_by_signal(activity: str) -> Iterator[None]:
+    """Raise a `StoppedError` at the first stop signal in the block; worker groups install handlers of their own.
 
     Does nothing outside the main thread, where Python allows no handlers.
     """
@@ -100,7 +101,7 @@ def _stop_by_signal() -> Iterator[None]:
         if not is_stopped:
             is_stopped = True
             raise StoppedError(
-                f"stopped by {signal.Signals(number).name} while the hosts waited for one another",
+                f"stopped by {signal.Signals(number).name} while {activity}",
                 fix="start the command on all hosts again",
             )
 

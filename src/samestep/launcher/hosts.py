@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -249,10 +249,11 @@ class HostGroup:
         if self.is_concluded:
             return
         self.is_concluded = True
-        if isinstance(error, KeyboardInterrupt | StoppedError):
-            self.send("stop", int(signal.SIGINT))
-            return
         failure = error.failure if isinstance(error, RankError) else Failure.of_exception(self.place.first_rank, error)
+        if isinstance(error, KeyboardInterrupt | StoppedError):
+            # Hosts without ranks end at the stop. Others also need a cause, or they would report this host as lost.
+            self.send("stop", int(signal.SIGTERM))
+            failure = replace(failure, by_signal=signal.SIGTERM)
         if self.is_first:
             self.send("cause", failure_values(failure))
         else:

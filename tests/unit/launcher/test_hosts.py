@@ -1,25 +1,58 @@
-"""Launchers of several hosts: arrival, places, refusals, shared values, and lost hosts. Each launcher is a thread."""
+"""Launchers of several hosts: arrival, places, refusals, shared values, stops, and lost hosts.
+
+Each launcher is a thread; where a launcher receives a signal, each is a process.
+"""
 
 import json
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.started import free_port
+from helpers.system import IMPORT_PATH, Running
+from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError, RunError
-from samestep.launcher.failure import Failure, RankError
+from samestep.launcher.failure import Failure, RankError, StoppedError
 from samestep.launcher.host_arrival import _PROTOCOL, join_hosts
+from samestep.launcher.host_workers import HostWorkerGroup
 from samestep.launcher.hosts import HostGroup, HostsConfig, Link, Place, failure_from, failure_values
+from samestep.launcher.worker_group import LaunchConfig
 
 HOSTS = ("127.0.0.1", "second", "third")
 LIMIT = 20.0
 SHORT = 1.0
 Use = Callable[[HostGroup], Any]
+VARIABLES = {"PYTHONPATH": IMPORT_PATH}
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+
+from samestep.errors import SamestepError
+from samestep.launcher.host_arrival import join_hosts
+from samestep.launcher.hosts import HostsConfig
+from samestep.launcher.launch import LaunchConfig, run_workers
+
+rank, port = map(int, sys.argv[1:])
+try:
+    with join_hosts(HostsConfig(("127.0.0.1", "second", "third"), rank, port), 1, 60.0) as group:
+        Path(f"arrived-{rank}").touch()
+        while group.is_first and not Path("planned").exists():
+            time.sleep(0.02)
+        group.share()
+        run_workers(time.sleep, 60, processes=1, launch_config=LaunchConfig(60.0, hosts=group))
+except SamestepError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
 
 
 def place_of(group: HostGroup) -> Place:
@@ -73,6 +106,44 @@ def test_failure_of_the_first_host_is_that_of_all() -> None:
         with pytest.raises(RankError, match="the recipe is invalid") as caught:
             other.result()
         assert (caught.value.code, caught.value.exit_code) == ("E_VALUE", 2)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+@pytest.mark.parametrize("kind", [StoppedError, KeyboardInterrupt])
+def test_host_that_is_stopped_before_its_ranks_start_stops_all(stopped: int, kind: type[BaseException]) -> None:
+    def use(group: HostGroup) -> None:
+        group.share()
+        if group.config.rank == stopped:
+            raise kind("stopped")
+        with closing(StatusBoard.create(group.place.size)) as board:
+            HostWorkerGroup(board, LaunchConfig(LIMIT, hosts=group), group).wait_for_all()
+
+    for rank, future in enumerate(on_hosts(0, 1, 2, use=use)):
+        with pytest.raises(kind if rank == stopped else StoppedError):
+            future.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stopped", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_signal_while_the_first_host_plans_stops_all(stopped: int, number: signal.Signals, tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        launchers = [
+            stack.enter_context(
+                Running(LAUNCHER, rank, port, cwd=tmp_path, command=(sys.executable, "-c"), variables=VARIABLES)
+            )
+            for rank in range(3)
+        ]
+        for rank, launcher in enumerate(launchers):
+            launcher.until((tmp_path / f"arrived-{rank}").exists, "the arrival of all hosts")
+        launchers[stopped].kill(number)
+        results = {stopped: launchers[stopped].wait(LIMIT)}
+        (tmp_path / "planned").touch()
+        results |= {rank: launcher.wait(LIMIT) for rank, launcher in enumerate(launchers) if rank != stopped}
+    assert [result.code for result in results.values()] == [130] * 3, results
+    assert all(result.err.count("E_STOPPED") == 1 for result in results.values()), results
+    assert not any("stopping after this step" in result.err for result in results.values()), results
+    assert f"stopped by {number.name} while no ranks were running" in results[stopped].err
 
 
 def test_missing_hosts_are_named_on_the_hosts_that_have_arrived() -> None:
