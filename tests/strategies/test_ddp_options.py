@@ -223,3 +223,9 @@ def test_forward_functions_reduce_during_backward() -> None:
 def test_parameter_that_one_rank_leaves_out_in_a_later_step_is_named() -> None:
     with pytest.raises(RankError, match=r"blocks\.0\.weight.*\[E_UNUSED_PARAMETER\]"):
         launch(ranks_ddp_options.leave_out_parameters, processes=RANKS)
+
+
+def test_steps_continue_after_the_error_of_an_unused_parameter() -> None:
+    losses = launch(ranks_ddp_options.continue_after_unused_parameter, processes=1)
+    assert len(losses) == 7
+    assert launch(ranks_ddp_options.continue_after_unused_parameter, processes=RANKS) == losses

@@ -114,6 +114,11 @@ def test_a_model_without_values_on_rank_0_is_an_error() -> None:
     assert error.value.exit_code == EXIT_INPUT
 
 
+def test_a_unit_that_a_microbatch_leaves_out_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"\[E_UNUSED_PARAMETER\]"):
+        launch(ranks_fsdp.skipped_unit, processes=2)
+
+
 def test_a_non_finite_step_ends_the_same_way_on_every_rank(errors: dict[str, list[str]]) -> None:
     assert errors["skip"] == ["no error"] * 3
     assert errors["skip: steps"] == ["3"] * 3

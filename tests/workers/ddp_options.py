@@ -16,12 +16,13 @@ from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
 from samestep.config.strategy import Hook
-from samestep.errors import InputError, PeerLostError
+from samestep.errors import InputError, PeerLostError, UnusedParameterError
 from samestep.strategies.buckets import flatten, unflatten
 from samestep.strategies.compression import PowerSGD, compressed_all_reduce
 from workers.loader import gathered
 
 MICROBATCHES, BATCH, SAMPLES, STEPS = 8, 24, 96, 10
+RANKS = 4
 OPTIONS: dict[str, StrategyConfig] = {
     "plain": StrategyConfig(),
     "1 MB": StrategyConfig(bucket_mb=1),
@@ -249,6 +250,29 @@ def leave_out_parameters() -> None:
         for step in range(6):
             is_short = step == 4 and world.rank == 1
             engine.step(batch_of(world, *random_data(36, features=12, seed=step), 4), forward=forward)
+
+
+def continue_after_unused_parameter() -> list[float]:
+    """Return the losses of steps, one of which leaves out parameters in every microbatch; its error is caught."""
+
+    def forward(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        hidden = model.norm(model.first(inputs))
+        return nn.functional.cross_entropy(model.last(hidden) if is_short else model(inputs), targets)
+
+    losses = []
+    with samestep.start(device="cpu", threads=1) as world:
+        net = seeded(0, Net).double()
+        engine = samestep.Engine(net, torch.optim.SGD(net.parameters(), lr=0.02), samestep.cross_entropy, world=world)
+        for step in range(8):
+            is_short = step == 4
+            try:
+                losses.append(
+                    engine.step(batch_of(world, *random_data(36, features=12, seed=step), RANKS), forward=forward).loss
+                )
+            except UnusedParameterError:
+                assert is_short
+    return losses
 
 
 def _count_reductions(engine: samestep.Engine) -> list[int]:

@@ -133,6 +133,32 @@ def without_values() -> None:
         engine_of(world, nn.Linear(12, 4, device="meta"))
 
 
+class SkippedUnit(nn.Module):
+    """Layers, one of which is left out for inputs larger than 50."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)), nn.Linear(12, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        is_large = bool(inputs.max() > 50)
+        for number, layer in enumerate(self.layers):
+            inputs = inputs if number == 1 and is_large else layer(inputs)
+        logits: torch.Tensor = self.head(inputs)
+        return logits
+
+
+def skipped_unit() -> None:
+    """Train a model that leaves out a unit in the first of two microbatches of each rank."""
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        engine, microbatches = engine_of(world, SkippedUnit()), 2 * world.size
+        inputs = torch.ones(4 * microbatches, 12)
+        inputs.view(microbatches, 4, 12)[::2] = 100
+        dataset = TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.long))
+        for batch in samestep.loader(dataset, batch_size=len(inputs), microbatches=microbatches, world=world):
+            engine.step(batch)
+
+
 def shard_sizes() -> list[bool]:
     """Return whether a rank computes with full parameters, and whether it stores less than half of them."""
     with samestep.start(device="cpu", strategy=FSDP) as world:

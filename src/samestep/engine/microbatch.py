@@ -163,7 +163,8 @@ class StepRunner(ABC):
             return
         place, fix = "", "freeze them (requires_grad_(False), or model.freeze in a recipe), or use them"
         if microbatch is not None and self._used_in is not None:
-            place = f" of microbatch {microbatch}, but were part of the loss of microbatch {self._used_in}"
+            earlier = f"the loss of microbatch {self._used_in}" if self._used_in < microbatch else "an earlier step"
+            place = f" of microbatch {microbatch}, but were part of {earlier}"
             fix = "find the branch of the forward that depends on the data; add the unused part with a factor of 0"
         raise UnusedParameterError(
             f"{len(unused)} trained parameters are not part of the loss{place}: {', '.join(unused[:5])}",

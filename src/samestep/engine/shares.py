@@ -89,14 +89,14 @@ class ShareBalancer:
         owned = (owned_microbatches(microbatches, self._data.shares, rank) for rank in range(self._data.size))
         self._rule = ShareRule([len(numbers) for numbers in owned])
         self._steps, self._seconds = 0, list[float]()  # since the last decision
-        if (clock := engine.step_runner.strategy.clock) is not None:
-            clock.is_enabled = True
 
     def add_step(self, batch: GlobalBatch, data_seconds: float) -> None:
         """Add the time of a step that is complete, with its wait for data."""
         self._steps += 1
-        clock = self._engine.step_runner.strategy.clock
+        clock = self._engine.step_runner.strategy.clock  # another one after parameters were frozen or replaced
         seconds = clock.seconds if clock is not None and batch.size == self._batch_size else None
+        if clock is not None:
+            clock.is_enabled = True
         if seconds is not None:
             self._seconds.append((data_seconds + seconds) / len(batch.local_microbatches))
 

@@ -46,21 +46,11 @@ class DdpStrategy(Strategy):
         self._is_deferred, self._is_first, self._has_parts = True, True, False
         self._current: tuple[MicrobatchTree, int] | None = None
         self._shared_forwards = 0
+        self._is_prepared = False  # DDP expects a gradient of every parameter
         # Emitted for parameters with a dimension of size 1, whose stride is arbitrary; costs one copy of the gradient.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        # The engine averages buffers over microbatches; torch 2.13 renamed the argument that disables their broadcast.
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffer_sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        self._ddp = DistributedDataParallel(
-            _Parameters(model),
-            device_ids=[world.device] if is_accelerator(world.device) else None,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=world.strategy.bucket_mb,
-            **{buffer_sync: False},  # type: ignore[arg-type]
-        )
-        # A weak reference: torch's reducer holds the state, and the garbage collector does not see references in C++.
-        self._ddp.register_comm_hook(weakref.ref(self), _reduce_bucket)
         super().__init__("ddp", model, reduction)
+        self._ddp = self._build_ddp()
 
     @property
     def forward_communicates(self) -> bool:
@@ -83,6 +73,7 @@ class DdpStrategy(Strategy):
             finally:
                 self._current = None
             self._shared_forwards += 1
+            self._is_prepared = False
             return
         # DDP would wait for a rank without samples. Then all ranks reduce in `finish`.
         with _gradient_parts(self._parameters if self._is_first else ()) as parts:
@@ -92,6 +83,7 @@ class DdpStrategy(Strategy):
 
     def prepare_backward(self) -> None:
         if self._current is not None:
+            self._is_prepared = True
             self._ddp(None)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
@@ -116,6 +108,10 @@ class DdpStrategy(Strategy):
     def abandon(self) -> None:
         self.clock.finish()
         super().abandon()
+        if self._is_prepared:  # DDP would wait for the missing gradients in the next step
+            self._is_prepared, self._shared_forwards = False, 0
+            del self._ddp  # with its hooks, before the new one has any
+            self._ddp = self._build_ddp(init_sync=False)
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> TensorFuture:
         """Start the reduction of a bucket of DDP, in backward of the last microbatch."""
@@ -124,6 +120,22 @@ class DdpStrategy(Strategy):
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
         return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, flat))
+
+    def _build_ddp(self, **options: bool) -> DistributedDataParallel:
+        # The engine averages buffers over microbatches; torch 2.13 renamed the argument that disables their broadcast.
+        known = inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        device = self._world.device
+        ddp = DistributedDataParallel(
+            _Parameters(self.module),
+            device_ids=[device] if is_accelerator(device) else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self._world.strategy.bucket_mb,
+            **options,  # type: ignore[arg-type]
+        )
+        # A weak reference: torch's reducer holds the state, and the garbage collector does not see references in C++.
+        ddp.register_comm_hook(weakref.ref(self), _reduce_bucket)
+        return ddp
 
     def _all_reduced(self, tensor: torch.Tensor) -> torch.Tensor:
         self._world.all_reduce(tensor)

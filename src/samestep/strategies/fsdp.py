@@ -196,19 +196,15 @@ class TreeReduceScatter(ReduceScatter):
         assert self.backward is not None
         tree = self.backward.tree
         if self.backward.node is not None:
-            if any(kept.shape != input_tensor.shape for kept in self._sums.values()):
-                raise UnusedParameterError(
-                    "a parameter received a gradient from some microbatches only",
-                    expected="every parameter that requires a gradient receives one from every microbatch",
-                    fix="find the branch of the forward that depends on the data; add the unused part with a factor "
-                    "of 0",
-                )
+            self._require(all(kept.shape == input_tensor.shape for kept in self._sums.values()))
             values, self._sums = {**self._sums, self.backward.node: input_tensor}, {}
             for node in tree.cover(self._data.rank, self._data.shares):
                 self._sums |= tree.merge(node, values, _add)
         if not self.backward.last:
             output_tensor.zero_()
             return
+        # FSDP makes no call for a microbatch in which no parameter of the unit has a gradient.
+        self._require(all(node in self._sums for node in tree.cover(self._data.rank, self._data.shares)))
         sums = self._scatter(tree, output_tensor)
         if self._copies is not None:
             total = sums[0] if sums else torch.zeros_like(output_tensor)
@@ -218,6 +214,14 @@ class TreeReduceScatter(ReduceScatter):
     def clear(self) -> None:
         """Drop the gradients that are kept."""
         self._sums, self.backward = {}, None
+
+    def _require(self, is_complete: bool) -> None:
+        if not is_complete:
+            raise UnusedParameterError(
+                "a parameter received a gradient from some microbatches only",
+                expected="every parameter that requires a gradient receives one from every microbatch",
+                fix="find the branch of the forward that depends on the data; add the unused part with a factor of 0",
+            )
 
     def _scatter(self, tree: MicrobatchTree, part: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's part of the sums of its copy of the model, one per subtree that the copy owns."""
