@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from samestep.cli.main import main
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.open import open_source
-from samestep.errors import EXIT_DONE, EXIT_INPUT
+from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError
+from samestep.tools.pack.pack import pack
 
 FILES = Path(__file__).parents[1] / "unit" / "data" / "streams" / "files"
 SOURCE = """
@@ -118,6 +120,96 @@ def test_source_that_has_changed(place: Path, capsys: pytest.CaptureFixture[str]
     (place / "out" / "shard.00001.mds").unlink()
     assert main([*COMMAND]) == EXIT_INPUT
     assert code_of(capsys) == "E_DATA"
+
+
+@pytest.mark.parametrize("lines", ["a\nb\nc\nd\n", "a\nb\n", "a\nb\nd\n", ""])
+def test_source_that_has_changed_after_the_last_file(
+    lines: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["pack", "lines.txt", "out"]
+    (place / "lines.txt").write_text("a\nb\nc\n", encoding="utf-8")
+    assert main(command) == main(command) == EXIT_DONE
+    (place / "lines.txt").write_text(lines, encoding="utf-8")
+    assert main(command) == EXIT_INPUT
+    assert code_of(capsys) == "E_DATA"
+    assert len(read_all(place / "out")) == 3
+
+
+def test_index_that_was_removed(place: Path) -> None:
+    assert main([*COMMAND]) == EXIT_DONE
+    before = contents(place / "out")
+    (place / "out" / "index.json").unlink()
+    assert main([*COMMAND]) == EXIT_DONE
+    assert contents(place / "out") == before
+
+
+def pack_values(folder: Path, *values: Any) -> list[Any]:
+    """Pack samples with one column, and return its values."""
+    samples = [{"x": value} for value in values]
+    pack(
+        lambda first: iter(samples[first:]),
+        folder,
+        source="test",
+        encodings={},
+        file_bytes=1 << 20,
+        report=lambda line: None,
+    )
+    return [sample["x"] for sample in read_all(folder)]
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">u4", ">f4", ">f8", "<i8"])
+def test_arrays_of_any_byte_order(dtype: str, tmp_path: Path) -> None:
+    values = numpy.arange(6).reshape(2, 3).astype(dtype)
+    (packed,) = pack_values(tmp_path / "out", values)
+    assert packed.dtype.name == values.dtype.name
+    assert (packed == values).all()
+
+
+@pytest.mark.parametrize("first", [numpy.float16(1), numpy.float32(1), 1.0])
+def test_numbers_that_a_column_can_hold(first: Any, tmp_path: Path) -> None:
+    values = [first, 0.1, -7, float("inf"), float("nan"), numpy.int64(2), 1e-300]
+    packed = pack_values(tmp_path / "out", *values)
+    expected = numpy.array(values, getattr(first, "dtype", "float64"))
+    numpy.testing.assert_array_equal(numpy.array(packed), expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (numpy.float32(1), 1e300),
+        (numpy.float32(1), -1e39),
+        (numpy.float16(1), numpy.float32(70_000)),
+        (numpy.float16(1), 70_000),
+        (numpy.float32(1), 2**24 + 1),
+        (1.5, 2**60 + 1),
+        (1.5, numpy.int64(2**60 + 1)),
+        (1.5, 10**400),
+        (1.5, numpy.complex128(1 + 2j)),
+        (numpy.uint8(1), 300),
+    ],
+)
+def test_number_that_a_column_would_change(first: Any, second: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sample 1, column x"):
+        pack_values(tmp_path / "out", first, second)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3, dtype=torch.bfloat16), torch.eye(3).to_sparse(), torch.ones(3, device="meta")]
+)
+def test_tensor_without_an_array(value: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sample 0, column x") as caught:
+        pack_values(tmp_path / "first", value)
+    assert caught.value.fix and "float()" in caught.value.fix
+    with pytest.raises(DataError, match="sample 1, column x"):
+        pack_values(tmp_path / "second", torch.ones(3), value)
+
+
+@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
+def test_text_in_another_encoding(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / name).write_bytes('"a"\n"\u00e4"\n'.encode("latin-1"))
+    assert main(["pack", name, "out"]) == EXIT_INPUT
+    message = capsys.readouterr().err
+    assert f"{name}, line 2" in message and "[E_UNREADABLE]" in message
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def open_files(
 ) -> FileSource:
     """Return the converted samples of a folder; see `open_stream`."""
     require_option("store", store, store is None or isinstance(store, Mapping), "a mapping", "{cache_gb: 100}")
+    require_option("path", path, isinstance(path, str), "a folder or an address", "FOLDER")
     folder: StreamFolder = call(StreamFolder, store or {}, path, where="data.options.store")
     return ConvertedSource(open_source(kind, folder, **options), folder.address, convert)
 

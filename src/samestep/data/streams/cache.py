@@ -74,13 +74,16 @@ class FileCache:
             self._fetch(file, waits=False)
         except SamestepError as error:  # the read of the file repeats the transfer, and reports its error
             logger.info("prefetch: %s", error.value)
+        except OSError as error:
+            logger.info("prefetch of %s: %s", file.name, error)
 
     def _fetch(self, file: DataFile, *, waits: bool) -> Path | None:
         """Return the copy, or None if the files in progress leave no room and this call does not wait."""
         path = self.folder / "files" / _local_name(file)
         try:
             status = path.stat()
-            os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+            with suppress(PermissionError):  # a copy of another account, whose time of use cannot be set
+                os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
         except (FileNotFoundError, NotADirectoryError):
             return self._copy(file, path, waits=waits)
         if file.bytes not in (-1, status.st_size):  # damaged by another program
@@ -197,7 +200,12 @@ class _Background:
                     self._running -= 1
                     return
                 file = self._files.pop(0)
-            self._function(file)
+            try:
+                self._function(file)
+            except BaseException:  # ends this thread; `replace` starts another one
+                with self._lock:
+                    self._running -= 1
+                raise
 
 
 def _local_name(file: DataFile) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.distributed.env import cache_folder
-from samestep.errors import DataError
+from samestep.errors import DataError, RunError
 
 _CHUNK_BYTES = 1 << 22
 
@@ -49,6 +49,16 @@ def changed_file(name: str, difference: str) -> DataError:
         expected="the file that the index describes",
         fix="copy the file again, or write the index again if the change is intended",
         code="E_FILE_CHANGED",
+    )
+
+
+def failed_read(name: str, error: OSError) -> RunError:
+    """Return the error of a file that the disk or the network failed to read."""
+    return RunError(
+        f"{name} cannot be read now: {error.strerror or error}",
+        expected="a working disk and network, and access to the file",
+        fix="resume the run when the disk or the network works again",
+        code="E_IO",
     )
 
 

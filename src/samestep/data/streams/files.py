@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from samestep.data.streams.cache import FileCache
-from samestep.data.streams.data_file import DataFile, verify
+from samestep.data.streams.data_file import DataFile, failed_read, verify
 from samestep.data.streams.remote import RemoteFolder
 from samestep.errors import DataError
 
@@ -29,6 +31,9 @@ class StreamFolder:
         cache_gb: size of the cache in 10^9 bytes; the files that were not used for the longest time are removed.
         tries: attempts per file, with exponentially growing waits between them.
         storage_options: options of fsspec's file system, such as credentials.
+
+    Raises:
+        DataError: an argument has another type, or is outside of its range.
     """
 
     address: str
@@ -37,6 +42,7 @@ class StreamFolder:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._require_values()
         self._remote: RemoteFolder | None = None
         self._cache: FileCache | None = None
         if "://" in self.address:
@@ -78,19 +84,29 @@ class StreamFolder:
         return [replace(file, version=file.version or versions.get(file.name, "")) for file in files]
 
     def read(self, name: str) -> bytes | None:
-        """Return the contents of a small file, such as an index, or None if it does not exist."""
+        """Return the contents of a small file, such as an index, or None if it does not exist.
+
+        Raises:
+            RunError: the disk or the network failed (`E_IO`).
+        """
         if self._remote is not None:
             return self._remote.read(name)
         try:
-            return (Path(self.address) / name).read_bytes()
-        except FileNotFoundError:
+            with self._disk_errors(name):
+                return (Path(self.address) / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def open(self, file: DataFile) -> IO[bytes]:
-        """Return a file for a few reads at random positions, without a copy on the local disk."""
+        """Return a file for a few reads at random positions, without a copy on the local disk.
+
+        Raises:
+            RunError: the disk or the network failed (`E_IO`).
+        """
         if self._remote is not None:
             return self._remote.open(file.name)
-        return (Path(self.address) / file.name).open("rb")
+        with self._disk_errors(file.name):
+            return (Path(self.address) / file.name).open("rb")
 
     def use(self, file: DataFile, function: Callable[[Path], Opened]) -> Opened:
         """Return `function(path)` for the verified local path of a file.
@@ -98,25 +114,53 @@ class StreamFolder:
         Raises:
             DataError: the file is missing (`E_FILE_MISSING`), or its size or checksum differs from the index or from
                 the start of the run (`E_FILE_CHANGED`).
-            RunError: the file cannot be copied from the object store (`E_IO`).
+            RunError: the file cannot be read, or cannot be copied from the object store (`E_IO`).
         """
-        if self._cache is None:
-            path = Path(self.address) / file.name
-            verify(path, file)
-            return function(path)
-        for _ in range(_ATTEMPTS):
-            path = self._cache.fetch(file)
-            try:
+        with self._disk_errors(file.name):
+            if self._cache is None:
+                path = Path(self.address) / file.name
+                verify(path, file)
                 return function(path)
-            except FileNotFoundError:  # removed by another process, to stay within the limit
-                continue
-        return function(self._cache.fetch(file))
+            for _ in range(_ATTEMPTS):
+                path = self._cache.fetch(file)
+                try:
+                    return function(path)
+                except FileNotFoundError:  # removed by another process, to stay within the limit
+                    continue
+            return function(self._cache.fetch(file))
 
     def prefetch(self, files: Sequence[DataFile]) -> None:
         """Copy files to the local disk in the background, in this order; a later call replaces the files."""
         if self._cache is not None:
             self._cache.prefetch(files)
 
+    @contextmanager
+    def _disk_errors(self, name: str) -> Iterator[None]:
+        """Convert errors of the disk; those of a decoder, about the contents of a file, have no number."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise
+            raise failed_read(f"{self.address}/{name}", error) from error
+
+    def _require_values(self) -> None:
+        size, tries = self.cache_gb, self.tries
+        rules = {
+            "address": (isinstance(self.address, str), "a text", "'folder'"),
+            "cache_gb": (_is_number(size, int | float) and 0 < size < math.inf, "a finite number > 0", 32),
+            "tries": (_is_number(tries, int) and tries >= 1, "an integer >= 1", 5),
+            "storage_options": (isinstance(self.storage_options, Mapping), "a mapping", {}),
+        }
+        for name, (is_valid, expected, example) in rules.items():
+            if not is_valid:
+                problem = f"{name} of a folder of sample files is {getattr(self, name)!r}"
+                raise DataError(problem, expected, f"{name}={example}", code="E_VALUE")
+
     def _stat(self, path: Path) -> DataFile:
         status = path.stat()
         return DataFile(path.relative_to(self.address).as_posix(), status.st_size, "", str(status.st_mtime_ns))
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from samestep.data.streams.data_file import DataFile
+from samestep.data.streams.data_file import DataFile, failed_read
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.source import fingerprint_of
-from samestep.errors import DataError, RunError, SamestepError
+from samestep.errors import DataError, SamestepError
 
 _OPEN_FILES = 64
 _OPEN_BYTES = 1 << 28
@@ -68,12 +68,7 @@ class IndexedSource(ABC, Generic[R]):
         except OSError as error:
             if error.errno is None:  # of a decoder, about the contents
                 raise damaged_file(with_name, f"sample {index} cannot be decoded: {error}") from error
-            raise RunError(
-                f"{with_name} cannot be read now: {error.strerror or error}",
-                expected="a working disk and network",
-                fix="resume the run when the disk or the network works again",
-                code="E_IO",
-            ) from error
+            raise failed_read(with_name, error) from error
         except (ValueError, LookupError, struct.error, TypeError, EOFError) as error:
             raise damaged_file(with_name, f"sample {index} cannot be decoded: {error}") from error
 

@@ -212,6 +212,8 @@ class SlotOrder(StreamOrder):
 
     def _files(self, number: int, slot: int, drawn: int, count: int, *, more: int) -> list[int]:
         """Return the files of `count` draws of a source from a number of earlier draws, and `more` files after them."""
+        if count <= 0:  # the range of a slot without draws can be empty
+            return []
         start, length = self._ranges[number][slot]
         passed, within = divmod(self._epoch * self._drawn(number, slot) + drawn, length)
         files = []
@@ -234,9 +236,10 @@ class SlotOrder(StreamOrder):
         return quotas(size, tuple(part.weight for part in self._parts))
 
     def _first_pass(self, number: int) -> int:
-        """Return the smallest pass over a source in this epoch."""
+        """Return the smallest pass over a source in this epoch; 0 for an empty source."""
         ranges = enumerate(self._ranges[number])
-        return min(self._epoch * self._drawn(number, slot) // length for slot, (_, length) in ranges if length)
+        passes = (self._epoch * self._drawn(number, slot) // length for slot, (_, length) in ranges if length)
+        return min(passes, default=0)
 
     def _ranges_of(self, part: Part) -> list[tuple[int, int]]:
         """Return start and length of the range of each slot in the sequence of a source."""

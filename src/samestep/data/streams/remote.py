@@ -97,13 +97,6 @@ class RemoteFolder:
             self._repeat("copy", name, copy)
         except FileNotFoundError as error:
             raise missing_file(f"{self.address}/{name}") from error
-        except PermissionError as error:
-            raise RunError(
-                f"copy of {self.address}/{name}: {error}",
-                expected="read access to the object store, and write access to the folder of the cache",
-                fix="check the credentials, and the folder SAMESTEP_CACHE",
-                code="E_IO",
-            ) from error
 
     def _system(self) -> tuple[Any, str]:
         """Return the file system of this process, which fsspec keeps, and the path of the folder."""
@@ -121,13 +114,25 @@ class RemoteFolder:
         return system, str(root)
 
     def _repeat(self, verb: str, name: str, function: Callable[[], Result]) -> Result:
-        """Return `function()`, repeated after errors with exponentially growing waits."""
+        """Return `function()`, repeated after errors with exponentially growing waits.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            RunError: all attempts have failed, or access is denied.
+        """
         address = f"{self.address}/{name}".rstrip("/")
         for attempt in range(1, self.tries + 1):
             try:
                 return function()
-            except (FileNotFoundError, PermissionError, SamestepError, MemoryError):
+            except (FileNotFoundError, SamestepError, MemoryError):
                 raise  # another attempt has the same result
+            except PermissionError as error:
+                raise RunError(
+                    f"{verb} of {address}: {error}",
+                    expected="read access to the object store, and write access to the folder of the cache",
+                    fix="check the credentials, and the folder SAMESTEP_CACHE",
+                    code="E_IO",
+                ) from error
             except Exception as error:  # stores and their HTTP clients have exceptions of many types
                 if getattr(error, "errno", None) in _LOCAL_ERRORS:
                     raise

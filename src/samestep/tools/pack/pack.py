@@ -7,7 +7,7 @@ accepts the folder, is written last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice, takewhile
@@ -75,11 +75,15 @@ def pack(
         journal = _journal(folder, facts)
         files: list[dict[str, Any]] = list(takewhile(lambda file: _is_intact(folder, file), journal["files"]))
         kept = sum(file["samples"] for file in files)
-        if not (journal["complete"] and len(files) == len(journal["files"])):
+        if journal["complete"] and len(files) == len(journal["files"]):
+            for _ in _samples_after(samples, files, MdsFile(journal["columns"], file_bytes)):
+                raise _changed_source(f"the source has more than the {kept:,} samples that were packed")
+            write_atomically(folder / INDEX, _index_text(files))  # it may have been removed
+        else:
             remove(folder / INDEX)
             _write_rest(samples, folder, facts, journal["columns"], files, report)
             journal = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
-        files = journal["files"]
+            files = journal["files"]
         sizes = [file["raw_data"]["bytes"] for file in files]
         total = sum(file["samples"] for file in files)
         return Packed(total, len(files), sum(sizes), kept, journal["columns"])
@@ -138,8 +142,11 @@ def _write_rest(
         if entry.name.lstrip(".").startswith("shard.") and entry.name not in complete_names:
             remove(entry)
     number = sum(file["samples"] for file in files)
-    rest = samples(max(number - 1, 0))
-    if not number:
+    if files:
+        opened = MdsFile(columns, facts["file_bytes"])
+        rest = _samples_after(samples, files, opened)
+    else:
+        rest = samples(0)
         first = next(rest, None)
         if first is None:
             raise DataError(
@@ -147,17 +154,7 @@ def _write_rest(
             )
         columns = _columns(columns_of(first), facts["encodings"])
         rest = chain((first,), rest)
-    opened = MdsFile(columns, facts["file_bytes"])
-    if number:  # the last sample of the files, to notice that the source has changed
-        for sample in islice(rest, 1):
-            if sha256(opened.encode(columns_of(sample), number - 1)).hexdigest() == files[-1]["last_sample"]:
-                break
-        else:
-            raise DataError(
-                f"sample {number - 1:,} differs from the one that the interrupted command has packed",
-                expected="the same samples in the same order in each iteration of the source",
-                fix="make the order of the source deterministic; remove the folder, and pack again",
-            )
+        opened = MdsFile(columns, facts["file_bytes"])
 
     def write(complete: bool) -> None:
         if opened.samples:
@@ -178,6 +175,28 @@ def _write_rest(
     write(complete=True)
 
 
+def _samples_after(samples: Samples, files: list[dict[str, Any]], opened: MdsFile) -> Iterator[Any]:
+    """Return the samples after those of `files`, whose last one the source must yield again.
+
+    Raises:
+        DataError: the source has changed.
+    """
+    last = sum(file["samples"] for file in files) - 1
+    rest = samples(last)
+    for sample in islice(rest, 1):
+        if sha256(opened.encode(columns_of(sample), last)).hexdigest() == files[-1]["last_sample"]:
+            return rest
+    raise _changed_source(f"sample {last:,} is missing or differs from the one that an earlier command has packed")
+
+
+def _changed_source(problem: str) -> DataError:
+    return DataError(
+        problem,
+        expected="the same samples in the same order in each iteration of the source",
+        fix="make the order of the source deterministic; remove the folder, and pack again",
+    )
+
+
 def _columns(first: Mapping[str, Any], encodings: Mapping[str, str]) -> dict[str, str]:
     """Return the encodings of the columns of the first sample, sorted by name as MDS files have them."""
     if unknown := sorted(set(encodings) - set(first)):
@@ -194,7 +213,18 @@ def _columns(first: Mapping[str, Any], encodings: Mapping[str, str]) -> dict[str
             fix="leave --column out for the encoding of the first sample",
             code="E_VALUE",
         )
-    return {name: encodings.get(name) or encoding_of(first[name]) for name in sorted(first)}
+    return {name: encodings.get(name) or _encoding_of(name, first[name]) for name in sorted(first)}
+
+
+def _encoding_of(name: str, value: object) -> str:
+    try:
+        return encoding_of(value)
+    except TypeError as error:
+        raise DataError(
+            f"sample 0, column {name}: {error}",
+            expected="dense tensors of integers or of floats of 16, 32 or 64 bits",
+            fix="convert the tensor in the source: tensor.float(), tensor.to_dense()",
+        ) from error
 
 
 def _write_file(folder: Path, number: int, opened: MdsFile) -> dict[str, Any]:

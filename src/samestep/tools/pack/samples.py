@@ -59,21 +59,22 @@ def _read(source: IndexedSource[Any], first: int) -> Iterator[Any]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", newline="\n") as file:
+    is_text = path.suffix == ".txt"
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            text = line.removesuffix("\n")
-            if path.suffix == ".txt":
-                yield {"text": text}
-            elif text.strip():
-                try:
-                    yield json.loads(text)
-                except ValueError as error:
-                    raise DataError(
-                        f"{path}, line {number}: {error}",
-                        expected="a JSON value per line",
-                        fix="correct the line",
-                        code="E_UNREADABLE",
-                    ) from error
+            try:
+                text = line.removesuffix(b"\n").decode()
+                if not is_text and not text.strip():
+                    continue
+                sample = {"text": text} if is_text else json.loads(text)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}: {error}",
+                    expected="UTF-8 text" if is_text else "a JSON value per line, as UTF-8 text",
+                    fix="correct the line",
+                    code="E_UNREADABLE",
+                ) from error
+            yield sample
 
 
 def _iterate(value: Any, source: str) -> Iterable[Any]:

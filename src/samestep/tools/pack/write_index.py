@@ -11,7 +11,7 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.data.streams.data_file import checksum_of
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.arrow import count_rows
-from samestep.data.streams.formats.index import INDEX, PATTERNS, index_text
+from samestep.data.streams.formats.index import INDEX, PATTERNS, index_text, list_files
 from samestep.data.streams.formats.parquet import count_rows as count_parquet_rows
 from samestep.data.streams.formats.tar_index import SUFFIX, index_of_tar, read_members
 from samestep.errors import DataError
@@ -46,7 +46,7 @@ def write_index(folder: Path, kind: str, report: Callable[[str], None]) -> Index
     source = StreamFolder(str(folder))
     with FolderLock(folder):
         (folder / INDEX).unlink(missing_ok=True)
-        files, sizes = source.find(PATTERNS[kind]), []
+        files, sizes = list_files(source, kind), []
         for number, file in enumerate(files):
             path = folder / file.name
             files[number] = replace(file, checksum=checksum_of(path, "sha256"))

@@ -1,6 +1,7 @@
 """Files of object stores: retries, checksums, and a bounded cache that processes share."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import fsspec
 import pytest
 
 from helpers.object_store import Server
+from samestep.data.streams.cache import FileCache, _Background
 from samestep.data.streams.data_file import DataFile
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.open import open_source
@@ -206,6 +208,73 @@ def test_prefetch_copies_in_the_background(store: Any, tmp_path: Path) -> None:
         time.sleep(0.01)
     store.rm("/data/3.bin")
     assert used(folder, files[3]) == bytes([3]) * 1000
+
+
+def denied(*arguments: Any, **options: Any) -> Any:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_copy_of_another_account(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StreamFolder("memory://data")
+    file = folder.find("*.bin")[1]
+    used(folder, file)
+    store.rm("/data/1.bin")
+    monkeypatch.setattr(os, "utime", denied)
+    assert used(folder, file) == bytes([1]) * 1000
+
+
+def prefetch_ends() -> None:
+    deadline = time.monotonic() + 20
+    while any(thread.name == "samestep-prefetch" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_prefetch_continues_after_an_error_of_the_disk(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StreamFolder("memory://data")
+    files, fetch = folder.find("*.bin"), FileCache._fetch
+    monkeypatch.setattr(
+        FileCache,
+        "_fetch",
+        lambda self, file, **options: denied() if file.name < "3" else fetch(self, file, **options),
+    )
+    folder.prefetch(files)
+    prefetch_ends()
+    assert [name.partition("-")[2] for name in sorted(names(tmp_path), key=lambda n: n[-5])] == ["3.bin", "4.bin"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_ends_with_an_error_is_replaced() -> None:
+    copied: list[str] = []
+
+    def copy(file: DataFile) -> None:
+        if file.name == "damaged":
+            raise RuntimeError(file.name)
+        copied.append(file.name)
+
+    background = _Background(copy)
+    background.replace([DataFile("damaged", 1)] * 2)
+    prefetch_ends()
+    background.replace([DataFile("a", 1), DataFile("b", 1)])
+    prefetch_ends()
+    assert sorted(copied) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("method", "verb"), [("find", "list"), ("cat_file", "read"), ("open", "open")])
+def test_store_without_access(method: str, verb: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StreamFolder("memory://data")
+    calls = {
+        "find": lambda: folder.find("*.bin"),
+        "cat_file": lambda: folder.read("0.bin"),
+        "open": lambda: folder.open(DataFile("0.bin", 1000)),
+    }
+    with monkeypatch.context() as context:
+        context.setattr(type(store), method, denied)
+        with pytest.raises(RunError, match=rf"^{verb} of memory://data.*not permitted") as caught:
+            calls[method]()
+    assert caught.value.code == "E_IO"
 
 
 def test_disk_that_cannot_be_written(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

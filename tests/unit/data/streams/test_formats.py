@@ -4,10 +4,13 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tarfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy
 import pyarrow
 import pyarrow.parquet
@@ -16,9 +19,13 @@ import torch
 from PIL import Image
 
 from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.formats.arrow import count_rows
 from samestep.data.streams.formats.open import FORMATS, open_source
+from samestep.data.streams.formats.tar_index import index_of_tar, parse_index, read_members
 from samestep.data.streams.opened import IndexedSource
-from samestep.errors import DataError
+from samestep.distributed.env import CACHE
+from samestep.errors import DataError, InputError, RunError
+from samestep.tools.pack.write_index import write_index
 
 FILES = Path(__file__).with_name("files")
 COUNT = 10
@@ -173,6 +180,68 @@ def test_files_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.Monk
     source.close()
 
 
+@pytest.mark.slow
+def test_caches_of_hugging_face_are_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    folder = tmp_path / "saved" / "train"
+    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(folder)
+    saved = datasets.load_from_disk(folder)
+    saved.map(lambda values: {"number": values["number"] * 10})
+    saved.shuffle(seed=0)
+    assert len(list(folder.glob("cache-*.arrow"))) == 2
+    system = fsspec.filesystem("memory")
+    system.put(str(tmp_path / "saved"), "/hugging", recursive=True)
+    for address in (str(folder), str(tmp_path / "saved"), "memory://hugging", "memory://hugging/train"):
+        source = open_source("arrow", StreamFolder(address))
+        assert source.sizes == [COUNT]
+        assert source.read(0, 3) == row(3)
+        source.close()
+    assert write_index(folder, "arrow", lambda line: None).samples == COUNT
+    system.rm("/hugging", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ({"_data_files": [{"filename": "part-0.arrow"}, {"filename": "lost.arrow"}]}, "E_FILE_MISSING"),
+        ({"_data_files": [{}]}, "E_UNREADABLE"),
+        ({"_data_files": 1}, "E_UNREADABLE"),
+        ([], "E_UNREADABLE"),
+    ],
+)
+def test_state_of_a_saved_dataset_that_cannot_be_used(state: Any, code: str, tmp_path: Path) -> None:
+    tables(tmp_path / "saved", "arrow")
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        open_source("arrow", StreamFolder(str(tmp_path / "saved")))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(("state", "sizes"), [('{"step": 3}', [4, 4, 2]), ('{"_data_files": []}', [])])
+def test_state_without_files(state: str, sizes: list[int], tmp_path: Path) -> None:
+    tables(tmp_path / "saved", "arrow")
+    (tmp_path / "saved" / "state.json").write_text(state, encoding="utf-8")
+    assert open_source("arrow", StreamFolder(str(tmp_path / "saved"))).sizes == sizes
+
+
+def test_index_of_a_tar_file_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
+    source = opened("webdataset", tmp_path)
+    for tar in (tmp_path / "webdataset").iterdir():
+        tar.rename(tar.with_suffix(".moved"))  # so a second scan would fail
+    monkeypatch.setattr(StreamFolder, "use", lambda self, file, function: function(tar_path(self, file.name)))
+    for reader in (source, pickle.loads(pickle.dumps(source))):
+        assert same(reader.read(1, 0), webdataset_sample(4))
+        reader.close()
+
+
+def tar_path(folder: StreamFolder, name: str) -> Path:
+    return (Path(folder.address) / name).with_suffix(".moved")
+
+
 # --- faults ------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +327,149 @@ def test_tar_that_ends_within_a_member(tmp_path: Path) -> None:
     assert caught.value.code == "E_UNREADABLE" and "part-01.tar" in caught.value.value
 
 
+def tar_of(*names: str) -> bytes:
+    """Return a tar file of members that occupy 1,024 bytes each, with padding to 10,240 bytes."""
+    file = BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 300
+            tar.addfile(info, BytesIO(bytes([number + 1]) * 300))
+    return file.getvalue()
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
+
+
+INTACT = tar_of("a.jpg", "a.cls", "b.jpg", "b.cls", "c.jpg", "c.cls")
+
+
+@pytest.mark.parametrize("size", [len(INTACT), 6 * 1024 + 1024, 6 * 1024 + 512])
+def test_tar_with_any_padding(size: int, tmp_path: Path) -> None:
+    assert len(INTACT) == 10_240
+    (tmp_path / "part.tar").write_bytes(INTACT[:size])
+    source = open_source("webdataset", StreamFolder(str(tmp_path)))
+    assert source.sizes == [3]
+    assert source.read(0, 2) == {"__key__": "c", "jpg": bytes([5]) * 300, "cls": bytes([6]) * 300}
+    source.close()
+
+
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "a byte of a header has changed": (flipped(INTACT, 2 * 1024 + 10), "after a.cls"),
+    "a byte of the first header has changed": (flipped(INTACT, 10), "part.tar"),
+    "cut inside a header": (INTACT[: 2 * 1024 + 100], "after a.cls"),
+    "cut between members": (INTACT[: 2 * 1024], "after a.cls"),
+    "cut before the end": (INTACT[: 6 * 1024], "after c.cls"),
+    "two archives": (INTACT + INTACT, "6,144"),
+    "two archives without padding": (INTACT[: 6 * 1024 + 512] + INTACT, "6,144"),
+    "equal names": (tar_of("x.jpg", "x.cls", "x.jpg", "x.cls", "y.jpg", "y.cls", "y.jpg", "y.cls"), "x.jpg"),
+    "equal names but for the case": (tar_of("x.jpg", "y.jpg", "y.JPG"), "y.JPG"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_tar_that_would_lose_samples(fault: str, tmp_path: Path) -> None:
+    data, cause = DAMAGED[fault]
+    (tmp_path / "part.tar").write_bytes(data)
+    for read in (
+        lambda: open_source("webdataset", StreamFolder(str(tmp_path))),
+        lambda: write_index(tmp_path, "webdataset", lambda line: None),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert caught.value.code == "E_UNREADABLE"
+        assert "part.tar" in caught.value.value and cause in caught.value.value
+
+
+def test_index_of_a_tar_file_with_equal_names(tmp_path: Path) -> None:
+    (tmp_path / "part.tar").write_bytes(INTACT)
+    text = index_of_tar(read_members(tmp_path / "part.tar"))
+    assert len(parse_index(text)) == 3
+    with pytest.raises(ValueError, match=r"b\.jpg"):
+        parse_index(text.replace("cls 3584 300 b.cls", "jpg 3584 300 b.jpg"))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_file_in_place_of_a_folder(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(bytes(100))
+    with pytest.raises(InputError) as caught:
+        open_source(kind, StreamFolder(str(tmp_path / "file.bin")), **({"length": 4} if kind == "tokens" else {}))
+    assert caught.value.code == "E_FILE_MISSING" and "file.bin" in caught.value.value
+
+
+def disk_error(*arguments: Any, **options: Any) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [("tokens", "pathlib.Path.read_bytes"), ("parquet", "pathlib.Path.open"), ("webdataset", "pathlib.Path.open")],
+)
+def test_disk_that_fails_at_the_start(
+    kind: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    opened(kind, tmp_path).close()
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    monkeypatch.setattr(function, disk_error)
+    with pytest.raises(RunError, match=r"Input/output error") as caught:
+        open_source(kind, StreamFolder(str(tmp_path / kind)), **({"length": 4} if kind == "tokens" else {}))
+    assert caught.value.code == "E_IO"
+
+
+def test_arrow_file_that_another_process_has_removed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # `StreamFolder.use` copies it again
+        count_rows(tmp_path / "removed.arrow")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_unknown_column_is_named(kind: str, tmp_path: Path) -> None:
+    tables(tmp_path / kind, kind)
+    for file in (0, 1):
+        source = open_source(kind, StreamFolder(str(tmp_path / kind)), columns=["number", "numbre"])
+        with pytest.raises(DataError, match=rf"part-{file}.*numbre") as caught:
+            source.read(file, 0)
+        assert caught.value.code == "E_COLUMN"
+
+
+def test_nested_columns_of_parquet(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
+    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
+    source = open_source("parquet", StreamFolder(str(tmp_path)), columns=["a.c", "e"])
+    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
+    source.close()
+
+
+def test_compressed_mds_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = opened("mds_zstd", tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="compressed MDS files") as caught:
+        source.read(0, 0)
+    assert caught.value.code == "E_NOT_INSTALLED"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tries": 0},
+        {"tries": 2.5},
+        {"tries": True},
+        {"cache_gb": "large"},
+        {"cache_gb": 0},
+        {"cache_gb": float("nan")},
+        {"cache_gb": float("inf")},
+        {"storage_options": None},
+        {"storage_options": [1]},
+    ],
+)
+def test_options_of_a_store(options: dict[str, Any]) -> None:
+    for address in ("folder", "memory://folder"):
+        with pytest.raises(InputError, match=next(iter(options))) as caught:
+            StreamFolder(address, **options)
+        assert caught.value.code == "E_VALUE"
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_folder_without_files_of_the_format(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
@@ -271,6 +483,9 @@ def test_folder_without_files_of_the_format(kind: str, tmp_path: Path) -> None:
         ("mdss", {}, "E_UNKNOWN_NAME"),
         ("tokens", {}, "E_MISSING_KEY"),
         ("tokens", {"length": 0}, "E_VALUE"),
+        ("tokens", {"length": "4"}, "E_VALUE"),
+        ("tokens", {"length": 4.0}, "E_VALUE"),
+        ("tokens", {"length": True}, "E_VALUE"),
         ("mds", {"length": 4}, "E_UNKNOWN_OPTION"),
     ],
 )

@@ -107,6 +107,23 @@ def test_mixture_has_its_own_length_of_epoch() -> None:
     assert evaluation.samples == len(used(evaluation)) == 60
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fewer_samples_than_microbatches(keeps: bool) -> None:
+    for total in range(1, 16):
+        loader = loader_of(
+            source=NumberFiles([0, total]), batch_size=8, microbatches=8, keeps_microbatch_size=keeps, window=3
+        )
+        assert sorted(int(index) for batch in loader for index in batch.indices) == list(range(total))
+
+
+@pytest.mark.parametrize(("sizes", "samples", "count"), [([50, 50], 3, 3), ([50, 0], 2, 2)])
+def test_mixture_with_slots_that_draw_nothing(sizes: list[int], samples: int, count: int) -> None:
+    sources = {str(number): NumberFiles([size]) for number, size in enumerate(sizes)}
+    mixture = MixtureSource(sources, {"0": 1, "1": 0.2}, samples=samples)
+    loader = loader_of(source=mixture, batch_size=8, microbatches=8)
+    assert len(used(loader)) == count
+
+
 @pytest.mark.parametrize("options", [{"order": "keyed"}, {"lengths": [1] * 60}, {"sampler": range(60)}])
 def test_mixture_refuses_orders_without_weights(options: dict[str, Any]) -> None:
     source = MixtureSource({"a": NumberFiles([40]), "b": NumberFiles([20])}, {"a": 1, "b": 3})

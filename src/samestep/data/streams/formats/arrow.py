@@ -10,7 +10,7 @@ import numpy
 
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.index import find_files
-from samestep.data.streams.formats.tables import require_pyarrow, row_of
+from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
 from samestep.data.streams.opened import IndexedSource, damaged_file
 
 _FILE_MAGIC = b"ARROW1"
@@ -30,7 +30,9 @@ class _Reader:
             opened = arrow.ipc.open_file(self._map)
             self._batches = [opened.get_batch(number) for number in range(opened.num_record_batches)]
         else:
-            self._batches = list(arrow.ipc.open_stream(self._map))
+            opened = arrow.ipc.open_stream(self._map)
+            self._batches = list(opened)
+        self.columns: list[str] = opened.schema.names
         self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
         self.rows = int(self._ends[-1]) if self._batches else 0
 
@@ -65,6 +67,7 @@ class ArrowSource(IndexedSource[_Reader]):
     def open(self, path: Path, file: int) -> _Reader:
         """Map a file."""
         reader = _Reader(path)
+        require_columns(self._columns or (), reader.columns, str(path))
         if reader.rows != self.sizes[file]:
             raise damaged_file(str(path), f"it has {reader.rows:,} rows, its index {self.sizes[file]:,}")
         return reader
@@ -80,9 +83,12 @@ def count_rows(path: Path) -> int:
 
     Raises:
         DataError: the file is damaged.
+        FileNotFoundError: another process has removed it.
     """
     try:
         reader = _Reader(path)
+    except FileNotFoundError:
+        raise
     except (ValueError, OSError, EOFError) as error:
         raise damaged_file(str(path), str(error)) from error
     reader.close()

@@ -33,6 +33,44 @@ def read_json(folder: StreamFolder, name: str) -> dict[str, Any]:
     return content
 
 
+def list_files(folder: StreamFolder, kind: str) -> list[DataFile]:
+    """Return the files of a format without an index of its own, sorted by name.
+
+    Hugging Face `map` and `shuffle` write Arrow files of their caches into a folder of `save_to_disk`: the samples are
+    those of the files in its `state.json`.
+
+    Raises:
+        DataError: there are no such files, or `state.json` is damaged or names a file that does not exist.
+    """
+    files = folder.find(PATTERNS[kind])
+    if kind != "arrow":
+        return files
+    selected: list[DataFile] = []
+    for parent in sorted({_parent(file) for file in files}):
+        present = {file.name: file for file in files if _parent(file) == parent}
+        for name in _names_in_state(folder, parent, list(present)):
+            if name not in present:
+                raise missing_file(f"{folder.address}/{name}")
+            selected.append(present[name])
+    return sorted(selected, key=lambda file: file.name)
+
+
+def _parent(file: DataFile) -> str:
+    return "".join(file.name.rpartition("/")[:2])
+
+
+def _names_in_state(folder: StreamFolder, parent: str, present: list[str]) -> list[str]:
+    """Return the names of the files of a dataset that Hugging Face has saved, or `present` in other folders."""
+    name = f"{parent}state.json"
+    state = {} if folder.read(name) is None else read_json(folder, name)
+    if "_data_files" not in state:
+        return present
+    try:
+        return [f"{parent}{row['filename']}" for row in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise damaged_file(f"{folder.address}/{name}", f"{type(error).__name__}: {error}") from error
+
+
 def find_files(folder: StreamFolder, kind: str) -> tuple[list[DataFile], list[int] | None]:
     """Return the files of a format without an index of its own, and their sizes in samples if our index has them.
 
@@ -40,7 +78,7 @@ def find_files(folder: StreamFolder, kind: str) -> tuple[list[DataFile], list[in
         DataError: there are no such files, or the index is damaged or belongs to another format.
     """
     if folder.read(INDEX) is None:
-        return folder.find(PATTERNS[kind]), None
+        return list_files(folder, kind), None
     content = read_json(folder, INDEX)
     try:
         if (content["version"], content["format"]) != (_VERSION, kind):

@@ -16,6 +16,7 @@ from samestep.data.streams.data_file import DataFile, best_checksum
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.index import read_json, safe_name
 from samestep.data.streams.formats.mds_encodings import check_encoding, decode
+from samestep.data.streams.formats.tables import require_pyarrow
 from samestep.data.streams.opened import IndexedSource, RawFile, damaged_file
 
 INDEX = "index.json"
@@ -55,10 +56,8 @@ class MdsSource(IndexedSource[RawFile]):
         algorithm, data = str(info["compression"]).partition(":")[0], path.read_bytes()
         if algorithm == "bz2":
             return RawFile(path, bz2.decompress(data))
-        import pyarrow
-
-        size = int(info["raw_data"]["bytes"])
-        return RawFile(path, pyarrow.decompress(data, size, _CODECS[algorithm], asbytes=True))
+        arrow, size = require_pyarrow("compressed MDS files"), int(info["raw_data"]["bytes"])
+        return RawFile(path, arrow.decompress(data, size, _CODECS[algorithm], asbytes=True))
 
     def sample(self, reader: RawFile, file: int, index: int) -> dict[str, Any]:
         """Return the columns of one sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from decimal import Decimal
 from io import BytesIO
@@ -53,7 +54,11 @@ def fixed_size(encoding: str) -> int | None:
 
 
 def encoding_of(value: object) -> str:
-    """Return the encoding for columns with values such as `value`."""
+    """Return the encoding for columns with values such as `value`.
+
+    Raises:
+        TypeError: the value is a tensor without an equal array, such as one of bfloat16.
+    """
     if isinstance(value, numpy.generic) and value.dtype.name in _SCALARS:
         return value.dtype.name
     if _as_array(value) is not None:
@@ -66,7 +71,7 @@ def encode(encoding: str, value: Any) -> bytes:
     """Return the bytes of a value of a column.
 
     Raises:
-        TypeError: the value has another type; also ValueError or OverflowError.
+        TypeError: the value has another type; also ValueError or OverflowError, if the encoding would change it.
     """
     if encoding == "json":
         return json.dumps(value).encode()
@@ -76,21 +81,40 @@ def encode(encoding: str, value: Any) -> bytes:
         if not isinstance(value, str if encoding == "str" else bytes):
             raise TypeError(f"a value of the type {type(value).__name__} in a column of {encoding}")
         return value.encode() if isinstance(value, str) else bytes(value)
-    if isinstance(value, bool) or not isinstance(value, int | float | numpy.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | numpy.integer | numpy.floating):
         raise TypeError(f"a value of the type {type(value).__name__} in a column of {encoding}")
     if encoding == "int" or encoding in _INTEGERS:
         if not isinstance(value, int | numpy.integer):
             raise TypeError(f"{value!r} in a column of integers")
         return numpy.array(int(value), "int64" if encoding == "int" else encoding).tobytes()
-    return numpy.array(value, encoding).tobytes()
+    return _encode_float(encoding, value)
+
+
+def _encode_float(encoding: str, value: Any) -> bytes:
+    """Return a number in a column of floats, rounded; an integer is not rounded, and a finite value stays finite."""
+    exact = int(value) if isinstance(value, int | numpy.integer) else value
+    with numpy.errstate(over="ignore"):
+        result = numpy.array(value, encoding)
+    if result.item() != exact and (isinstance(exact, int) or math.isinf(result.item())):
+        raise ValueError(f"{exact!r} would be {result.item()!r} in a column of {encoding}")
+    return result.tobytes()
 
 
 def _as_array(value: object) -> numpy.typing.NDArray[Any] | None:
-    """Return an array or a tensor as an array, or None for other values."""
+    """Return an array or a tensor as an array, or None for other values.
+
+    Raises:
+        TypeError: NumPy has no equal array.
+    """
     if isinstance(value, numpy.ndarray):
         return value
     detach = getattr(value, "detach", None)  # of a tensor, without an import of torch
-    return None if detach is None else numpy.asarray(detach().cpu().numpy())
+    if detach is None:
+        return None
+    try:
+        return numpy.asarray(detach().cpu().numpy())
+    except (TypeError, RuntimeError) as error:  # bfloat16, sparse, quantized or without values
+        raise TypeError(f"a tensor without an equal array of NumPy: {error}") from error
 
 
 def _encode_array(value: object) -> bytes:
@@ -101,7 +125,7 @@ def _encode_array(value: object) -> bytes:
     width = next(power for power in range(4) if max(array.shape) < 1 << (8 << power))
     header = bytes((_ARRAY_NUMBERS[array.dtype.name], array.ndim << 2 | width))
     shape = numpy.array(array.shape, f"<u{1 << width}")
-    return header + shape.tobytes() + array.tobytes()
+    return header + shape.tobytes() + array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _array(data: bytes, options: str) -> numpy.typing.NDArray[Any]:

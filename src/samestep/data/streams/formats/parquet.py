@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,7 +12,7 @@ import numpy
 
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.index import find_files
-from samestep.data.streams.formats.tables import require_pyarrow, row_of
+from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
 from samestep.data.streams.opened import IndexedSource, damaged_file
 
 _GROUP_BYTES = 1 << 27  # of the decoded row groups of a file: a window of a stream reads several in random order
@@ -28,6 +29,10 @@ class _Reader:
         self._file = pyarrow.parquet.ParquetFile(arrow.OSFile(str(path)), pre_buffer=False)
         self._columns = None if columns is None else list(columns)
         metadata = self._file.metadata
+        paths = [metadata.schema.column(number).path.split(".") for number in range(metadata.num_columns)]
+        # A name selects all columns nested in it.
+        known = {name: None for path in paths for name in accumulate(path, "{}.{}".format)}
+        require_columns(self._columns or (), known, str(path))
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._ends = numpy.cumsum(counts)
         self._groups: OrderedDict[int, Any] = OrderedDict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from samestep.errors import DataError
@@ -23,6 +24,21 @@ def require_pyarrow(needed_by: str) -> Any:
             code="E_NOT_INSTALLED",
         ) from error
     return pyarrow
+
+
+def require_columns(columns: Iterable[str], known: Collection[str], name: str) -> None:
+    """Require that a file has all selected columns; `name` is for errors.
+
+    Raises:
+        DataError: it has not.
+    """
+    if unknown := [column for column in columns if column not in known]:
+        raise DataError(
+            f"{name} has no column {', '.join(map(str, unknown))}",
+            expected=f"columns of the file: {', '.join(known)}",
+            fix="correct the option columns",
+            code="E_COLUMN",
+        )
 
 
 def row_of(table: Any, index: int) -> dict[str, Any]:

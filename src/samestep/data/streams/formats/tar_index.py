@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import quote, unquote
 
 from samestep.data.streams.opened import damaged_file
 
 SUFFIX = ".idx"
 _VERSION = "v1.2"
+_CHUNK_BYTES = 1 << 20
 _KEPT = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -32,13 +33,14 @@ def read_members(path: Path) -> list[list[Member]]:
     """Return the members of each sample of a tar file: consecutive files with one name up to the first dot.
 
     Raises:
-        DataError: the file is truncated or damaged.
+        DataError: the file is truncated or damaged, has several archives, or a sample has two files of one extension.
     """
     samples: list[list[Member]] = []
-    key, size = None, path.stat().st_size
+    key, name, size = None, "", path.stat().st_size
     try:
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for entry in tar:
+                name = entry.name
                 present, extension = split_name(entry.name)
                 if not entry.isreg() or not extension or entry.name.startswith("__"):
                     continue
@@ -47,10 +49,25 @@ def read_members(path: Path) -> list[list[Member]]:
                 if present != key:
                     samples.append([])
                     key = present
+                if any(member.extension == extension for member in samples[-1]):
+                    raise damaged_file(str(path), f"{entry.name} is the second file .{extension} of its sample")
                 samples[-1].append(Member(extension, entry.offset_data, entry.size, entry.name))
+            _require_end(path, file, tar.offset, name)
     except tarfile.TarError as error:
         raise damaged_file(str(path), str(error)) from error
     return samples
+
+
+def _require_end(path: Path, file: IO[bytes], offset: int, name: str) -> None:
+    """Require that only zeros follow the last member, `name`: `tarfile` ends at any invalid header without an error."""
+    file.seek(offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        problem = f"byte {offset:,}, after {name or 'its start'}, begins neither a file nor the end of the archive"
+        raise damaged_file(str(path), problem)
+    while chunk := file.read(_CHUNK_BYTES):
+        if chunk.strip(b"\0"):
+            problem = f"data follow the end of the archive at byte {offset:,}, such as a second archive"
+            raise damaged_file(str(path), problem)
 
 
 def index_of_tar(samples: list[list[Member]]) -> str:
@@ -76,7 +93,10 @@ def parse_index(text: str) -> list[list[Member]]:
     for line in lines:
         words = line.split(" ")
         rows = [words[place : place + 4] for place in range(0, len(words), 4)]
-        samples.append([Member(unquote(e), int(o), int(s), unquote(name)) for e, o, s, name in rows])
+        members = [Member(unquote(e), int(o), int(s), unquote(name)) for e, o, s, name in rows]
+        if len({member.extension for member in members}) < len(members):
+            raise ValueError(f"the sample of {members[0].name} has two files of one extension")
+        samples.append(members)
     return samples
 
 

@@ -40,10 +40,11 @@ class TokenSource(IndexedSource[RawFile]):
         dtype: Literal["uint16", "uint32"] = "uint16",
         header: Literal["none", "llm.c"] = "none",
     ) -> None:
-        if length < 1 or dtype not in ("uint16", "uint32") or header not in ("none", "llm.c"):
+        is_length = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        if not is_length or dtype not in ("uint16", "uint32") or header not in ("none", "llm.c"):
             raise DataError(
-                f"tokens with length={length}, dtype={dtype!r}, header={header!r}",
-                expected="length >= 1; dtype uint16 or uint32; header none or llm.c",
+                f"tokens with length={length!r}, dtype={dtype!r}, header={header!r}",
+                expected="an integer length >= 1; dtype uint16 or uint32; header none or llm.c",
                 fix="length=1024, dtype='uint16', header='none'",
                 code="E_VALUE",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ class WebDatasetSource(IndexedSource[_Reader]):
 
     Args:
         folder: folder with files `*.tar`. A file without an index next to it is read once, and its index is kept in
-            the folder of the caches of this account; `samestep pack --index` avoids this.
+            the folder of the caches of this account, or in memory if that cannot be written; `samestep pack --index`
+            avoids this.
 
     Raises:
         DataError: there are no such files, or one is damaged.
     """
 
     def __init__(self, folder: StreamFolder) -> None:
+        self._in_memory: dict[str, list[list[Member]]] = {}
         files, sizes = find_files(folder, "webdataset")
         super().__init__(folder, files, sizes or [0] * len(files))
         if sizes is None:
@@ -53,19 +56,28 @@ class WebDatasetSource(IndexedSource[_Reader]):
         return sample | {member.extension: reader.read(member.offset, member.size) for member in members}
 
     def _index(self, file: DataFile) -> list[list[Member]]:
-        place = f"{self.folder.address}/{file.name}{SUFFIX}"
+        if file.name in self._in_memory:
+            return self._in_memory[file.name]
         data = self.folder.read(f"{file.name}{SUFFIX}")
-        if data is None:
-            facts = "\0".join((self.folder.address, file.name, str(file.bytes), file.checksum, file.version))
-            path = cache_folder() / "indexes" / f"{hashlib.sha256(os.fsencode(facts)).hexdigest()[:32]}{SUFFIX}"
-            if not path.exists():
-                text = index_of_tar(self.folder.use(file, read_members))
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                temporary = path.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(path)
-            place, data = str(path), path.read_bytes()
+        if data is not None:
+            return _parsed(data, f"{self.folder.address}/{file.name}{SUFFIX}")
+        facts = "\0".join((self.folder.address, file.name, str(file.bytes), file.checksum, file.version))
+        path = cache_folder() / "indexes" / f"{hashlib.sha256(os.fsencode(facts)).hexdigest()[:32]}{SUFFIX}"
+        with suppress(OSError):  # not written yet, or no access
+            return _parsed(path.read_bytes(), str(path))
+        samples = self.folder.use(file, read_members)
         try:
-            return parse_index(data.decode())
-        except ValueError as error:
-            raise damaged_file(place, str(error)) from error
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same
+            temporary.write_text(index_of_tar(samples), encoding="utf-8")
+            temporary.replace(path)
+        except OSError:  # a folder of caches without access or space; the index is also that of loader workers
+            self._in_memory[file.name] = samples
+        return samples
+
+
+def _parsed(data: bytes, place: str) -> list[list[Member]]:
+    try:
+        return parse_index(data.decode())
+    except ValueError as error:
+        raise damaged_file(place, str(error)) from error
