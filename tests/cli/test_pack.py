@@ -286,3 +286,9 @@ def test_index_of_tar_files(place: Path) -> None:
     with pytest.raises(Exception, match="E_FILE_CHANGED") as caught:
         read_all(place / "tars", "webdataset")
     assert "part-01.tar" in str(caught.value)
+
+
+def test_index_of_a_missing_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", "missing", "--index", "--from", "parquet"]) == EXIT_INPUT
+    assert capsys.readouterr().err.count("error: ") == 1
+    assert not (place / "missing").exists()

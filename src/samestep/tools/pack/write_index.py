@@ -43,10 +43,9 @@ def write_index(folder: Path, kind: str, report: Callable[[str], None]) -> Index
         raise DataError(
             f"--index of {kind} files", f"one of {', '.join(PATTERNS)}", "their own library has written their index"
         )
-    source = StreamFolder(str(folder))
+    files, sizes = list_files(StreamFolder(str(folder)), kind), []  # before the lock, which creates a missing folder
     with FolderLock(folder):
         (folder / INDEX).unlink(missing_ok=True)
-        files, sizes = list_files(source, kind), []
         for number, file in enumerate(files):
             path = folder / file.name
             files[number] = replace(file, checksum=checksum_of(path, "sha256"))
