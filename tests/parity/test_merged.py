@@ -31,9 +31,10 @@ def test_merged_steps_equal_separate_ones(separate: dict[str, Any], ranks: int) 
 
 
 @pytest.mark.slow
-def test_late_read_ends_the_merging_of_one_rank() -> None:
-    [(expected, _)] = launch(merged.train_with_late_read, "off", processes=1)
-    results = launch(merged.train_with_late_read, "auto", processes=3)
+@pytest.mark.parametrize("name", merged.LATE_CHANGES)
+def test_late_change_ends_the_merging_of_one_rank(name: str) -> None:
+    [(expected, _)] = launch(merged.train_with_late_change, "off", name, processes=1)
+    results = launch(merged.train_with_late_change, "auto", name, processes=3)
     assert [is_merged for _, is_merged in results] == [True, True, False]
     for weights, _ in results:
         one, other = (torch.tensor(numbers, dtype=torch.float64) for numbers in (weights, expected))

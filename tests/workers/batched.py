@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -42,6 +43,20 @@ class Perceptron(nn.Module):
         return result
 
 
+class Switched(Perceptron):
+    """A perceptron that joins samples as soon as a loop changes a number."""
+
+    mode = 0
+
+    def __init__(self) -> None:
+        super().__init__(self._activation)
+        self.power = 0.0
+
+    def _activation(self, values: Rows) -> Rows:
+        values = by_samples(values) if self.power == 1 else values
+        return by_size(values) if self.power == 2 or self.mode == 1 else values
+
+
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -65,16 +80,51 @@ def by_samples(values: Rows) -> Rows:
     return values - values.mean(0)
 
 
+def softmax_of_samples(values: Rows) -> Rows:
+    return values.softmax(dim=-2)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "perceptron": Perceptron,
+    "switched": Switched,
     "dropout": lambda: gpt(0.1),
     "convolution": Convolution,
     "branch": lambda: Perceptron(is_large),
     "rows": lambda: Perceptron(by_size),
     "mean": lambda: Perceptron(by_samples),
+    "softmax": lambda: Perceptron(softmax_of_samples),
     "batch norm": lambda: nn.Sequential(Perceptron(), nn.BatchNorm1d(CLASSES)),
 }
+
+
+def _double_gradient(parameter: torch.Tensor) -> None:
+    parameter.register_hook(lambda gradient: None if gradient is None else 2 * gradient)
+
+
+# Changes of a model of type `Switched` after the decision to compute microbatches together.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "mean over samples": lambda model: setattr(model, "power", 1),
+    "number": lambda model: setattr(model, "power", 2),
+    "number of the class": lambda model: setattr(Switched, "mode", 1),
+    "function": lambda model: setattr(model, "function", by_size),
+    "forward": lambda model: setattr(model.frozen, "forward", by_size),
+    "hook of a parameter": lambda model: _double_gradient(model.last.weight),
+    "hook of a module": lambda model: model.norm.register_forward_hook(lambda module, inputs, rows: by_size(rows)),
+}
+
+
+def changed(world: samestep.World, name: str, *, together: bool) -> tuple[str, bool | None, str | None]:
+    """Return the results of training in which the model changes before the fourth of six steps."""
+
+    def change(engine: Engine, step: int) -> None:
+        if step == 3:
+            assert engine.computes_together is together
+            CHANGES[name](engine.model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Switched, "mode", 0)
+        return train(world, "switched", 8, together=together, samples=(SAMPLES,) * 6, before_step=change)
 
 
 def train(
@@ -85,6 +135,7 @@ def train(
     together: bool,
     samples: tuple[int, ...] = (SAMPLES,) * STEPS,
     prepare: Callable[[Engine], Any] = lambda engine: None,
+    before_step: Callable[[Engine, int], Any] = lambda engine, step: None,
     **options: Any,
 ) -> tuple[str, bool | None, str | None]:
     """Return a hash of losses and weights after some steps, and how this rank computed its microbatches."""
@@ -98,6 +149,7 @@ def train(
         runner.computes_together = False
     total = hashlib.sha256()
     for step, size in enumerate(samples):
+        before_step(engine, step)
         generator = torch.Generator().manual_seed(step)
         targets_shape = (size, LENGTH) if isinstance(model, GPT) else (size,)
         inputs = torch.randint(CLASSES, (size, LENGTH), generator=generator)
@@ -118,3 +170,10 @@ def run() -> list[list[tuple[str, bool | None, str | None]]]:
     use_always()
     with samestep.start(device="cpu") as world:
         return all_gather([train(world, name, 8, together=True) for name in ("gpt", "perceptron")], world)
+
+
+def run_changed() -> list[list[tuple[str, bool | None, str | None]]]:
+    """Return the results of training with each change on every rank."""
+    use_always()
+    with samestep.start(device="cpu") as world:
+        return all_gather([changed(world, name, together=True) for name in CHANGES], world)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -36,27 +36,40 @@ def net() -> tuple[nn.Module, TensorDataset]:
 
 
 class LateRead(nn.Module):
-    """Module that reads a value of the samples after a test sets `reads`."""
+    """Module that reads a value of the samples after a test sets `reads[0]`."""
 
-    reads = False
+    reads: ClassVar = [False]  # not a number, of which a change repeats the check of the first step
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs if not self.reads or inputs.sum().item() else inputs + 1
+        return inputs if not self.reads[0] or inputs.sum().item() else inputs + 1
 
 
-def train_with_late_read(merge: Literal["auto", "off"]) -> list[tuple[list[float], bool]]:
-    """Return the weights after steps in which the last rank begins to read values, and whether ranks still merge."""
+def _begin_reading(model: nn.Module) -> None:
+    LateRead.reads[0] = True
+
+
+def _add_hook(model: nn.Module) -> None:
+    next(model.parameters()).register_hook(torch.clone)
+
+
+LATE_CHANGES: dict[str, Callable[[nn.Module], None]] = {"reads values": _begin_reading, "has a hook": _add_hook}
+
+
+def train_with_late_change(merge: Literal["auto", "off"], name: str) -> list[tuple[list[float], bool]]:
+    """Return the weights after steps in which the model of the last rank changes, and whether ranks still merge."""
     torch.manual_seed(0)
     model, dataset = net()
     model = nn.Sequential(LateRead(), model).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    LateRead.reads[0] = False
     with samestep.start(device="cpu") as world:
         engine = Engine(
             model, optimizer, samestep.cross_entropy, world=world, config=StepConfig(reduction="fast", merge=merge)
         )
         batches = samestep.loader(dataset, batch_size=BATCH, microbatches=MICROBATCHES, world=world)
         for number, batch in enumerate(chain(batches, batches, batches)):
-            LateRead.reads = number >= BATCHES and world.rank == world.size - 1
+            if number == BATCHES and world.rank == world.size - 1:
+                LATE_CHANGES[name](model)
             engine.step(batch)
         weights = torch.cat([tensor.double().reshape(-1) for tensor in model.state_dict().values()])
         return all_gather((weights.tolist(), engine.separate_reason is None), world)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import samestep
 from helpers.batches import batch_of, random_data
 from helpers.models import Perceptron, seeded
 from samestep.engine.engine import Engine
+from workers.bad_samples import Faulty
 from workers.loader import gathered
 
 MICROBATCHES, SIZES = 8, (19, 19, 3, 19)  # the third batch has fewer microbatches with samples
@@ -33,6 +35,26 @@ def run_on_all() -> list[dict[str, Any]]:
     """Return, by rank and case, the values of each step as text, and the later steps with a further message."""
     with samestep.start(device="cpu") as world:
         return gathered({name: _train(world, values) for name, (values, _) in CASES.items()})
+
+
+def with_unusable_microbatch() -> list[list[dict[str, float]]]:
+    """Return loss and values of two steps and an evaluation; all samples of the first microbatch are unusable."""
+
+    def forward(model: Any, data: Any) -> dict[str, Any]:
+        loss = functional.cross_entropy(model(data[0]), data[1], reduction="sum")
+        result = samestep.Loss(loss, len(data[1]))
+        return {"loss": result, "same": result, "mean": loss.detach() / len(data[1])}
+
+    with samestep.start(device="cpu") as world:
+        model = seeded(1, Perceptron, dtype=torch.float32)
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.5), world=world)
+        batches = samestep.loader(
+            Faulty(frozenset((0, 1))), batch_size=8, microbatches=4, world=world, bad_samples="skip"
+        )
+        steps = [engine.step(batch, forward=forward) for batch in islice(batches, 2)]
+        evaluation = engine.evaluate(batches, forward=forward)
+        results = [*({"loss": step.loss, **step.values} for step in steps), evaluation]
+        return gathered(results)
 
 
 @contextmanager

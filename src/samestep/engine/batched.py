@@ -20,6 +20,7 @@ from samestep.engine.loss import Loss, has_rows
 from samestep.engine.microbatch import SequentialRunner
 from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import call_model, hooked_part
+from samestep.engine.model_signature import ModelSignature
 
 MAX_BYTES = 2**30  # of activations and gradients of the microbatches computed together
 _TIMED = 2  # computations in each way, of which the faster counts
@@ -38,9 +39,10 @@ class Computed(NamedTuple):
 class BatchedRunner(SequentialRunner):
     """Computes microbatches together if each then has the bits that it has alone, and if this is faster.
 
-    Both are determined once, with the first batch whose shapes are those of the batch before: the microbatches are
-    computed in both ways, and outputs, losses and gradients must have the same bits. Other shapes are computed one
-    after another. The results are equal in either case, so each rank decides for itself.
+    Both are determined with the first batch whose shapes are those of the batch before: the microbatches are computed
+    in both ways, and outputs, losses and gradients must have the same bits. Other shapes are computed one after
+    another. A change of the model between steps repeats the decision, unless changes are frequent. The results are
+    equal in either case, so each rank decides for itself.
     """
 
     def __post_init__(self) -> None:
@@ -48,17 +50,25 @@ class BatchedRunner(SequentialRunner):
         self._shapes: object = None  # of the last batch; the checked ones as soon as there is a decision
         self._parts: Sequence[Microbatch] = ()  # to be computed together in this step
         self._results: dict[int, Computed] = {}
+        self._signature = ModelSignature(self.model, self.forward.outside)
 
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         self._samples, self._results, self._parts = batch.size, {}, ()
         if len(batch.local_microbatches) > 1 and self.computes_together is not False:
-            if (option := self._option()) is not None:
+            if self._signature.has_changed():
+                self._repeat_decision()
+            if self._signature.changes_often:
+                self._set_reason("values or hooks of the model change between steps")
+            elif (option := self._option()) is not None:
                 self._set_reason(option)
             elif not self.is_witnessed and self.strategy.batchable is not None:
                 self._parts = batch.local_microbatches[self.strategy.batchable]
         return super().compute(batch, position, save=save)
 
     def shares_moved(self) -> None:
+        self._repeat_decision()
+
+    def _repeat_decision(self) -> None:
         self._shapes, self.computes_together, self.alone_reason = None, None, None
 
     def _outputs(self, microbatch: Microbatch, position: int) -> tuple[Any, Loss]:

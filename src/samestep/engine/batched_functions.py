@@ -32,10 +32,10 @@ _SHAPES = (
     "cat chunk expand expand_as flatten movedim narrow permute repeat_interleave reshape select split squeeze stack "
     "transpose unbind unflatten unsqueeze view view_as swapaxes"
 )
-_PRODUCTS = "baddbmm bmm einsum layer_norm log_softmax matmul scaled_dot_product_attention softmax __matmul__"
+_PRODUCTS = "baddbmm bmm einsum layer_norm matmul scaled_dot_product_attention __matmul__"
 _SIZES = "dim is_contiguous is_floating_point numel size stride __len__"
 _PROPERTIES = "device dtype is_cuda layout mT ndim requires_grad shape"
-_REDUCTIONS = "amax amin mean sum"
+_REDUCTIONS = "amax amin log_softmax mean softmax sum"  # over the elements of dimensions
 
 
 def _named(names: str) -> set[Any]:
@@ -143,8 +143,14 @@ def _is_by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
     if func is torch.Tensor.__getitem__:  # an index that is a tensor can select by value
         return tensors == 1
     if func in _WITH_DIMENSION:
-        return len(args) > 1 or kwargs.get("dim") is not None
+        return _keeps_rows(*args, **kwargs)
     return func in _BY_ROW
+
+
+def _keeps_rows(input: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+    """Return whether a reduction over dimensions leaves the first one; without dimensions, it reduces all."""
+    dims = dim if isinstance(dim, list | tuple) else () if dim is None else (dim,)
+    return bool(dims) and all(one % max(input.dim(), 1) for one in dims)
 
 
 def linear(

@@ -30,6 +30,7 @@ from samestep.engine.merged import MergedRunner
 from samestep.engine.microbatch import SequentialRunner, StepRunner
 from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import hooked_part
+from samestep.engine.model_signature import ModelSignature
 from samestep.errors import InputError
 from samestep.strategies.strategy import Strategy
 
@@ -73,7 +74,7 @@ class GraphRunner(SequentialRunner):
         super().__post_init__()
         self._captured: dict[object, CapturedMicrobatch] = {}  # by shape
         self._seen: set[object] = set()  # shapes of microbatches computed as usual
-        self._signature: object = None
+        self._signature, self._constants = ModelSignature(self.model, self.forward.outside), object()
         self._eligible: set[int] = set()  # numbers of the microbatches in this step that may be replayed
         self._results: dict[int, Computed] = {}
         self._unproven: tuple[CapturedMicrobatch, Computed, Computed] | None = None
@@ -86,8 +87,8 @@ class GraphRunner(SequentialRunner):
                 self._refuse(option)
             else:
                 self._eligible = {part.number for part in batch.local_microbatches[self.strategy.batchable or slice(0)]}
-        if self._eligible and (signature := self._read_signature()) != self._signature:
-            self._captured, self._seen, self._signature = {}, set(), signature
+        if self._eligible and (constants := self._read_constants()) != self._constants:
+            self._captured, self._seen, self._constants = {}, set(), constants
         return super().compute(batch, position, save=save)
 
     def _outputs(self, microbatch: Microbatch, position: int) -> tuple[Any, Loss]:
@@ -235,19 +236,12 @@ class GraphRunner(SequentialRunner):
             self._unproven = captured, replayed, Computed(outputs, loss, [])
         return outputs, loss
 
-    def _read_signature(self) -> object:
-        """Return numbers and addresses of memory that become constants of a graph."""
-        memory = [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())]
-        values: list[object] = []
-        for module in self.model.modules():
-            for value in vars(module).values():
-                if type(value) in (bool, int, float, str):
-                    values.append(value)
-                elif isinstance(value, dict):  # tables of hooks, buffers and others
-                    values.append(len(value))
-                elif type(value) is torch.Tensor:
-                    values.append(value.data_ptr())
-        return memory, values, self.forward.outside.numbers()
+    def _read_constants(self) -> object:
+        """Return values and addresses of memory that become constants of a graph."""
+        values = self._signature.read()
+        attributes = [value for value in self._signature.attributes() if type(value) is torch.Tensor]
+        tensors = (*self.model.parameters(), *self.model.buffers(), *attributes)
+        return values, [tensor.data_ptr() for tensor in tensors]
 
     def _option(self) -> str | None:
         """Return a property of the step that excludes graphs."""

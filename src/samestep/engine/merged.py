@@ -20,6 +20,7 @@ from samestep.engine.merged_functions import MergedFunctions
 from samestep.engine.microbatch import SequentialRunner
 from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.model_call import call_model
+from samestep.engine.model_signature import ModelSignature
 from samestep.engine.step_stats import LocalStats
 from samestep.microbatches import most_owned
 from samestep.strategies.ddp import DdpStrategy
@@ -32,14 +33,16 @@ SEPARATE = "the microbatches of a rank are computed one after another"
 class MergedRunner(SequentialRunner):
     """Computes the microbatches of a rank in one forward and backward, if the model computes them as each alone.
 
-    The first step with several microbatches on a rank decides. A later step that reads values or draws random numbers
-    for all samples at once ends the merging of this rank. A step whose inputs have different shapes, or in which a
-    microbatch has no samples, is computed one microbatch after another.
+    The first step with several microbatches on a rank decides. A change of the model between steps repeats the check on
+    this rank, unless changes are frequent. A later step that reads values or draws random numbers for all samples at
+    once ends the merging of this rank. A step whose inputs have different shapes, or in which a microbatch has no
+    samples, is computed one microbatch after another.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_merged: bool | None = None  # None: not decided
+        self._signature = ModelSignature(self.model, self.forward.outside)
 
     def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
         return super().joins_check(batch, has_forward=has_forward) and not self._decides(batch)
@@ -49,7 +52,7 @@ class MergedRunner(SequentialRunner):
             self.separate_reason = "a forward function"
         if self._decides(batch):
             self._decide(batch, position)
-        if self._is_merged and self._fits(batch):
+        if self._is_merged and self._fits(batch) and self._may_still_merge(batch, position):
             return self._compute_merged(batch, position, save=save)
         return super().compute(batch, position, save=save)
 
@@ -60,17 +63,38 @@ class MergedRunner(SequentialRunner):
 
     def _decide(self, batch: GlobalBatch, position: int) -> None:
         """Check the model with samples of this rank, and decide for all ranks; a collective."""
-        microbatches = [one for one in batch.local_microbatches if one.size]
+        self._signature.has_changed()  # later steps are compared with this one
         own: str | None = ""  # not checked
-        if len(microbatches) > 1 and self._has_statistics(batch):
-            self.buffers.begin(batch.microbatches)
-            with self.generators.preserved(), self.undo_on_failure():
-                own = MergeCheck(self.model, self.forward, position).reason(microbatches)
-            self.buffers.restore()
+        if sum(one.size > 0 for one in batch.local_microbatches) > 1 and self._has_statistics(batch):
+            own = self._check(batch, position)
         reasons = all_gather(own, self.world.data)
         self.separate_reason = next(filter(None, reasons), None)
         if self.separate_reason is not None or None in reasons:  # some rank has checked
             self._is_merged = self.separate_reason is None
+
+    def _check(self, batch: GlobalBatch, position: int) -> str | None:
+        """Return the reason for which the model cannot compute the microbatches of this rank together."""
+        microbatches = [one for one in batch.local_microbatches if one.size]
+        self.buffers.begin(batch.microbatches)
+        with self.generators.preserved(), self.undo_on_failure():
+            reason = MergeCheck(self.model, self.forward, position).reason(microbatches)
+        self.buffers.restore()
+        return reason
+
+    def _may_still_merge(self, batch: GlobalBatch, position: int) -> bool:
+        """Check the model again if it has changed since the last step."""
+        if not self._signature.has_changed():
+            return True
+        is_often = self._signature.changes_often
+        reason = "the model changes between steps" if is_often else self._check(batch, position)
+        if reason is not None:
+            self._end_merging(reason, position)
+        return reason is None
+
+    def _end_merging(self, reason: str, position: int) -> None:
+        """Compute one after another from now on, on this rank alone: both ways have the same messages."""
+        self._is_merged, self.separate_reason = False, f"{reason}, from step {position + 1} on"
+        logger.warning("%s: %s", SEPARATE, self.separate_reason)
 
     def _has_statistics(self, batch: GlobalBatch) -> bool:
         """Return whether each microbatch of this rank has enough samples for batch norm."""
@@ -135,9 +159,7 @@ class MergedRunner(SequentialRunner):
                 self._add(stats, microbatch, losses[-1], functions, number, last=microbatch is microbatches[-1])
             if functions.has_read or generator_state(self.world.device) != before:
                 action = "reads values" if functions.has_read else "draws random numbers"
-                self.separate_reason = f"the forward {action} for all samples at once, from step {position + 1} on"
-                logger.warning("%s: %s", SEPARATE, self.separate_reason)
-                self._is_merged = False  # on this rank alone: both ways have the same messages
+                self._end_merging(f"the forward {action} for all samples at once", position)
                 return None
         for microbatch, part, loss in zip(microbatches, parts, losses, strict=True):
             for callback in self.callbacks:

@@ -122,7 +122,8 @@ class MicrobatchForward:
         needs_loss = self.needs_loss and not self.gathers
         result = forward_result(self.function(module, inputs), microbatch.size, needs_loss=needs_loss)
         if not microbatch.is_filler:
-            values = {name: Loss(value.sum.detach(), value.count) for name, value in result.values.items()}
+            items = result.values.items() if microbatch.size else ()  # a substitute sample adds nothing
+            values = {name: Loss(value.sum.detach(), value.count) for name, value in items}
             self.results[microbatch.number] = ForwardResult(None, None, result.targets, values)  # without graphs
         return result
 

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules import module as _of_all_modules
 
 from samestep.config import Precision
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(getattr(_of_all_modules, f"_global{table}") for table in HOOKS)
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,8 +38,10 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def hooked_part(model: torch.nn.Module) -> str | None:
     """Return the name of a module or a parameter with hooks as a reason; None if there is none."""
+    if any(GLOBAL_HOOKS):
+        return "all modules have hooks"
     for name, module in model.named_modules():
-        if any(getattr(module, table) for table in _HOOKS):
+        if any(getattr(module, table) for table in HOOKS):
             return f"the module {name!r} has hooks"
     parameter = hooked_parameter(model)
     return None if parameter is None else f"the parameter {parameter} has hooks"

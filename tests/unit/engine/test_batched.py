@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import samestep
 from helpers.batches import batch_of
@@ -12,7 +13,7 @@ from samestep import launch
 from samestep.engine import batched
 from samestep.engine.engine import Engine
 from workers import batched as ranks_batched
-from workers.batched import SAMPLES, train
+from workers.batched import SAMPLES, changed, train
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def test_bits_are_equal_on_1_2_and_3_processes(world: samestep.World) -> None:
         ("convolution", "conv1d with a trained parameter"),
         ("dropout", "dropout draws random numbers"),
         ("branch", "max may combine samples, or depend on their values"),
-        ("mean", "other bits of outputs"),
+        ("mean", "mean may combine samples, or depend on their values"),
+        ("softmax", "softmax may combine samples, or depend on their values"),
         ("rows", "other bits of outputs"),
         ("batch norm", "the forward changes the state of the model"),
     ],
@@ -59,6 +61,52 @@ def test_bits_are_equal_on_1_2_and_3_processes(world: samestep.World) -> None:
 def test_other_models_are_computed_one_by_one(world: samestep.World, name: str, reason: str) -> None:
     alone, _, _ = train(world, name, 4, together=False)
     assert train(world, name, 4, together=True) == (alone, False, reason)
+
+
+REASONS = {
+    "mean over samples": "mean may combine samples, or depend on their values",
+    "hook of a parameter": "the parameter last.weight has hooks",
+    "hook of a module": "the module 'norm' has hooks",
+}
+
+
+@pytest.mark.parametrize("name", ranks_batched.CHANGES)
+def test_a_change_of_the_model_repeats_the_decision(world: samestep.World, name: str) -> None:
+    alone, _, _ = changed(world, name, together=False)
+    assert changed(world, name, together=True) == (alone, False, REASONS.get(name, "other bits of outputs"))
+
+
+def test_a_hook_of_all_modules_repeats_the_decision(world: samestep.World) -> None:
+    handles = []
+
+    def add_hook(engine: Engine, step: int) -> None:
+        if step == 3:
+            handles.append(register_module_forward_hook(lambda module, inputs, rows: ranks_batched.by_size(rows)))
+
+    results = []
+    for together in (False, True):
+        results.append(train(world, "perceptron", 4, together=together, samples=(SAMPLES,) * 6, before_step=add_hook))
+        handles.pop().remove()
+    assert results[1] == (results[0][0], False, "all modules have hooks")
+
+
+def test_bits_after_a_change_are_equal_on_1_and_2_processes(world: samestep.World) -> None:
+    expected = [changed(world, name, together=True)[0] for name in ranks_batched.CHANGES]
+    for results in launch(ranks_batched.run_changed, processes=2):
+        assert [digest for digest, _, _ in results] == expected
+
+
+def test_harmless_changes_keep_the_choice_until_they_are_frequent(world: samestep.World) -> None:
+    def trained(steps: int, *, together: bool, every: int = 1) -> tuple[str, bool | None, str | None]:
+        def change(engine: Engine, step: int) -> None:
+            engine.model.progress = float(step // every)  # type: ignore[assignment]
+
+        return train(world, "perceptron", 4, together=together, samples=(SAMPLES,) * steps, before_step=change)
+
+    alone, _, _ = trained(6, together=False, every=3)
+    assert trained(6, together=True, every=3) == (alone, True, None)
+    alone, _, _ = trained(6, together=False)
+    assert trained(6, together=True) == (alone, False, "values or hooks of the model change between steps")
 
 
 def test_a_planted_difference_in_a_gradient_is_detected(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:

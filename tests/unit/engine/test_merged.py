@@ -1,7 +1,7 @@
 """Microbatches that are computed together equal those computed one after another, to rounding."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,11 +66,15 @@ class Attention(nn.Module):
         return self.linear((hidden * hidden.new_empty(size).bernoulli_(0.8)).flatten(1))
 
 
+def _scaled(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs / inputs.square().mean(0, keepdim=True).add(1)
+
+
 class Scaled(nn.Module):
     """Divides by the mean square over samples."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs / inputs.square().mean(0, keepdim=True).add(1)
+        return _scaled(inputs)
 
 
 class Gated(nn.Module):
@@ -113,13 +117,23 @@ class Branch(nn.Module):
         return inputs if inputs[0].sum() > -1e9 else -inputs
 
 
+class Switch(nn.Module):
+    """Joins samples after a loop changes a number."""
+
+    is_on = False
+    power = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return _scaled(inputs) if self.is_on or self.power else inputs
+
+
 class LateNoise(nn.Module):
     """Draws a random number of all samples from the second call in training."""
 
-    calls = 0
+    calls: ClassVar = [0]  # not a number, of which a change repeats the check of the first step
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs if self.calls < 1 else inputs * torch.rand((), dtype=inputs.dtype)
+        return inputs if self.calls[0] < 1 else inputs * torch.rand((), dtype=inputs.dtype)
 
 
 def engine_of(world: World, model: nn.Module, **options: Any) -> Engine:
@@ -157,8 +171,9 @@ def test_forward_is_called_once_per_step(alone: World) -> None:
     engine = engine_of(alone, model)
     inputs, targets = random_data(16, features=96, classes=CLASSES)
     batch = batch_of(alone, inputs.view(-1, *IMAGE), targets, 4)
-    engine.step(batch)
     model.register_forward_pre_hook(lambda module, arguments: calls.append(len(arguments[0])))
+    engine.step(batch)
+    calls.clear()
     engine.step(batch)
     assert calls == [16]
 
@@ -231,13 +246,69 @@ def test_random_numbers_of_all_samples_in_a_later_step_end_the_merging(alone: Wo
         inputs, targets = random_data(16, features=96, classes=CLASSES)
         batch = batch_of(alone, inputs.double().view(-1, *IMAGE), targets, 4)
         reasons = []
-        for LateNoise.calls in (0, 1, 1):
+        for LateNoise.calls[0] in (0, 1, 1):
             engine.step(batch)
             reasons.append(engine.separate_reason is None)
-        LateNoise.calls = 0
+        LateNoise.calls[0] = 0
         states.append(torch.cat([tensor.double().reshape(-1) for tensor in engine.model.state_dict().values()]))
     assert reasons == [True, False, False]
     assert torch.allclose(states[0], states[1], rtol=1e-12, atol=1e-12)
+
+
+# Changes of the model after the first step, and the reason for separate microbatches in later steps.
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "number": (lambda model: setattr(model[7], "is_on", True), "the output of the layer 7 (Switch)"),
+    "number of the class": (lambda model: setattr(Switch, "power", 1), "the output of the layer 7 (Switch)"),
+    "hook of a module": (
+        lambda model: model[11].register_forward_hook(lambda module, inputs, outputs: _scaled(outputs)),
+        "the output of the layer 11 (Linear)",
+    ),
+    "hook of a parameter": (
+        lambda model: model[9].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
+        "the parameter 9.weight has hooks",
+    ),
+}
+
+
+def _train_with_changes(world: World, merge: str, change: Callable[[int, Any], Any]) -> tuple[Engine, list[bool]]:
+    """Return an engine after 6 steps, before each of which the model can change, and whether each step was merged."""
+    engine = engine_of(world, seeded(0, lambda: Images(Switch())), merge=merge)
+    merged = []
+    for step in range(6):
+        change(step, engine.model)
+        inputs, targets = random_data(16, features=96, classes=CLASSES, seed=step)
+        engine.step(batch_of(world, inputs.view(-1, *IMAGE), targets, 4))
+        merged.append(engine.separate_reason is None)
+    return engine, merged
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_model_repeats_the_check(alone: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    apply, reason = CHANGES[name]
+    engines = []
+    for merge in ("auto", "off"):
+        monkeypatch.setattr(Switch, "power", 0)
+        engine, merged = _train_with_changes(alone, merge, lambda step, model: apply(model) if step == 3 else None)
+        assert merged == ([True] * 3 + [False] * 3 if merge == "auto" else [True] * 6)
+        engines.append(engine)
+    assert (engines[0].separate_reason or "").startswith(reason)
+    assert (engines[0].separate_reason or "").endswith("from step 4 on")
+    assert distance(*engines) < 1e-12
+
+
+def test_harmless_changes_keep_merging_until_they_are_frequent(alone: World) -> None:
+    def change_rate(step: int, model: Any) -> None:
+        model[3].p = 0.2 if step < 4 else 0.4
+
+    def count(step: int, model: Any) -> None:
+        model.step = step
+
+    results = [_train_with_changes(alone, merge, change_rate) for merge in ("auto", "off")]
+    assert all(results[0][1])
+    assert 0 < distance(results[0][0], results[1][0]) < 1e-12
+    engine, merged = _train_with_changes(alone, "auto", count)
+    assert merged == [True] * 3 + [False] * 3
+    assert engine.separate_reason == "the model changes between steps, from step 4 on"
 
 
 def test_bad_loss_names_its_microbatch(alone: World) -> None:

@@ -49,6 +49,14 @@ def test_values_are_means_over_the_samples_that_have_them(results: dict[int, Any
     assert [2 * float.fromhex(names["a"]) for names in cases["a sum and a count"]] == pytest.approx(means)
 
 
+def test_a_microbatch_without_usable_samples_adds_no_values() -> None:
+    expected, *_ = launch(step_values.with_unusable_microbatch, processes=1)
+    for values in expected:
+        assert values["same"] == values["loss"]
+        assert values["mean"] == pytest.approx(values["loss"])
+    assert launch(step_values.with_unusable_microbatch, processes=3) == 3 * [expected]
+
+
 def test_numbers_on_a_device_may_have_different_types(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "value_on_host", lambda tensor: None)  # as for a GPU
     tree, values = MicrobatchTree(2, 2), StepValues()
