@@ -37,6 +37,8 @@ _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
 _EPOCH_PREFIX = "epoch-"
 _EPOCH_NAME = re.compile(rf"{_EPOCH_PREFIX}\d+")
+# Names of this class, `link_name` and `unsupported_features`; the folder can have other hidden files.
+_LEFTOVER = re.compile(rf"\.(writing-|trial-|replaced-{_PREFIX}\d|(last|best|{_EPOCH_PREFIX}\d+)-\d+(-|$)).*")
 
 
 class CheckpointFolder:
@@ -144,7 +146,7 @@ class CheckpointFolder:
             expected="a folder with complete checkpoints only",
         ):
             for path in self.path.glob(".*-*"):
-                if path not in checkpoints:
+                if path not in checkpoints and _LEFTOVER.fullmatch(path.name):
                     remove(path)
 
     def _present(self) -> CheckpointFolder:
@@ -229,10 +231,12 @@ class CheckpointFolder:
                 replaced.rename(final)
 
     def _prune(self, newest: Path) -> None:
-        """Remove old checkpoints but `newest`: after a return to an earlier step, higher steps remain."""
-        checkpoints, best = self._by_step(), self._link_target("best")
-        for step, path in list(checkpoints.items())[: -self.keep]:
-            if step != best and path.name != newest.name:
+        """Remove old checkpoints. After a return to an earlier step, higher steps remain, and do not count."""
+        best, name = self._link_target("best"), _NAME.fullmatch(newest.name)
+        assert name is not None
+        present = [(step, path) for step, path in self._by_step().items() if step <= int(name[1])]
+        for step, path in present[: -self.keep]:
+            if step != best:
                 # Renamed first: a partly removed folder must not count as a checkpoint.
                 remove(path.rename(self._temporary(f"removed-{path.name}")))
         self._remove_dangling_links()

@@ -134,8 +134,19 @@ def test_clean_removes_all_leftovers(folder: CheckpointFolder) -> None:
     (folder.path / ".writing-step-000000002-77" / "model").write_bytes(b"half")
     (folder.path / ".writing-removed-step-000000000").mkdir()
     (folder.path / ".last-77").symlink_to("step-000000001")
+    (folder.path / ".epoch-3-77-0a1b2c3d").symlink_to("step-000000001")
+    (folder.path / ".trial-0a1b2c3d").mkdir()
     folder.clean()
     assert names(folder) == ["last", "step-000000001"]
+
+
+def test_clean_leaves_other_hidden_files(folder: CheckpointFolder) -> None:
+    folder.write(1, FILES)
+    others = [".best-model", ".clang-format", ".last-run.txt", ".my-folder", ".pre-commit-config.yaml", ".step-1"]
+    for name in others:
+        (folder.path / name).mkdir()
+    folder.clean()
+    assert names(folder) == sorted([*others, "last", "step-000000001"])
 
 
 def test_clean_of_a_missing_folder_does_nothing(folder: CheckpointFolder) -> None:
@@ -188,6 +199,12 @@ def test_the_newly_written_checkpoint_is_kept_despite_higher_steps(tmp_path: Pat
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.write(200, FILES)
     assert folder.write(150, FILES).is_dir()
+
+
+def test_higher_steps_before_a_return_do_not_count(folder: CheckpointFolder) -> None:
+    for step in (100, 200, 300, 210, 220):
+        folder.write(step, FILES)
+    assert steps(folder) == [210, 220, 300]
 
 
 @settings(max_examples=15)
