@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -90,7 +91,7 @@ class CheckpointManager:
         self._world = world = next(iter(self._engines.values())).world
         for each in self._engines.values():
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
-        self._folder = CheckpointFolder(Path(folder), keep)
+        self._folder = CheckpointFolder(_place(Path(folder)), keep)
         self._background, self._is_entered = background, False
         writes = world.is_main and process_state.replayed is None
         self._lock = FolderLock(self._folder.path) if writes else None
@@ -292,6 +293,14 @@ class CheckpointManager:
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+
+def _place(folder: Path) -> Path:
+    """Return the folder itself; in an experiment, a folder of the experiment, one for each folder of the script."""
+    root = process_state.checkpoint_root
+    if root is None or (path := folder.resolve()).is_relative_to(root):
+        return folder
+    return root / f"checkpoints-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
 
 
 def _report(context: RunContext, saved: SavedCheckpoint) -> None:

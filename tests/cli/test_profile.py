@@ -3,17 +3,19 @@
 import gzip
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.system import answer, here, samestep
+from helpers.system import answer, here, samestep, tree
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.tools.profile.causes import Cause
 from samestep.tools.profile.measurements import PHASES
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "bottlenecks.yaml"
+SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"
 FEW = ("--wait", 1, "--warmup", 1, "--active", 8, "--traced", 3, "--no-picture")
 
 # Number of processes and options of the command that plant each bottleneck.
@@ -175,6 +177,22 @@ def test_invalid_input_creates_no_files(
     assert here("profile", RECIPE, *arguments, "--device", "cpu", cwd=tmp_path) == EXIT_INPUT
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_checkpoints_and_run_of_a_script_are_neither_read_nor_written(tmp_path: Path) -> None:
+    shutil.copy(SAVING, tmp_path / "train.py")
+    assert here("run", "--processes", 2, "train.py", 2, cwd=tmp_path) == EXIT_DONE
+    before = tree(tmp_path)
+    assert "checkpoints/step-000000008/model.safetensors" in before
+    options = ("--wait", 0, "--warmup", 0, "--active", 9, "--traced", 0, "--no-picture", "--out", "output")
+    for processes, epochs in ((2, 40), (1, 3)):
+        (tmp_path / "positions.txt").unlink()
+        assert here("profile", "train.py", "--processes", processes, *options, "--", epochs, cwd=tmp_path) == EXIT_DONE
+        assert (tmp_path / "positions.txt").read_text(encoding="utf-8").split() == ["0"]
+        assert {path.suffix for path in (tmp_path / "output").iterdir()} == {".json", ".log"}
+        shutil.rmtree(tmp_path / "output")
+        assert tree(tmp_path) == before
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:

@@ -113,7 +113,19 @@ def test_steps_without_logged_checksum_are_refused(folder: Path, refused: Callab
     """Checksums of steps 5 and 10 are logged; the replay of step 9 begins at step 8, that of step 3 at step 0."""
     for step in (9, 3):
         arguments = ("--step", step, "--trust", "--json")
-        assert "[E_NO_CHECKSUM]" in refused("replay", folder / "runs" / "coarse", *arguments)
+        message = refused("replay", folder / "runs" / "coarse", *arguments)
+        assert "[E_NO_CHECKSUM]" in message
+        assert "samestep.start(checksum_every=1)" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["saved", pytest.param("unsaved", marks=pytest.mark.long)])
+def test_a_step_after_the_end_is_refused_with_the_last_step(
+    folder: Path, refused: Callable[..., str], name: str
+) -> None:
+    message = refused("replay", folder / "runs" / name, "--step", 600, "--trust", "--json")
+    assert f"the script ended after step {LAST}" in message
+    assert f"--step {LAST} or less" in message
 
 
 @pytest.mark.slow

@@ -2,21 +2,30 @@
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.system import Running, samestep, tree, until
+from helpers.system import Running, here, samestep, tree, until
 from samestep.cli.main import main
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANTED = Path(__file__).parents[1] / "planted"
+SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"
 InputErrorText = Callable[..., str]
 
 IDLE = "import samestep\n\nwith samestep.start():\n    pass\n"
+FINISHED = """
+import samestep, torch
+
+with samestep.start() as world:
+    model = torch.nn.Linear(2, 2)
+    samestep.Engine(model, torch.optim.SGD(model.parameters()), samestep.cross_entropy, world=world)
+"""
 RAISING = "import samestep\n\nwith samestep.start() as world:\n    raise ArithmeticError('no such number')\n"
 
 
@@ -24,6 +33,7 @@ RAISING = "import samestep\n\nwith samestep.start() as world:\n    raise Arithme
 def input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InputErrorText:
     """Function that runs a verification with invalid input, checks that files are unchanged and returns stderr."""
     (tmp_path / "idle.py").write_text(IDLE)
+    (tmp_path / "finished.py").write_text(FINISHED)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> str:
@@ -65,6 +75,7 @@ INPUT_ERRORS = {
     "a file in the way": (("digits", "--out", "idle.py"), "idle.py cannot be created"),
     "a bad override": (("digits", "--set", "step.sed=1"), "did you mean step.seed?"),
     "an idle script": (("idle.py", "--processes", "1,2"), "idle.py made no step with samestep.Engine"),
+    "a finished script": (("finished.py", "--processes", "1,2"), "finished.py created an engine, but made no step"),
     "a script that starts ranks": (
         (EXAMPLES / "own_loop.py", "--processes", "1", "--", "3"),
         "E_LAUNCH",
@@ -140,3 +151,48 @@ def test_files_in_the_folder_are_kept(tmp_path: Path) -> None:
     assert done.code == EXIT_DONE, done.err
     assert "note: the loss of a microbatch is neither the sum of its pieces" in done.out
     assert sorted(tree(tmp_path / "out")) == ["certificate.html", "certificate.json", "trials", "trials/notes.txt"]
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Path:
+    """Folder with a script that writes checkpoints to a fixed folder."""
+    shutil.copy(SAVING, tmp_path / "train.py")
+    return tmp_path
+
+
+def begins(folder: Path) -> list[int]:
+    """Return the steps at which the runs of the script began, and forget them."""
+    file = folder / "positions.txt"
+    positions = [int(line) for line in file.read_text(encoding="utf-8").split()]
+    file.unlink()
+    return positions
+
+
+@pytest.mark.slow
+def test_trials_neither_read_nor_write_the_checkpoints_and_the_run_of_a_script(saving: Path) -> None:
+    assert here("verify", "train.py", "--processes", "1,2", "--out", "fresh", "--", 1, cwd=saving) == EXIT_DONE
+    assert sorted(path.name for path in saving.iterdir()) == ["fresh", "positions.txt", "train.py"]
+    assert here("run", "--processes", 2, "train.py", 2, cwd=saving) == EXIT_DONE
+    assert set(begins(saving)) == {0}
+    before = tree(saving)
+    assert "checkpoints/step-000000008/model.safetensors" in before
+    for epochs in (2, 4):  # the run has ended, and the run could be continued
+        assert here("verify", "train.py", "--processes", "1,2", "--out", "out", "--", epochs, cwd=saving) == EXIT_DONE
+        certificate = json.loads((saving / "out" / "certificate.json").read_text(encoding="utf-8"))
+        assert (certificate["holds"], certificate["steps"]) == (True, list(range(1, 4 * epochs + 1)))
+        assert set(begins(saving)) == {0}
+        shutil.rmtree(saving / "out")
+        assert tree(saving) == before
+
+
+@pytest.mark.slow
+def test_killed_script_resumes_from_the_checkpoints_of_its_trial(saving: Path) -> None:
+    assert here("run", "--processes", 1, "train.py", 1, cwd=saving) == EXIT_DONE
+    assert begins(saving) == [0]
+    before = tree(saving)
+    killed = ("--processes", "1,2", "--kill-at", 6, "--resume-on", 1)
+    assert here("verify", "train.py", *killed, "--out", "out", "--", 2, cwd=saving) == EXIT_DONE
+    # Two complete trials; two killed ones with their resumptions; one with another order of sets.
+    assert begins(saving) == [0, 0, 0, 4, 0, 4, 0]
+    shutil.rmtree(saving / "out")
+    assert tree(saving) == before

@@ -19,9 +19,11 @@ import samestep
 from helpers.batches import random_data
 from helpers.disk_faults import fail_with, intercepting
 from helpers.models import Normed, seeded
+from helpers.system import tree
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.engine.engine import Engine
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
+from samestep.launcher.job import process_state
 from samestep.microbatches import Cursor
 
 World = samestep.World
@@ -296,3 +298,22 @@ def test_a_resumed_engine_draws_the_numbers_of_the_saved_one(alone: World, tmp_p
     later, _ = loop(alone)
     later.step(batch)
     assert later.number == 0
+
+
+def test_a_trial_keeps_the_checkpoints_of_each_folder_below_its_own(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, batches = loop(alone)
+    samestep.CheckpointManager(tmp_path / "one", engine, batches).save()
+    before, root = tree(tmp_path), tmp_path / "trial"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process_state, "checkpoint_root", root)
+    one, other = (samestep.CheckpointManager(name, *loop(alone)) for name in ("one", "other"))
+    assert not one.resume()
+    one.save()
+    assert samestep.CheckpointManager(tmp_path / "one", *loop(alone)).resume()
+    assert not other.resume()
+    inside = root / "chosen by the command"
+    samestep.CheckpointManager(inside, *loop(alone)).save()
+    assert CheckpointFolder(inside).newest_valid() is not None
+    assert {path: value for path, value in tree(tmp_path).items() if not path.startswith("trial")} == before

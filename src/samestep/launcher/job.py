@@ -102,6 +102,8 @@ class ProcessState:
     is_script: bool = False  # the launched function is a script, which can be started again
     replayed: ReplayedFolder | None = None  # set under `samestep replay`
     run: str | Path | None = None  # run of the last world, in an experiment too
+    # Absolute path of the folder for all checkpoints of a script in an experiment; None outside and in a replay.
+    checkpoint_root: Path | None = None
 
 
 # The only instance: a process has one place in one job.

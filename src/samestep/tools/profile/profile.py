@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -58,6 +59,7 @@ class Plan:
     traced: int  # following steps with torch's profiler; 0 for none
     ranks: tuple[int, ...] | None  # ranks with torch's profiler; None for all
     folder: Path  # folder of traces and checkpoints
+    scratch: Path | None = None  # folder of the checkpoints of a script
     options: RunOptions
 
     @property
@@ -184,9 +186,11 @@ def profile(
     """
     variables = {**_ENVIRONMENT, **environment}
     trial = (_SCRIPT_TRIAL, "profile_script") if isinstance(subject, Script) else (_TRIAL, "profile_rank")
-    measured: Measurements = run_trial(
-        *trial, subject, plan, processes=processes, preload=preload, environment=variables
-    )
+    with TemporaryDirectory(prefix=".checkpoints-", dir=plan.folder) as scratch:
+        own = replace(plan, scratch=Path(scratch).resolve())
+        measured: Measurements = run_trial(
+            *trial, subject, own, processes=processes, preload=preload, environment=variables
+        )
     trace = None
     if measured.traced:
         trace = plan.folder / TRACE

@@ -161,6 +161,7 @@ def profile_script(script: Script, plan: Plan) -> Measurements | None:
     rank, _ = rank_and_size()
     steps = _ScriptSteps(plan)
     process_state.is_experiment = True
+    process_state.checkpoint_root = plan.scratch
     process_state.callbacks.append(steps)  # never removed: the process ends with the trial
     with (plan.folder / f"output-{rank}.log").open("w", encoding="utf-8") as output, redirect_stdout(output):
         run_script(script.path, script.arguments)

@@ -88,7 +88,8 @@ def no_checksum(problem: str) -> InputError:
     return InputError(
         problem,
         expected="runs of this version, with --checksum-every above 0",
-        fix="train with --checksum-every 1, or compare the weights of checkpoints",
+        fix="train with --checksum-every 1, a script with samestep.start(checksum_every=1); or compare the weights of "
+        "checkpoints",
         code="E_NO_CHECKSUM",
     )
 

@@ -23,7 +23,6 @@ from samestep.tools.replay.checksums import add_checksum
 from samestep.tools.replay.flipped_bit import flipped_bit
 from samestep.tools.replay.launch import Replayed, ReplayRequest
 from samestep.tools.replay.recording import recording
-from samestep.units import plural
 
 
 class _ReplayedSteps(Callback):
@@ -32,20 +31,23 @@ class _ReplayedSteps(Callback):
     Attributes:
         result: result up to the last step; None before the first step.
         engine: the engine, once it has made a step.
+        created: the first engine of the script; after the script, its last step is that of the script.
     """
 
     def __init__(self, request: ReplayRequest) -> None:
         self._request = request
-        self._has_engine = False
         self._end = Cursor()
         self.result: Replayed | None = None
         self.engine: Engine | None = None
+        self.created: Engine | None = None
 
     def engine_created(self, engine: Engine) -> None:
-        if self._has_engine or not engine.world.is_main:
+        if self.created is not None:
             return
-        self._has_engine = True  # the script and its imports are known now
-        request = self._request
+        self.created, request = engine, self._request
+        if not engine.world.is_main:
+            return
+        # The script and its imports are known now.
         for line in require_same_code(request.run, None, accept_changes=request.accept_changes):
             logger.warning("replaying with changed code: %s", line)
 
@@ -88,11 +90,13 @@ def replay_script(request: ReplayRequest) -> Replayed:
         run_script(command.path, command.arguments)
     engine, result = steps.engine, steps.result
     if engine is None or result is None or (engine.steps < request.last and not engine.world.stop_requested):
-        count = 0 if engine is None else engine.steps
+        # A script that resumes a finished run makes no step; another library may not even load the checkpoint.
+        end = engine or steps.created
+        last = (end.steps if end is not None else 0) or max(request.logged, default=1)
         raise InputError(
-            f"step {request.last} of {request.run}: the script made {plural(count, 'step')}",
+            f"step {request.last} of {request.run}: the script ended after step {last}",
             expected="a step of the run, by a script that trains with samestep.Engine",
-            fix=f"--step {max(count, 1)} or less",
+            fix=f"--step {last} or less",
             code="E_VALUE",
         )
     if engine.steps < request.last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -167,7 +168,12 @@ class Trial(Conditions):
     kill_at: int | None = None  # the last rank kills itself in this step; every step before writes a checkpoint
     checkpoint: Path | None = None  # checkpoint to resume from
     after: int = 0  # only the steps after this one are recorded
-    scratch: Path | None = None  # folder that replaces `{folder}` in the arguments of a script; by default a new one
+    scratch: Path | None = None  # files of a script; by default a new folder
+
+    @property
+    def own_folder(self) -> Path:
+        """Folder of a script's checkpoints, which also replaces `{folder}` in its arguments."""
+        return self.scratch or self.folder / "scratch"
 
 
 class TrialRunner:
@@ -254,4 +260,6 @@ class TrialRunner:
             result, failure = None, error.failure
         if result is not None and (result.value or result.stop_signal is not None):
             raise StoppedError("the verification was stopped before the certificate", fix="start it again")
+        if trial.kill_at is None:
+            shutil.rmtree(trial.own_folder, ignore_errors=True)  # otherwise checkpoints of all trials occupy the disk
         return read_record(folder, processes, failure)

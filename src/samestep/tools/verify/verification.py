@@ -119,6 +119,14 @@ def _run_reference(runner: TrialRunner, processes: int, checks_additivity: bool)
     if reference.failure is not None and reference.failure.kind != "UnusedParameterError":
         raise RankError(reference.failure)
     if reference.failure is None and not reference.steps:
+        if reference.engine:
+            raise InputError(
+                f"{runner.subject.name} created an engine, but made no step",
+                expected="a script that begins before its last step",
+                fix="if the script resumes a finished run without samestep.CheckpointManager, pass {folder} as the "
+                "folder of its checkpoints",
+                code="E_VERIFY_NO_STEP",
+            )
         raise InputError(
             f"{runner.subject.name} made no step with samestep.Engine",
             expected="a script that trains with samestep.start, Engine and loader",

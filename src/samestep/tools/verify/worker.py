@@ -308,8 +308,8 @@ def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
 def _run_script(subject: Subject, trial: Trial, log: Path) -> None:
     """Run the script as `samestep run` does, with standard output in a file."""
     assert subject.script is not None
-    scratch = str((trial.scratch or trial.folder / "scratch").resolve())
-    arguments = tuple(argument.replace("{folder}", scratch) for argument in subject.arguments)
+    process_state.checkpoint_root = scratch = trial.own_folder.resolve()
+    arguments = tuple(argument.replace("{folder}", str(scratch)) for argument in subject.arguments)
     with log.open("a") as output, contextlib.redirect_stdout(output):
         run_script(subject.script, arguments)
 

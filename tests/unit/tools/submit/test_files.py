@@ -54,6 +54,17 @@ def test_slurm_script() -> None:
     assert "export SAMESTEP_TOKEN" in script
 
 
+@pytest.mark.parametrize("time", ["30", "30:00", "2:00:00", "1-0", "1-12:30", "1-12:30:00", "0"])
+def test_times_of_slurm(time: str) -> None:
+    assert f"--time={time}" in directives(only_file(slurm.submission(replace(JOB, time=time))))
+
+
+@pytest.mark.parametrize("time", ["abc", "", "2h", "1:2:3:4", "1-2-3", "-5", "1-", ":30", "30\n", "\u0663"])
+def test_other_times_are_refused(time: str) -> None:
+    with pytest.raises(InputError, match="E_VALUE"):
+        slurm.submission(replace(JOB, time=time))
+
+
 def test_slurm_script_of_an_elastic_job_and_of_a_script() -> None:
     assert "--nodes=2-4" in directives(only_file(slurm.submission(ELASTIC)))
     script = replace(JOB, subject="my train.py", text="", arguments=("--epochs", "2"), gpus=0)
