@@ -87,6 +87,7 @@ class CheckpointManager:
         self._rule = BestRule.of(best_by, best_mode)
         self._best: float | None = None
         self._saved: int | None = None  # number of the last checkpoint
+        self._saved_hashes: dict[str, str] = {}  # of its state that the loop can change between steps
         self._engines, self._loaders, self._objects = _by_name(engine), _by_name(batches), dict(state or {})
         self._world = world = next(iter(self._engines.values())).world
         for each in self._engines.values():
@@ -106,13 +107,13 @@ class CheckpointManager:
     def epochs(self, number: int) -> Iterator[int]:
         """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
 
-        If the body has called `save` after the last step, the state is not saved again. Errors are those of `resume`,
-        `samestep.epochs` and `save`.
+        If the body has called `save` after the last step, and the state has not changed since, the state is not saved
+        again. Errors are those of `resume`, `samestep.epochs` and `save`.
         """
         self.resume()
         for epoch in epochs(next(iter(self._loaders.values())), number):
             yield epoch
-            if self._saved != self._step:
+            if self._saved != self._step or any(all_gather(self._hashes() != self._saved_hashes, self._world)):
                 self.save()
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
@@ -237,7 +238,8 @@ class CheckpointManager:
 
     def _require_equal_state(self) -> None:
         """Compare state that ranks compute on their own; a collective."""
-        by_rank = all_gather(self._hashes(), self._world) if self._world.size > 1 else [{}]
+        self._saved_hashes = self._hashes()
+        by_rank = all_gather(self._saved_hashes, self._world) if self._world.size > 1 else [{}]
         differing = [name for name in by_rank[0] if len({row.get(name) for row in by_rank}) > 1]
         if differing:
             raise RankMismatchError(

@@ -210,7 +210,8 @@ def _with_loggers(
     with ExitStack() as stack:
         for logger in own:
             stack.callback(logger.close)
-        yield replace(world, context=replace(world.context, loggers=own))
+        used = () if process_state.is_experiment else own  # values of a trial do not belong into the user's tracker
+        yield replace(world, context=replace(world.context, loggers=used))
 
 
 def _require_no_process_group() -> None:

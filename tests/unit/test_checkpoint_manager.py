@@ -317,3 +317,22 @@ def test_a_trial_keeps_the_checkpoints_of_each_folder_below_its_own(
     samestep.CheckpointManager(inside, *loop(alone)).save()
     assert CheckpointFolder(inside).newest_valid() is not None
     assert {path: value for path, value in tree(tmp_path).items() if not path.startswith("trial")} == before
+
+
+@pytest.mark.parametrize("changes_state", [True, False])
+def test_epochs_saves_state_that_changed_after_the_last_save(alone: World, tmp_path: Path, changes_state: bool) -> None:
+    engine, batches = loop(alone)
+    state: dict[str, int] = {}
+    checkpoints = samestep.CheckpointManager(tmp_path, engine, batches, state={"state": state})
+    written = []
+    for epoch in checkpoints.epochs(2):
+        for batch in batches:
+            engine.step(batch)
+        checkpoints.save()
+        written.append((tmp_path / "last" / "state.json").stat().st_ino)
+        if changes_state:
+            state[f"loss of epoch {epoch}"] = epoch
+    assert ((tmp_path / "last" / "state.json").stat().st_ino != written[-1]) == changes_state
+    restored: dict[str, int] = {}
+    assert samestep.CheckpointManager(tmp_path, *loop(alone), state={"state": restored}).resume()
+    assert restored == state

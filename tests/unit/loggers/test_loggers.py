@@ -22,6 +22,7 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.distributed.status import WaitClock
 from samestep.errors import EXIT_INPUT, InputError, RunError
+from samestep.launcher.job import process_state
 from samestep.loggers.logger import (
     Event,
     JsonlLogger,
@@ -184,6 +185,15 @@ def test_world_logs_on_rank_0_only_and_closes_the_loggers(tmp_path: Path) -> Non
     assert (calls, metrics, is_closed) == ([1, 0], [(3, {"rank": 0})], True)
     (line,) = read_lines(path)
     assert (line["event"], line["step"], line["values"]) == ("metrics", 3, {"rank": 0})
+
+
+def log_in_trial(path: Path) -> tuple[list[int], list[tuple[int, Mapping[str, float]]], bool]:
+    process_state.is_experiment = True
+    return log_in_world(path)
+
+
+def test_trial_of_a_tool_logs_nothing(tmp_path: Path) -> None:
+    assert samestep.launch(log_in_trial, tmp_path / "metrics.jsonl", processes=1) == ([0], [], True)
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------
