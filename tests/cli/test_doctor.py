@@ -1,12 +1,13 @@
 """Tests of `samestep doctor` and `samestep doctor --launch`."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from helpers.started import as_mpirun, as_srun
-from helpers.system import answer
+from helpers.system import Running, answer, until
 from samestep.cli.main import main
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
@@ -91,6 +92,19 @@ def test_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["self-test"]["verdict"] == "pass", findings["self-test"]
     assert "summed" in findings["self-test"]["value"]
     assert code == (3 if any(finding["verdict"] == "fail" for finding in findings.values()) else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param(4, marks=pytest.mark.long), 5])
+def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
+    """With 4 processes, a rank reads the devices; with 5, the two ranks of the self-test run."""
+    with Running("doctor", "--runs", tmp_path, cwd=tmp_path) as running:
+        running.until(lambda: len(running.processes()) >= processes, "ranks of the self-test")
+        running.kill_group(signal.SIGINT)
+        done = running.wait(20)
+        until(lambda: not running.processes(), "no process remains", 10)
+    assert (done.code, done.out) == (130, ""), done.err
+    assert "Traceback" not in done.err
 
 
 def test_devices_option_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

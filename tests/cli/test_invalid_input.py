@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from helpers.system import events, flip_bit, here, samestep, state_of, tree, weights
 from samestep.cli.main import main
 from samestep.data.order import global_order
-from samestep.errors import EXIT_INPUT
+from samestep.errors import EXIT_FAILED, EXIT_INPUT
 from samestep.zoo.images.datasets import ImageFiles, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -123,6 +123,28 @@ def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
+WITHOUT_DEFAULT = {
+    "plan digits --devices 0": "--devices 1",
+    "replay runs/a --step -1": "--step 1",
+    "submit slurm digits --nodes 0 --gpus 0": "--nodes 1",
+    "submit slurm digits --nodes 1 --gpus -1": "--gpus 1",
+    "audit --against 0 -- python": "--against 1",
+    "plan digits --devices 1 --nodes 0": "leave --nodes out for its default",
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_DEFAULT)
+def test_option_without_a_default_is_not_left_out(refused: Refused, command: str) -> None:
+    assert refused(*command.split()).endswith(f"fix:      {WITHOUT_DEFAULT[command]}\n")
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "", "a\\b", "a\nb"])
+def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
+    err = refused("train", RECIPE, f"--name={name}")
+    assert f"the name of the run is {name!r} [E_RUN_NAME]" in err
+    assert "--runs DIR" in err
+
+
 @pytest.mark.parametrize(
     "time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "\uff13", "9" * 400]
 )
@@ -132,20 +154,34 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
     assert "--max-lost-work 30s" in err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["train"], ["trian", "digits"], ["train", "digits", "--workers", "two"], ["train", "digits", "b"], []]
-)
-def test_invalid_arguments_print_the_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    output = capsys.readouterr()
-    assert end.value.code == EXIT_INPUT
-    assert output.out == ""
-    assert "usage: samestep" in output.err
-    assert not tree(tmp_path)
+USAGE = {
+    "trian digits": ("unknown command trian [E_UNKNOWN_NAME]", "did you mean samestep train?"),
+    "qwertz digits": ("unknown command qwertz [E_UNKNOWN_NAME]", "samestep --help"),
+    "": ("COMMAND [E_MISSING_KEY]", "samestep train digits"),
+    "train": ("recipe [E_MISSING_KEY]", "samestep train digits"),
+    "plan digits": ("--devices [E_MISSING_KEY]", "samestep plan digits --devices 4"),
+    "train digits b": ("unexpected argument b [E_UNKNOWN_OPTION]", "leave b out"),
+    "train digits epochs=3": ("unexpected argument epochs=3 [E_UNKNOWN_OPTION]", "--set epochs=3"),
+    "train digits --strategy fsd": ("--strategy fsd [E_VALUE]", "did you mean --strategy fsdp?"),
+    "train digits --strategy foo": ("--strategy foo [E_VALUE]", "samestep train --help"),
+    "submit slrm digits": ("system slrm [E_VALUE]", "did you mean slurm?"),
+    "train digits --check-every x": ("--check-every x [E_VALUE]", "--check-every 1"),
+    "train digits --workers two": ("--workers two [E_VALUE]", "--workers 1"),
+    "plan digits --devices two": ("--devices two [E_VALUE]", "--devices 1"),
+    "train digits --hang-after -5s": ("--hang-after: expected one argument [E_VALUE]", "--hang-after 600s"),
+    "train digits --s 3": ("--s could match --set, ", "the whole name"),
+    "train digits --share-gpu=3": ("--share-gpu: ignored explicit argument '3' [E_VALUE]", "samestep train --help"),
+    "audit --against 1 --against-command a -- b": ("[E_OPTION_CONFLICT]", "samestep audit --help"),
+}
+
+
+@pytest.mark.parametrize("command", USAGE)
+def test_invalid_arguments_are_an_error(refused: Refused, command: str) -> None:
+    err, (value, fix) = refused(*command.split()), USAGE[command]
+    assert value in err.splitlines()[0]
+    assert fix in err.splitlines()[-1]
+    assert "--help" in err.splitlines()[-1]
+    assert "usage:" not in err
 
 
 def test_unknown_recipe_is_an_error_with_the_nearest(refused: Refused) -> None:
@@ -410,6 +446,17 @@ def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, 
     assert "file is not a run" in refused(command, "file")
 
 
+@pytest.mark.parametrize("command", ["resume", "eval", "predict", "export", "push"])
+def test_run_of_a_script_is_continued_by_the_script(refused: Refused, run: Path, command: str) -> None:
+    (run / "recipe.yaml").unlink()
+    (run / "run.json").write_text("{}", encoding="utf-8")
+    further = {"predict": ["recipe.yaml"], "push": ["--out", "pushed"]}.get(command, [])
+    (run.parents[1] / "recipe.yaml").write_text("", encoding="utf-8")
+    err = refused(command, run, *further)
+    assert f"{run} is the run of a script [E_SCRIPT]" in err
+    assert "start the script again" in err
+
+
 @pytest.mark.parametrize("command", ["resume", "eval"])
 @pytest.mark.parametrize("which", ["worst", "99", "..", "²"])
 def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: str, which: str) -> None:
@@ -473,3 +520,14 @@ def test_flipped_bit_in_a_checkpoint_is_detected(finished: Path, file: str, bit:
     finally:
         path.write_bytes(intact)
     assert tree(finished) == before
+
+
+def test_command_in_which_nothing_is_observed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, is_named in ((["python", "-c", ""], False), (["/usr/bin/env", "true"], True)):
+        assert main(["audit", "--", *command]) == EXIT_FAILED
+        err = capsys.readouterr().err
+        assert "[E_NOTHING_OBSERVED]" in err
+        assert ("with the Python of Samestep" in err) == is_named

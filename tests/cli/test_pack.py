@@ -135,6 +135,21 @@ def test_source_that_has_changed_after_the_last_file(
     assert len(read_all(place / "out")) == 3
 
 
+@pytest.mark.parametrize("source", ["reviews.csv", "nope"])
+def test_unknown_source(source: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", source, "out"]) == EXIT_INPUT
+    err = capsys.readouterr().err
+    assert f"source {source!r} is unknown [E_UNKNOWN_NAME]" in err
+    assert all(name in err for name in (".jsonl", ".txt", "--from FORMAT", "module:function"))
+    assert not (place / "out").exists()
+
+
+def test_destination_after_options(place: Path) -> None:
+    (place / "lines.txt").write_text("a\n", encoding="utf-8")
+    assert main(["pack", "lines.txt", "--file-size", "1KiB", "out"]) == EXIT_DONE
+    assert len(read_all(place / "out")) == 1
+
+
 def test_index_that_was_removed(place: Path) -> None:
     assert main([*COMMAND]) == EXIT_DONE
     before = contents(place / "out")

@@ -1,14 +1,17 @@
 """Tests of `samestep plan`: layouts with step time and memory, the choice, the curve, and invalid input."""
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.system import answer, here
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT
+from helpers.system import Running, answer, here, until
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 SHORT = ("--device", "cpu", "--seconds", "0.05", "--no-picture")
 
 
@@ -87,3 +90,27 @@ def test_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "train.py").write_text("", encoding="utf-8")
     assert here("plan", "train.py", "--devices", 2, *SHORT, cwd=tmp_path) == EXIT_INPUT
     assert "[E_SCRIPT]" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_ctrl_c_while_one_rank_computes_ends_all(tmp_path: Path, rank: int) -> None:
+    """Rank 0 computes alone first; later rank 1 is held, and rank 0 waits for its time."""
+    hold, held = tmp_path / "hold", 6
+    hold.write_text(f"{rank} {held}", encoding="utf-8")
+
+    def is_held() -> bool:
+        seen = list(tmp_path.glob(f"seen-{rank}-*"))
+        return len(seen) == 1 and seen[0].read_text(encoding="utf-8").count("\n") == held
+
+    with Running("plan", RECIPE, "--devices", 2, "--out", "planned", *SHORT, cwd=tmp_path) as running:
+        running.until(is_held, "the rank is held")
+        time.sleep(0.5)  # the other rank reaches its wait
+        running.kill_group(signal.SIGINT)
+        time.sleep(0.2)
+        hold.unlink()
+        done = running.wait(20)
+        until(lambda: not running.processes(), "no process remains", 10)
+    assert done.code == EXIT_STOPPED, done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "planned").exists()

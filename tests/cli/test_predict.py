@@ -12,7 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from helpers.system import flip_bit, here
+from samestep.cli.launch_options import call_in_worker
+from samestep.cli.run_plans import plan_from_checkpoint
+from samestep.launcher.launch import RankError
 from samestep.recipes.builder import TASKS
+from samestep.recipes.recipe_files import read_dataset_info
 from samestep.zoo.digits import DigitsNet, load_digits
 
 SMALL = ("epochs=3", "model.options.width=8", "batch_size=128")
@@ -59,6 +63,15 @@ def test_answers_are_those_of_the_averaged_weights(place: Path, capsys: pytest.C
     assert probabilities == sorted(probabilities, reverse=True)
 
 
+def test_options_between_run_and_files(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results_of(
+        capsys, "predict", "runs/a", "--checkpoint", "last", "3.png", "--device", "cpu", "7.png", cwd=place
+    )
+    assert [result["file"] for result in found] == ["3.png", "7.png"]
+    assert here("predict", "runs/a", "--checkpiont", "last", "3.png", cwd=place) == 2
+    assert "unknown option --checkpiont last" in capsys.readouterr().err
+
+
 def test_answers_as_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("predict", "runs/a", "3.png", cwd=place) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -98,6 +111,13 @@ def test_exported_program_accepts_any_batch_size(place: Path, tmp_path: Path) ->
     assert program(torch.rand(5, 1, 8, 8)).shape == (5, 10)
 
 
+def test_file_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
+    plan, out = plan_from_checkpoint(place / "runs/a", "last", [], trust=False), tmp_path / "missing" / "x.safetensors"
+    model = (plan.recipe, read_dataset_info(place / "runs/a"), plan.checkpoint)
+    with pytest.raises(RankError, match=r"x\.safetensors cannot be written: .*\[E_OUTPUT\]"):
+        call_in_worker("samestep.tools.export", "export", *model, "safetensors", out, None)
+
+
 WRONG = {
     ("predict", "runs/a"): "neither files nor a prompt",
     ("predict", "runs/a", "none.png"): "none.png is not a file",
@@ -106,6 +126,7 @@ WRONG = {
     ("predict", "runs/a", "3.png", "--out", "pictures"): "has no pictures",
     ("predict", "runs/a", "runs/a/recipe.yaml"): "cannot be read as an image",
     ("predict", "runs/none", "3.png"): "is not a run",
+    ("export", "runs/a", "--out", "nofolder/x.safetensors"): "there is no folder nofolder [E_OUTPUT]",
     ("export", "runs/a", "--format", "torch"): "--format torch without --like",
     ("export", "runs/a", "--format", "torch", "--like", "none.png"): "none.png is not a file",
 }

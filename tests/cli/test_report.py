@@ -168,8 +168,8 @@ def test_run_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture
         (["a", "--out", "letter.txt"], "letter.txt is not a report"),
         (["a", "--out", "missing/page.html"], "missing/page.html cannot be written: No such file or directory"),
         (["a", "--out", "empty"], "empty cannot be written: Is a directory"),
-        (["a", "--certificate", "empty"], "empty/certificate.json cannot be read: No such file or directory"),
-        (["a", "--evaluation", "empty"], "empty/classes.json cannot be read"),
+        (["a", "--certificate", "empty"], "--certificate empty: empty/certificate.json cannot be read: No such"),
+        (["a", "--evaluation", "empty"], "--evaluation empty: empty/classes.json cannot be read: No such file"),
         (["broken"], "broken/recipe.yaml cannot be read"),
     ],
 )

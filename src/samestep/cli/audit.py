@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         code = run(command, folder)
         analysis = analyse(folder)
         if not analysis.worlds and code == EXIT_DONE:
-            raise _nothing_observed()
+            raise _nothing_observed(command[0])
         comparisons: list[ProgramComparison] = []
         if reference and code == EXIT_DONE:
             code, comparisons = compare_commands(reference, command, folder, Path(name), run)
@@ -90,10 +91,14 @@ def _reference(arguments: argparse.Namespace) -> list[str]:
     return shlex.split(arguments.against_command or "")
 
 
-def _nothing_observed() -> RunError:
+def _nothing_observed(program: str) -> RunError:
+    own = Path(sys.executable).parent
+    found = shutil.which(program, path=str(own))  # the first folder of the command's PATH
+    is_own = found is not None and Path(found).parent.samefile(own)
+    fix = "a script that uses a DataLoader or an optimizer of torch, and Python without -S"
     return RunError(
         "nothing was observed",
         expected="a Python command that trains with PyTorch: a DataLoader or an optimizer of torch",
-        fix=f"start the command with the Python of Samestep, {sys.executable}",
+        fix=fix if is_own else f"start the command with the Python of Samestep, {sys.executable}",
         code="E_NOTHING_OBSERVED",
     )

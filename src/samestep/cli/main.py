@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 from samestep.cli.commands import COMMANDS, build_root
 from samestep.cli.external_launcher import (
@@ -21,6 +21,7 @@ from samestep.cli.external_launcher import (
     reported_by_rank_0,
     require_local_rank,
 )
+from samestep.cli.parser import CommandParser, UsageError
 from samestep.config.key_suggestions import Equivalent, find_equivalent
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
@@ -117,25 +118,11 @@ def _check_output(command: str) -> None:
     logger.warning(problem)
 
 
-class _UsageError(Exception):
-    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
-        super().__init__(message)
-        self.parser = parser
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Parser that reports unknown options before a missing argument, which may have another name."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error for `parse_arguments`."""
-        raise _UsageError(self, message)
-
-
 def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments.
 
     Raises:
-        InputError: an option is unknown. Other invalid arguments print the usage and end the process.
+        InputError: an option is unknown, or an argument is invalid.
     """
     # argparse would assign arguments after `--` to the recipe, or report them as unknown.
     before, script_arguments = list(arguments), None
@@ -151,14 +138,17 @@ def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse
         names = [argument for argument in unknown if _NAME.match(argument)]
         if names:
             raise _unknown(names, arguments, parsed.command_parser)
-        if unknown:
-            raise _UsageError(parsed.command_parser, f"unrecognized arguments: {' '.join(unknown)}")
-    except _UsageError as error:
+        if rest := parsed.command_parser.assign(parsed, unknown):
+            text = " ".join(rest)
+            is_override = "=" in text and "--set" in _options(parsed.command_parser)
+            fix = f"--set {text}" if is_override else f"leave {text} out"
+            parsed.command_parser.fail(f"unexpected argument {text}", fix, code="E_UNKNOWN_OPTION")
+    except UsageError as error:
         command, options = error.parser, _options(error.parser)
         names = [argument for argument in arguments if _NAME.match(argument) and not _is_known(argument, options)]
         if names and command is not parser:
             raise _unknown(names, arguments, command) from error
-        argparse.ArgumentParser.error(command, str(error))
+        raise error.error from error
     return parsed
 
 

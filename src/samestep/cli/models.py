@@ -22,12 +22,12 @@ from samestep.cli.options import (
     option_conflict,
     output_errors,
     print_json,
-    require_absent,
     require_file,
+    require_new_file,
     run_options,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
-from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig
@@ -137,6 +137,7 @@ def _push(arguments: argparse.Namespace) -> int:
     from samestep.tools.push import upload, write_repository
 
     require_single_process("push")
+    refuse_script_run(arguments.folder)
     name, out = arguments.repository, arguments.out
     if (name is None) == (out is None):
         value = "push with neither a repository nor --out" if name is None else f"{name} with --out {out}"
@@ -299,7 +300,7 @@ def _export(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     plan = plan_from_checkpoint(folder, arguments.checkpoint, [], trust=arguments.trust)
     out = arguments.out or folder / f"model-{plan.step}{_EXPORT_SUFFIXES[arguments.format]}"
-    require_absent(out)
+    require_new_file(out)
     if arguments.like is not None:
         require_file(arguments.like, "--like")
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
@@ -344,10 +345,7 @@ def _require_convertible(file: Path, out: Path, devices: int | None) -> None:
         raise InputError(f"{file} is not a file of PaddleViT", "a .yaml or .pdparams file", "check the path")
     if out.suffix != suffix:
         raise InputError(f"--out {out}", f"a {suffix} file for a {file.suffix} file", f"--out X{suffix}")
-    require_absent(out)
-    if not out.parent.is_dir():
-        value, expected = f"there is no folder {out.parent}", "--out in an existing folder"
-        raise InputError(value, expected, "create the folder", code="E_OUTPUT")
+    require_new_file(out)
     if devices is not None and (devices < 1 or file.suffix == ".pdparams"):
         value, expected = f"--devices-meant {devices} for {file}", "at least 1, for a YAML file"
         raise InputError(value, expected, "--devices-meant 8", code="E_VALUE")

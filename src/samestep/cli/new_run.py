@@ -19,6 +19,7 @@ from samestep.errors import InputError
 from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import load_recipe, write_recipe
 from samestep.recipes.trust import sign
+from samestep.runs.run_name import require_run_name
 from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
 from samestep.units import plural
 
@@ -86,7 +87,9 @@ class NewRun:
 
     def plan(self, options: TrainingOptions, restarts: int) -> RunPlan:
         """Create the run; with `or_resume`, or after a restart by a launcher, resume the run of this name."""
-        if (restarts or self.or_resume) and self.name and (self.runs / self.name).exists():
+        if self.name is not None:
+            require_run_name(self.name, "--name first, or --runs DIR for another folder")
+        if (restarts or self.or_resume) and self.name is not None and (self.runs / self.name).exists():
             trusted = load_recipe(self.recipe, options.overrides)
             plan = plan_to_resume(self.runs / self.name, options.overrides, trust=trusted)
             if not restarts:
@@ -98,7 +101,8 @@ class NewRun:
         )
         if size is not None or self.accumulate is not None:
             require_enough_microbatches(recipe.microbatch_count, int(processes), recipe.batch_size)
-        folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
+        name = timed_name(self.runs, Path(self.recipe).stem) if self.name is None else self.name
+        folder = self.runs / name
         self.creates_parent = not folder.parent.exists()
         _create_folder(folder)
         self.folder = HeldFolder(folder)

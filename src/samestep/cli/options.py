@@ -21,14 +21,17 @@ from samestep.recipes.recipe_files import shipped_recipes
 Options = TypeVar("Options")
 
 
-def number(option: str, *, type: Callable[[str], float] = int, zero: bool = False) -> Callable[[str], float]:
+def number(
+    option: str, *, type: Callable[[str], float] = int, zero: bool = False, has_default: bool = True
+) -> Callable[[str], float]:
     """Return a parser of numbers above 0, or of at least 0 if `zero` is set."""
+    fix = f"leave {option} out for its default" if has_default else f"{option} 1"
 
     def parse(text: str) -> float:
         value = type(text)
         if not (value > 0 or (zero and value == 0)):
             expected = f"{option} {'>=' if zero else '>'} 0"
-            raise InputError(f"{option} {value:g}", expected, f"leave {option} out for its default", code="E_VALUE")
+            raise InputError(f"{option} {value:g}", expected, fix, code="E_VALUE")
         return value
 
     parse.__name__ = type.__name__  # argparse prints this name for text that is not a number
@@ -100,7 +103,8 @@ def add_number(
     group: Any, option: str, *, type: Callable[[str], float] = int, zero: bool = False, **texts: Any
 ) -> None:
     """Add an option with a number above 0, or of at least 0 if `zero` is set."""
-    group.add_argument(option, type=number(option, type=type, zero=zero), **texts)
+    parse = number(option, type=type, zero=zero, has_default="default" in texts)
+    group.add_argument(option, type=parse, **texts)
 
 
 def add_recipe_argument(parser: argparse.ArgumentParser) -> None:
@@ -220,6 +224,14 @@ def require_absent(path: Path) -> None:
             fix="--out with another name, or remove the file",
             code="E_OUTPUT",
         )
+
+
+def require_new_file(path: Path) -> None:
+    """Raise an `InputError` if the output path exists, or is not in a folder."""
+    require_absent(path)
+    if not path.parent.is_dir():
+        value, expected = f"there is no folder {path.parent}", "--out in an existing folder"
+        raise InputError(value, expected, "create the folder", code="E_OUTPUT")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from samestep.recipes.recipe_files import (
     recipe_data,
 )
 from samestep.recipes.trust import require_trusted
+from samestep.runs import LOOP
 from samestep.tools.tune.settings import TunedSetting
 
 
@@ -136,7 +137,19 @@ def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool
     return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
 
 
+def refuse_script_run(folder: Path) -> None:
+    """Raise an `InputError` if a directory is the run of a script, whose model and data no recipe describes."""
+    if (folder / LOOP).is_file():
+        raise InputError(
+            f"{folder} is the run of a script",
+            expected="the run of a recipe: a script builds model and data itself",
+            fix="start the script again, which continues its run; evaluate or save its model in the script",
+            code="E_SCRIPT",
+        )
+
+
 def _require_run(folder: Path) -> None:
+    refuse_script_run(folder)
     if not CheckpointFolder(folder / "checkpoints").steps() and not (folder / "recipe.yaml").is_file():
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")

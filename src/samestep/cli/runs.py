@@ -125,8 +125,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
     runs = read_runs(arguments.folders)
     remarks: list[str] = []
-    evaluations = _sections(runs, arguments.evaluation, CLASSES_FILE, read_class_report, remarks)
-    certificates = _sections(runs, arguments.certificate, CERTIFICATE_FILE, read_certificate, remarks)
+    evaluations = _sections(runs, "--evaluation", arguments.evaluation, CLASSES_FILE, read_class_report, remarks)
+    certificates = _sections(runs, "--certificate", arguments.certificate, CERTIFICATE_FILE, read_certificate, remarks)
     report = Report(runs, evaluations, certificates, remarks)
     out = arguments.out or (arguments.folders[0] / _REPORT if len(arguments.folders) == 1 else Path(_REPORT))
     _write_report(render(report), out)
@@ -140,14 +140,24 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _sections(
-    runs: Sequence[Run], folders: Sequence[Path], file: str, read: Callable[[Path], Section], remarks: list[str]
+    runs: Sequence[Run],
+    option: str,
+    folders: Sequence[Path],
+    file: str,
+    read: Callable[[Path], Section],
+    remarks: list[str],
 ) -> list[tuple[int | None, Section]]:
     """Return the sections of requested folders, and those in the directories of runs with the number of the run.
 
     A section is a file of the name `file`, in the directory of a run or one level below. Invalid content is an error
     in a requested folder, and a remark in the directory of a run.
     """
-    sections: list[tuple[int | None, Section]] = [(None, read(folder)) for folder in folders]
+    sections: list[tuple[int | None, Section]] = []
+    for folder in folders:
+        try:
+            sections.append((None, read(folder)))
+        except InputError as error:
+            raise InputError(f"{option} {folder}: {error.value}", error.expected, error.fix, code=error.code) from error
     known = {folder.resolve() for folder in folders}
     for number, source in enumerate(runs):
         for path in sorted([*source.folder.glob(file), *source.folder.glob(f"*/{file}")]):

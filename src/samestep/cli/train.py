@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,7 @@ from samestep.cli.options import (
 from samestep.cli.recipe_options import add_strategy_options
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, plan_to_resume
 from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions, resolve_mesh
+from samestep.distributed.logging import logger
 from samestep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -185,6 +187,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
     require_single_process("run")
     script: Path = arguments.script
     require_file(script)
+    _note_options_after_script(arguments)
     options = LaunchOptions.parse(arguments)
     log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
     processes = options.process_range()
@@ -201,6 +204,20 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
     result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
     return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
+
+
+def _note_options_after_script(arguments: argparse.Namespace) -> None:
+    """Print a note if the script receives options of `samestep run`, which can be meant for this command."""
+    # Options, each with the space before its value if there is one.
+    options = dict(re.findall(r"\[(--[\w-]+)( ?)", arguments.command_parser.format_usage()))
+    misplaced = []
+    for argument, following in itertools.pairwise([*arguments.arguments, "--"]):
+        option, equals, _ = argument.partition("=")
+        if option in options:
+            has_value = options[option] and not equals and not following.startswith("--")
+            misplaced += [argument, following] if has_value else [argument]
+    if misplaced:
+        logger.info("note: %s after the script is passed to the script; put it before", " ".join(misplaced))
 
 
 def _run_script_on_hosts(options: LaunchOptions, hosts: HostsConfig, call: Callable[..., Any], log_dir: Path) -> int:

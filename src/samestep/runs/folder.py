@@ -24,6 +24,7 @@ from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.selection import create_loggers
 from samestep.runs import LOOP
 from samestep.runs.loop_events import LoopEvents
+from samestep.runs.run_name import require_run_name
 from samestep.runs.starts import append_start, environment
 
 RUNS = Path("runs")
@@ -93,13 +94,7 @@ def run_directory(run: str | Path) -> Path:
     """
     if isinstance(run, Path):
         return run
-    if run in ("", ".", "..") or "/" in run or "\\" in run or not run.isprintable():
-        raise InputError(
-            f"the name of the run is {run!r}",
-            expected="the name of a folder in runs, without separators",
-            fix='samestep.start(run="first"), or run=pathlib.Path("other/first") for another folder',
-            code="E_RUN_NAME",
-        )
+    require_run_name(run, 'samestep.start(run="first"), or run=pathlib.Path("other/first") for another folder')
     return RUNS / run
 
 

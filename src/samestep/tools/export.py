@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -46,13 +48,12 @@ def export(recipe: Recipe, info: DatasetInfo, checkpoint: Path, kind: str, out: 
 
     Raises:
         InputError: the model does not support this format, or `like` is missing.
-        RunError: outputs of the file differ from outputs of the model.
+        RunError: outputs of the file differ from outputs of the model, or the file cannot be written.
     """
     with start(device="cpu", reduction=recipe.step.reduction, threads=recipe.step.threads):
         model = trained_model(recipe, info, checkpoint)
         if kind == "safetensors":
-            # Clones, since safetensors refuses tied tensors; other programs expect each name.
-            save_file({name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}, out)
+            _write_weights(model, out)
             return Exported(str(out), kind, None)
         if like is None:
             raise InputError(
@@ -77,6 +78,28 @@ def export(recipe: Recipe, info: DatasetInfo, checkpoint: Path, kind: str, out: 
     return Exported(str(out), kind, difference)
 
 
+def _write_weights(model: nn.Module, out: Path) -> None:
+    # Clones, since safetensors refuses tied tensors; other programs expect each name.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    try:
+        save_file(tensors, out)
+    except (OSError, SafetensorError) as error:
+        raise _not_written(out, error) from error
+
+
+def _not_written(out: Path, error: Exception) -> RunError:
+    """Remove an incomplete file, and return the error."""
+    with suppress(OSError):  # the disk has failed already
+        out.unlink(missing_ok=True)
+    cause = error.strerror if isinstance(error, OSError) else error
+    return RunError(
+        f"{out} cannot be written: {cause}",
+        expected="a writable folder with free space",
+        fix="free disk space, or --out in another folder",
+        code="E_OUTPUT",
+    )
+
+
 def _write_program(kind: str, model: nn.Module, inputs: Any, out: Path) -> Callable[[Any], Any]:
     """Write the program and return a function that runs the file."""
     arguments, keywords = as_arguments(inputs)
@@ -85,6 +108,8 @@ def _write_program(kind: str, model: nn.Module, inputs: Any, out: Path) -> Calla
         return PROGRAMS[kind](model, arguments, keywords, tuple({0: rows} for _ in (*arguments, *keywords)), out)
     except InputError:
         raise
+    except OSError as error:
+        raise _not_written(out, error) from error
     except Exception as error:  # exporters raise many types
         out.unlink(missing_ok=True)
         message = str(error).strip().splitlines() or [type(error).__name__]

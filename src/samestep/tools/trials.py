@@ -37,7 +37,7 @@ _IMAGE_DIMENSIONS = 4
 
 
 class StopRequested(Exception):
-    """A stop was requested; raised after the same step on all ranks."""
+    """A stop was requested; raised after the same step on all ranks of the world of the engine."""
 
 
 @dataclass(frozen=True)

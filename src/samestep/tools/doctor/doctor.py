@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
@@ -14,7 +15,7 @@ from samestep.distributed.env import relevant_variables
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.resources import Processors, read_cgroup_limits, read_processors
 from samestep.errors import InputError, RunError, SamestepError
-from samestep.launcher.launch import launch
+from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.tools.doctor import environment, gpus, machine, versions
 from samestep.tools.doctor.gpus import TorchDevices
@@ -40,22 +41,30 @@ def run_self_test(plan: Plan, preload: Sequence[str]) -> SelfTest:
     """Read torch's devices in one rank, then run one rank per GPU, or two ranks on the CPU with fewer than two GPUs.
 
     `preload` are the modules that the fork server imports.
+
+    Raises:
+        StoppedError: a stop was requested; it is no finding about the machine.
     """
     devices = TorchDevices()
     try:
-        devices = launch(ByName(__name__, "read_devices"), processes=1, preload=preload, hang_after=_HANG_AFTER_SECONDS)
+        devices = _launch("read_devices", processes=1, preload=preload)
         gpus = len(devices.gpus)
-        summary = launch(
-            ByName(__name__, "run_rank"),
-            ACCELERATOR if gpus > 1 else "cpu",
-            plan.microbatch_bytes,
-            processes=min(gpus, _MAX_RANKS) if gpus > 1 else 2,
-            preload=preload,
-            hang_after=_HANG_AFTER_SECONDS,
-        )
+        device, processes = (ACCELERATOR, min(gpus, _MAX_RANKS)) if gpus > 1 else ("cpu", 2)
+        summary = _launch("run_rank", device, plan.microbatch_bytes, processes=processes, preload=preload)
         return SelfTest(devices, summary)
+    except StoppedError as error:
+        raise StoppedError("the self-test was stopped", fix="start the command again") from error
     except (SamestepError, OSError, EOFError, RuntimeError) as error:  # RuntimeError: the user's limit of threads
         return SelfTest(devices, error=str(error) or type(error).__name__)
+
+
+def _launch(function: str, *arguments: Any, processes: int, preload: Sequence[str]) -> Any:
+    config = LaunchConfig(_HANG_AFTER_SECONDS)
+    run = ByName(__name__, function)
+    result = run_workers(run, *arguments, processes=processes, launch_config=config, preload=preload)
+    if result.stop_signal is not None:  # ranks end before the request has an effect
+        raise StoppedError("stopped on request")
+    return result.value
 
 
 def read_devices() -> TorchDevices:

@@ -37,6 +37,13 @@ def samples_of(source: str, kind: str | None, options: Mapping[str, Any]) -> Sam
         if not path.is_file():
             raise DataError(f"there is no file {path}", "a file of lines", "correct the path", code="E_FILE_MISSING")
         return lambda first: islice(_lines(path), first, None)
+    if ":" not in source:
+        raise DataError(
+            f"source {source!r} is unknown",
+            expected="a file .jsonl or .txt, a folder with --from FORMAT, or module:function of an iterable of samples",
+            fix="write the samples to a .jsonl file, or --from FORMAT for a folder",
+            code="E_UNKNOWN_NAME",
+        )
     function = find(source, {}, "source")
     return lambda first: islice(_iterate(function(**options), source), first, None)
 

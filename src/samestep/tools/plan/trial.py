@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -166,14 +167,22 @@ class _Rank:
         return build(part, self.options, self.alone)
 
     def _time(self, built: Built, level: int) -> float:
-        """Return the time of a step on the slowest of `level` ranks that compute; the others wait."""
+        """Return the time of a step on the slowest of `level` ranks that compute; the others wait.
+
+        Raises:
+            StopRequested: a rank received a stop request; raised on all ranks.
+        """
         self.world.barrier()
         measured = 0.0
         self.timer.is_active = level == 1
         if self.world.rank < level:
-            timing = time_engine(built.engine, built.train.endless(), seconds=self.seconds)
-            measured = timing.step_seconds
-        return float(max(all_gather(measured, self.world)[:level]))
+            with suppress(StopRequested):  # this rank alone has stopped; the others still wait for the gather
+                timing = time_engine(built.engine, built.train.endless(), seconds=self.seconds)
+                measured = timing.step_seconds
+        times, stops = zip(*all_gather([measured, self.world.stop_requested], self.world), strict=True)
+        if any(stops):
+            raise StopRequested
+        return float(max(times[:level]))
 
 
 def microbatch_counts(microbatches: int, devices: int) -> list[int]:

@@ -40,13 +40,16 @@ def read_certificate(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _certificate(path, data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        cause = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise InputError(
-            f"{path} cannot be read: {cause}",
+            f"{path} cannot be read: {_cause(error)}",
             expected=f"a folder written by samestep verify --out, which contains {CERTIFICATE_FILE}",
             fix="correct the path, or repeat samestep verify --out",
             code="E_UNREADABLE",
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _certificate(path: Path, data: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def read_class_report(folder: Path) -> ClassReport:
         rows = class_rows(data["confusion"], [str(row["name"]) for row in data["classes"]])
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(
-            f"{path} cannot be read: {type(error).__name__}: {error}",
+            f"{path} cannot be read: {_cause(error)}",
             expected=f"a folder written by samestep eval --report, which contains {CLASSES_FILE}",
             fix="repeat the evaluation, or remove the folder from the command",
             code="E_UNREADABLE",

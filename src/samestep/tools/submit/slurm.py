@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
+from samestep.errors import InputError
 from samestep.tools.submit.job import Job, Submission
 
 # Seconds between SIGUSR1 and the end of the time limit, for the last step and a checkpoint.
 _NOTICE_SECONDS = 120
+# Forms of sbatch(1): M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+_TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}")
 
 
 def submission(job: Job) -> Submission:
-    """Return the batch script of a job, and the command that submits it."""
+    """Return the batch script of a job, and the command that submits it.
+
+    Raises:
+        InputError: the limit of the time has another form than Slurm's.
+    """
+    if job.time is not None and _TIME.fullmatch(job.time) is None:
+        expected = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:"
+        raise InputError(f"--time {job.time}", f"{expected}minutes:seconds", "--time 2:00:00", code="E_VALUE")
     name = f"{job.name}.sbatch"
     return Submission({name: _script(job)}, ("sbatch", name), _notes(job))
 
