@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -98,41 +99,87 @@ def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int |
 
 
 def require_enough_microbatches(
-    microbatches: int, data_ranks: int, batch_size: int | None = None, *, ranks_per_model: int = 1
+    microbatches: int,
+    data_ranks: int,
+    batch_size: int | None = None,
+    *,
+    ranks_per_model: int = 1,
+    is_script: bool = False,
 ) -> None:
     """Require a microbatch for each of `data_ranks` ranks, or groups of `ranks_per_model` ranks, with different data.
 
-    The error names the samples of a microbatch if `batch_size` is known.
+    The error names the samples of a microbatch if `batch_size` is known. With `is_script`, it names the arguments of a
+    loader in place of those of a command.
 
     Raises:
         InputError: a rank would have no microbatch.
     """
     if data_ranks <= microbatches:
         return
-    wider = 2 ** (data_ranks - 1).bit_length()  # so that later runs can have as many ranks
-    smaller, larger = "fewer samples", "a larger batch with as many samples in each"
-    if batch_size is not None:
-        smaller = plural(batch_size // wider, "sample") + " in each"
-        larger = f"--per-device-batch-size {batch_size // microbatches} for "
-        larger += f"batch_size: {batch_size // microbatches * data_ranks} with as many samples in each"
+    owner, idle = "loader" if is_script else "recipe", plural(data_ranks - microbatches, "rank")
+    others = "\n    ".join(_other_results(microbatches, data_ranks, batch_size, is_script=is_script))
     raise InputError(
-        f"{data_ranks} ranks share the data but the recipe has {plural(microbatches, 'microbatch')}, "
-        f"so {plural(data_ranks - microbatches, 'rank')} would have nothing to do",
+        f"{data_ranks} ranks share the data but the {owner} has {plural(microbatches, 'microbatch')}, "
+        f"so {idle} would have nothing to do",
         expected="ranks that share the data <= microbatches",
-        fix=f"--processes {microbatches * ranks_per_model}; or, with other results:\n"
-        f"    --set microbatches={wider} step.batch_norm=sync: batch norm uses the statistics of the whole batch\n"
-        f"    --set microbatches={wider}: dropout and batch norm use microbatches with {smaller}, which makes "
-        f"batch norm less accurate below {MIN_BATCH_NORM_SAMPLES}\n"
-        f"    {larger}",
+        fix=f"--processes {microbatches * ranks_per_model}; or, with other results:\n    {others}",
         code="E_TOO_MANY_RANKS",
     )
+
+
+def _other_results(microbatches: int, data_ranks: int, batch_size: int | None, *, is_script: bool) -> list[str]:
+    """Return the ways to give each rank a microbatch, with the effects on results."""
+    lines = []
+    wider = 2 ** (data_ranks - 1).bit_length()  # so that later runs can have as many ranks
+    if batch_size is not None:
+        wider = min(wider, batch_size)
+    if wider >= data_ranks:  # otherwise some microbatches would be empty
+        more, sync = f"--set microbatches={wider}", f"--set microbatches={wider} step.batch_norm=sync"
+        if is_script:
+            more = f"samestep.loader(..., microbatches={wider})"
+            sync = f'{more} and StepConfig(batch_norm="sync")'
+        smaller = "fewer samples" if batch_size is None else f"{plural(batch_size // wider, 'sample')} in each"
+        lines.append(f"{sync}: batch norm uses the statistics of the whole batch")
+        lines.append(
+            f"{more}: dropout and batch norm use microbatches with {smaller}, which makes batch norm less accurate "
+            f"below {MIN_BATCH_NORM_SAMPLES}"
+        )
+    if batch_size is None:
+        return [*lines, "a larger batch with as many samples in each"]
+    samples = batch_size // microbatches
+    size = samples * data_ranks
+    if is_script:
+        larger = f"samestep.loader(..., batch_size={size}, microbatches={data_ranks}): as many samples in each"
+    else:
+        larger = f"--per-device-batch-size {samples} for batch_size: {size} with as many samples in each"
+    return [*lines, larger]
+
+
+def require_integer(
+    name: str, value: Any, *, at_least: int, at_most: int | None = None, expected: str = "", example: int
+) -> int:
+    """Return an argument as an `int`, from any integer type, such as those of NumPy.
+
+    The error names further valid values, `expected`, and a valid one, `example`.
+
+    Raises:
+        InputError: the value is no integer, or outside of the range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < at_least or (at_most is not None and number > at_most):
+        limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise InputError(f"{name} is {value!r}", f"an integer {limits}{expected}", f"{name}={example}", code="E_VALUE")
+    return number
 
 
 def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks: int) -> tuple[int, int]:
     """Return the batch size and the number of microbatches of a loader.
 
     Raises:
-        InputError: the batch size is missing or too small, or ranks outnumber microbatches.
+        InputError: a number is missing or invalid, the batch size is too small, or ranks outnumber microbatches.
     """
     if batch_size is None:
         raise InputError(
@@ -141,13 +188,17 @@ def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks
             "samestep.loader(..., batch_size=64)",
             code="E_BATCH_SIZE",
         )
-    number = auto_microbatches(batch_size, batch_norm=True) if microbatches == "auto" else microbatches
-    require_enough_microbatches(number, data_ranks, batch_size)
+    batch_size = require_integer("batch_size", batch_size, at_least=1, example=64)
+    if microbatches == "auto":
+        number = auto_microbatches(batch_size, batch_norm=True)
+    else:
+        number = require_integer("microbatches", microbatches, at_least=1, expected=", or 'auto'", example=8)
+    require_enough_microbatches(number, data_ranks, batch_size, is_script=True)
     if batch_size < number:
         raise InputError(
             f"batch_size is {batch_size} but there are {number} microbatches, so some would be empty",
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
-            f"batch_size={number} or more, or microbatches={max(1, batch_size)} or fewer",
+            f"batch_size={number} or more, or microbatches={batch_size} or fewer",
             code="E_BATCH_SIZE",
         )
     return batch_size, number

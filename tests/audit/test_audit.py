@@ -14,6 +14,7 @@ from helpers.system import Done, Running, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 from samestep.tools.audit.comparison import GLOBAL_BATCH
 from samestep.tools.audit.findings import NAMES
+from samestep.tools.audit.worlds import group_worlds
 from samestep.tools.verify.causes import Cause
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -52,6 +53,7 @@ MISTAKES = {
     "position": {"lost-position"},
     "repeated_samples": {"repeated-samples"},
     "repeated_samples_of_rank": {"repeated-samples", "missing-samples"},
+    "replacement_equal": {"repeated-samples"},
     "schedule": {"schedule-stepped-too-often"},
     "transformers_files": {"files-written-by-several-ranks"},
     "transformers_loader": {"repeated-samples"},
@@ -65,6 +67,7 @@ FRAMEWORKS = ("accelerate", "fabric", "lightning", "transformers")  # the other 
 
 QUICK = (
     *("wrong_dropout_equal", "wrong_evaluation_padded", "wrong_gradients_of_module", "wrong_repeated_samples"),
+    *("wrong_replacement_equal", "right_replacement"),
     *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_own_parts"),
 )
 SLOW = (
@@ -207,6 +210,12 @@ def test_first_difference_from_one_process(tmp_path: Path) -> None:
 )
 def test_other_first_differences_from_one_process(parts: tuple[str, ...], tmp_path: Path) -> None:
     assert differences(tmp_path, parts) == {part: CAUSES[part] for part in parts}
+
+
+def test_processes_without_complete_events_are_left_out() -> None:
+    update = {"kind": "update", "step": 0}
+    [world] = group_worlds([[], [{"kind": "process", "pid": 1, "world": None, "program": "train.py"}, update]])
+    assert world.ranks == {0: [update]}
 
 
 def test_every_cause_has_a_script() -> None:

@@ -148,6 +148,43 @@ def test_closed_terminal_stops_the_script(tmp_path: Path) -> None:
         until(lambda: not running.processes(), "no process is left", 30)
 
 
+PARSES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--processes")
+parser.add_argument("--run")
+print(parser.parse_args())
+"""
+
+
+def test_option_after_the_script_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--processes", 1, script(tmp_path, PARSES))
+    assert here("run", *arguments, "--processes", 4, "--run=first", cwd=tmp_path) == 0
+    note = "note: --processes 4 after the script is passed to the script; put it before\n"
+    assert capsys.readouterr().err == note
+    assert here("run", *arguments, "--run", "--share-gpu", "--hang-after=3s", cwd=tmp_path) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("note: --share-gpu --hang-after=3s after the script is passed to the script; put it before\n")
+
+
+def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("run", "--processes", 1, script(tmp_path, PARSES), "--nope", cwd=tmp_path) == 1
+    title, expected, fix = capsys.readouterr().err.splitlines()
+    assert title == "error: rank 0 ended with exit code 2, before the script ended [E_RANK_EXITED]"
+    assert expected == "  expected: the script ends with exit code 0 in every rank"
+    assert "argparse" in fix
+
+
+def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "reviews.csv"
+    path.write_text("good film,1\n", encoding="utf-8")
+    assert here("run", "--processes", 1, path, cwd=tmp_path) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: rank 0 failed: SyntaxError: invalid syntax")
+    assert f'File "{path}", line 1' in err
+    assert "launcher" not in err
+
+
 def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("run", "nothing.py", cwd=tmp_path) == 2
     assert "nothing.py is not a file" in capsys.readouterr().err

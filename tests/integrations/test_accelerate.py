@@ -1,6 +1,8 @@
 """Scripts for Accelerate: the bits of Samestep's own loop, exact evaluation, resumption, refusals."""
 
+import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import samestep
 from helpers.started import as_torchrun, free_port, python, ranks
-from samestep.errors import InputError
+from samestep.errors import CheckpointError, InputError
 from samestep.integrations.accelerate import Accelerator
 from workers import accelerate_training as training
 
@@ -132,6 +134,14 @@ def _reduce_in_the_loop(script: training.Script) -> None:
         script.accelerator.reduce(training.cross_entropy(script.model, data))
 
 
+def _gather_after_an_evaluation(script: training.Script) -> None:
+    for data in script.train:
+        script.step(data)
+        if script.accelerator.sync_gradients:
+            script.evaluate()
+            script.accelerator.gather(torch.zeros(1))
+
+
 def _skip(script: training.Script) -> None:
     script.accelerator.skip_first_batches(script.train, 2)
 
@@ -140,7 +150,7 @@ def _skip(script: training.Script) -> None:
     "action",
     [
         *(_two_models, _stream, _no_update, _rate_within_a_batch, _save_within_a_batch, _save_before_the_update),
-        *(_reduce_in_the_loop, _skip),
+        *(_reduce_in_the_loop, _gather_after_an_evaluation, _skip),
     ],
 )
 def test_loops_with_other_results_are_refused(action: Any, alone: samestep.World, accelerate_state: None) -> None:
@@ -173,6 +183,84 @@ def test_counts_divide_the_sum_over_the_batch(alone: samestep.World, accelerate_
     assert result.count == count < training.BATCH
     assert result.loss == pytest.approx(total / count)
     assert result.lr == pytest.approx(0.01)
+
+
+def test_microbatches_without_items_do_not_count(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone)
+    ignored = -100
+    for number, (inputs, targets) in enumerate(script.train):
+        labels = torch.full_like(targets, ignored) if number == 0 else targets
+        loss = nn.functional.cross_entropy(script.model(inputs), labels)
+        script.accelerator.backward(loss, count=(labels != ignored).sum())
+        if script.accelerator.sync_gradients:
+            break
+    result = script.accelerator.step_result
+    assert result is not None
+    assert result.count == training.BATCH * (training.MICROBATCHES - 1) / training.MICROBATCHES
+    assert math.isfinite(result.grad_norm)
+
+
+def _loop_until(script: training.Script, number: int, error: Exception | None = None) -> None:
+    for ordinal, data in enumerate(script.train):
+        if ordinal == number:
+            if error is not None:
+                raise error
+            break
+        script.step(data)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_training_continues_after_a_loop_that_ended_within_a_batch(
+    error: Exception | None, alone: samestep.World, accelerate_state: None, tmp_path: Path
+) -> None:
+    script = training.Script(world=alone)
+    number = training.MICROBATCHES + 3
+    with nullcontext() if error is None else pytest.raises(RuntimeError, match="out of memory"):
+        _loop_until(script, number, error)
+    assert script.accelerator.sync_gradients
+    script.accelerator.save_state(str(tmp_path))
+    assert script.accelerator.cursor.samples == training.BATCH
+    _loop_until(script, training.MICROBATCHES)
+    assert script.accelerator.cursor.samples == 2 * training.BATCH
+
+
+def test_another_model_is_trained_after_an_update_that_failed(alone: samestep.World, accelerate_state: None) -> None:
+    accelerator = Accelerator(microbatches=2, world=alone)
+    for has_failed in (False, True):
+        model, optimizer, _ = training.objects()
+        loader = DataLoader(training.dataset(8), batch_size=8)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for data in loader:
+            accelerator.backward(training.cross_entropy(model, data))
+            if has_failed:
+                optimizer.step()
+        accelerator.free_memory()
+
+
+def test_trigger_of_a_process_ends_a_loop(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone)
+    checks = []
+    for data in script.train:
+        script.step(data)
+        if script.accelerator.sync_gradients:
+            if len(checks) == 1:
+                script.accelerator.set_trigger()
+            checks.append(script.accelerator.check_trigger())
+            if checks[-1]:
+                break
+    assert checks == [False, True]
+    assert not script.accelerator.check_trigger()
+
+
+def test_state_with_another_number_of_loaders_is_refused(
+    alone: samestep.World, accelerate_state: None, tmp_path: Path
+) -> None:
+    script = training.Script(world=alone)
+    script.accelerator.save_state(str(tmp_path))
+    script.accelerator.prepare(DataLoader(training.dataset(), batch_size=training.BATCH))
+    with pytest.raises(CheckpointError) as error:
+        script.accelerator.load_state(str(tmp_path))
+    assert error.value.code == "E_RESUME_CHANGED"
 
 
 def test_names_of_accelerate() -> None:

@@ -27,6 +27,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "evaluated on 3": Job("evaluate", 3, {}),
         "missing names": Job("missing_names", 1, {}),
         "refusals": Job("refusals", 1, {}),
+        "collectives": Job("collectives", 1, {}),
+        "written on 1": Job("written", 1, {}),
+        "written on 3": Job("written", 3, {}),
     }
     return {"run": Path(folder) / "run", **dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))}
 
@@ -94,6 +97,20 @@ def test_features_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
     assert codes.pop("stream") == "E_ITERABLE_DATASET"
     assert codes.pop("distributed") == "E_SAMPLER"
     assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.slow
+def test_collectives_in_steps_are_refused(results: dict[str, Any]) -> None:
+    codes = dict(results["collectives"])
+    assert codes.pop("") == "none"
+    assert len(codes) == 8
+    assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.slow
+def test_writers_of_predictions_receive_the_indices_of_the_whole_batch(results: dict[str, Any]) -> None:
+    batches = [list(range(start, min(start + 20, 50))) for start in (0, 20, 40)]
+    assert results["written on 1"] == results["written on 3"] == [*batches, [batches]] * 2
 
 
 @pytest.mark.long

@@ -25,6 +25,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "stock": Job("stock", 1, {"folder": str(folder / "stock")}),
         "missing names": Job("missing_names", 1, {"folder": str(folder / "names")}),
         "refusals": Job("refusals", 1, {"folder": str(folder / "refusals")}),
+        "tagged on 1": Job("tag", 1, {"folder": str(folder / "tagged-1"), "size": 8}),
+        "tagged on 3": Job("tag", 3, {"folder": str(folder / "tagged-3"), "size": 2}),
     }
     results = dict(zip(jobs, run_jobs(MODULE, *jobs.values()), strict=True))
     return {"run": folder / "saved" / "run", **results}
@@ -71,6 +73,21 @@ def test_arguments_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
     codes = dict(results["refusals"])
     assert codes.pop("none") == codes.pop("by length") == "none"
     assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.slow
+def test_microbatches_without_labels_and_groups_of_lengths_have_the_same_bits(results: dict[str, Any]) -> None:
+    one, three = results["tagged on 1"], results["tagged on 3"]
+    assert one["unlabelled"]
+    # Also with another per_device_train_batch_size, which is not used.
+    assert one["weights"] == three["weights"]
+
+
+@pytest.mark.slow
+def test_several_predictions_are_padded_separately(results: dict[str, Any]) -> None:
+    one, three = results["tagged on 1"], results["tagged on 3"]
+    assert one["shapes"] == three["shapes"] == [[57, 29, 40], [57, 40]]
+    assert one["sums"] == three["sums"]
 
 
 @pytest.mark.slow

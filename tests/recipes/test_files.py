@@ -139,6 +139,23 @@ def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
     assert str(error.value.fix).startswith(f"did you mean {key}?")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected", "fix"),
+    [
+        ("schedule.name=cos", "'constant', 'cosine', 'linear' or 'step'", "--set schedule.name=cosine"),
+        ("metrics=accuracy", "a list", """--set 'metrics=["accuracy"]'"""),
+        ("data.options=3", "a mapping", "--set data.options=..., or correct the file"),
+        ("ema=3", "a mapping", "did you mean ema.decay? --set ema.decay=0.9999"),
+        ("schedule.warmup_epochs=.inf", "a finite number", "--set schedule.warmup_epochs=..., or correct the file"),
+        ("schedule.step_epochs=.nan", "a finite number", "--set schedule.step_epochs=..., or correct the file"),
+    ],
+)
+def test_invalid_value_has_an_expectation_and_a_fix(override: str, expected: str, fix: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(override)
+    assert (error.value.expected, error.value.fix, error.value.code) == (expected, fix, "E_VALUE")
+
+
 def test_options_must_be_a_mapping() -> None:
     with pytest.raises(RecipeError, match="options is 3, which has no keys"):
         made("data.options=3", "data.options.path=a")
@@ -234,3 +251,10 @@ def test_words_that_yaml_reads_as_booleans_are_kept(word: str, tmp_path: Path) -
     write_recipe(recipe, tmp_path / "recipe.yaml")
     assert read_recipe(tmp_path / "recipe.yaml") == recipe
     assert load_recipe("digits", ["step.merge=off"]).step.merge == "off"
+
+
+def test_repeated_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("step: {seed: 1}\nbatch_size: 8\nstep: {clip_norm: 1.0}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="the key 'step' occurs twice"):
+        read_recipe(path)

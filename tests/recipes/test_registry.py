@@ -1,6 +1,7 @@
 """Short names and import paths, and calls with options."""
 
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -105,3 +106,42 @@ def test_call_refuses_unknown_and_missing_options(options: dict[str, Any], value
 def test_takes_reports_parameters() -> None:
     assert takes(plain, "third")
     assert not takes(plain, "fourth")
+
+
+def refuses(width: int, depth: int = 2) -> None:
+    raise {1: ValueError("one"), 2: TypeError("two"), 3: MemoryError("three")}.get(
+        width, RuntimeError("more\nthan a line")
+    )
+
+
+def as_own(function: Any) -> Any:
+    """Return a function as a module of Samestep would define it."""
+    own = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+    own.__module__ = "samestep.zoo.any"
+    return own
+
+
+@pytest.mark.parametrize(
+    ("width", "message"), [(1, "ValueError: one"), (2, "TypeError: two"), (-3, "RuntimeError: more")]
+)
+def test_refusal_of_an_own_constructor_names_the_options(width: int, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        call(as_own(refuses), {"width": width}, where="model.options")
+    assert error.value.value == f"model.options.width is {width}: {message}"
+    assert (error.value.fix, error.value.code) == ("correct model.options.width", "E_VALUE")
+    with pytest.raises(RecipeError) as error:
+        call(as_own(refuses), {"width": width, "depth": 1}, where="model.options")
+    assert error.value.fix == "correct one of model.options.width, model.options.depth"
+
+
+def test_errors_of_user_code_and_of_memory_are_not_those_of_options() -> None:
+    with pytest.raises(ValueError, match="one"):
+        call(refuses, {"width": 1}, where="model.options")
+    with pytest.raises(MemoryError):
+        call(as_own(refuses), {"width": 3}, where="model.options")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        call(as_own(exhausts), {"width": 3}, where="model.options")
+
+
+def exhausts(width: int) -> None:
+    raise RuntimeError("CUDA out of memory")

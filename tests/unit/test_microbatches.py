@@ -1,7 +1,9 @@
 """Division of batches into microbatches, and ownership of microbatches."""
 
 from itertools import pairwise
+from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from samestep.microbatches import (
     owned_microbatches,
     require_enough_microbatches,
     require_shares,
+    resolve_sizes,
 )
 
 sizes = st.integers(0, 5000)
@@ -105,6 +108,67 @@ def test_error_has_value_expectation_and_fix() -> None:
 def test_error_with_one_idle_rank_uses_the_singular() -> None:
     with pytest.raises(InputError, match="so 1 rank would have nothing to do"):
         require_enough_microbatches(4, 5)
+
+
+def test_error_of_a_script_names_the_arguments_of_a_loader() -> None:
+    with pytest.raises(InputError) as raised:
+        resolve_sizes(16, "auto", 3)
+    assert raised.value.code == "E_TOO_MANY_RANKS"
+    assert raised.value.value.startswith("3 ranks share the data but the loader has 1 microbatch, so 2 ranks")
+    first, *others = str(raised.value.fix).splitlines()
+    assert first == "--processes 1; or, with other results:"
+    assert [line.strip().partition(":")[0] for line in others] == [
+        'samestep.loader(..., microbatches=4) and StepConfig(batch_norm="sync")',
+        "samestep.loader(..., microbatches=4)",
+        "samestep.loader(..., batch_size=48, microbatches=3)",
+    ]
+
+
+@pytest.mark.parametrize(("batch_size", "microbatches"), [(2, None), (3, 3), (4, 4), (64, 4)])
+def test_suggested_microbatches_have_samples(batch_size: int, microbatches: int | None) -> None:
+    with pytest.raises(InputError) as raised:
+        resolve_sizes(batch_size, 1, 3)
+    fix = str(raised.value.fix)
+    assert "0 samples" not in fix
+    assert ("batch_norm" in fix) == (microbatches is not None)
+    assert microbatches is None or f"microbatches={microbatches})" in fix
+    with pytest.raises(InputError) as raised:
+        require_enough_microbatches(1, 3, batch_size)
+    fix = str(raised.value.fix)
+    assert "0 samples" not in fix
+    assert ("--set microbatches=" in fix) == (microbatches is not None)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "microbatches", "value"),
+    [
+        (0, "auto", "batch_size is 0"),
+        (-4, "auto", "batch_size is -4"),
+        (2.5, "auto", "batch_size is 2.5"),
+        (20.0, 4, "batch_size is 20.0"),
+        ("64", 4, "batch_size is '64'"),
+        (True, 1, "batch_size is True"),
+        (8, 0, "microbatches is 0"),
+        (8, -1, "microbatches is -1"),
+        (8, 1.5, "microbatches is 1.5"),
+        (8, "four", "microbatches is 'four'"),
+        (8, False, "microbatches is False"),
+    ],
+)
+def test_invalid_sizes_are_refused(batch_size: Any, microbatches: Any, value: str) -> None:
+    with pytest.raises(InputError) as raised:
+        resolve_sizes(batch_size, microbatches, 1)
+    name = value.partition(" ")[0]
+    assert (raised.value.value, raised.value.code) == (value, "E_VALUE")
+    assert str(raised.value.expected).startswith("an integer >= 1")
+    assert str(raised.value.fix).startswith(f"{name}=")
+
+
+def test_integers_of_numpy_are_sizes() -> None:
+    sizes: Any = numpy.array([16, 4])
+    resolved = resolve_sizes(sizes[0], sizes[1], 2)
+    assert resolved == (16, 4)
+    assert list(map(type, resolved)) == [int, int]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from samestep.units import (
     format_value,
     parse_bytes,
     parse_duration,
+    plural,
 )
 
 
@@ -82,3 +83,12 @@ def test_invalid_duration_is_an_error_with_an_example(text: str) -> None:
         parse_duration("--time", text)
     assert caught.value.code == "E_DURATION"
     assert "--time 30s" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("noun", "text"),
+    [("epoch", "2 epochs"), ("microbatch", "2 microbatches"), ("process", "2 processes"), ("rank", "2 ranks")],
+)
+def test_plural(noun: str, text: str) -> None:
+    assert plural(2, noun) == text
+    assert plural(1, noun) == f"1 {noun}"

@@ -124,6 +124,7 @@ class Script:
         self.scheduler.step()
         losses = self.accelerator.gather(loss.detach())  # a collective in the body
         assert 1 <= len(losses) <= self.accelerator.num_processes
+        assert not self.accelerator.check_trigger()  # another one
 
     @torch.no_grad()
     def evaluate(self) -> list[list[float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import RunningStage
@@ -199,6 +199,41 @@ class MetricOnStep(Module):
         return super().training_step(batch, batch_idx)
 
 
+class Gathering(Module):
+    """Gathers in each step that `stage` names."""
+
+    def __init__(self, stage: str = "", collective: str = "all_gather") -> None:
+        super().__init__()
+        self.stage, self.collective = stage, collective
+
+    def _gather(self, stage: str) -> None:
+        if stage == self.stage:
+            owner = self if self.collective == "all_gather" else self.trainer.strategy
+            getattr(owner, self.collective)(*[torch.ones(())][: self.collective != "barrier"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._gather("fit")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._gather("validate")
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._gather("test")
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._gather("predict")
+        return super().predict_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.all_gather(torch.ones(2))  # outside of a step
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
 class Iterator(Module):
     def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
         return super().training_step(*next(dataloader_iter))
@@ -240,6 +275,45 @@ def refusals() -> dict[str, str]:
         ),
         "precision": _code(Module(), loader, plugins=[MixedPrecision("16-mixed", "cpu")]),
     }
+
+
+def collectives() -> dict[str, str]:
+    """Return the error codes of steps with a collective."""
+    stages = ["fit", "validate", "test", "predict"]
+    cases = [("", "all_gather"), *((stage, "all_gather") for stage in stages)]
+    cases += [("fit", name) for name in ("reduce", "broadcast", "barrier", "reduce_boolean_decision")]
+    codes = {}
+    for stage, name in cases:
+        trainer = _trainer(max_epochs=1, max_steps=1, limit_val_batches=1)
+        loaders = {"fit": _loaders()}.get(stage or "fit", (_loaders()[1],))
+        try:
+            getattr(trainer, stage or "fit")(Gathering(stage, name), *loaders)
+            codes[stage] = "none"
+        except samestep.errors.SamestepError as error:
+            codes[f"{stage} {name}"] = error.code
+    return codes
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.rows: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+        assert len(prediction) == len(indices)
+        self.rows.append(indices)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.rows.append(indices)
+
+
+def written() -> list[Any]:
+    """Return the indices that a writer receives: of each batch, and of all batches of each loader."""
+    writer = Writer()
+    trainer = _trainer(callbacks=[writer])
+    for _ in range(2):
+        trainer.predict(Module(), DataLoader(dataset(50), batch_size=20))
+    return writer.rows
 
 
 def other_batches(folder: str) -> str:

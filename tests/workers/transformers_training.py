@@ -218,6 +218,45 @@ def frozen(folder: str) -> dict[str, Any]:
     return {"weights": digest(net)}
 
 
+class Tagger(nn.Module):
+    """Classes of tokens and of rows; the loss is a mean over labels, which is NaN without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        tokens = self.head(hidden)
+        loss = nn.functional.cross_entropy(tokens.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "tokens": tokens, "rows": self.head(hidden.mean(1))}
+
+
+def tag(folder: str, size: int) -> dict[str, Any]:
+    """Train on rows of which short ones have no labels, grouped by length; predict values of tokens and rows."""
+    unlabelled = []
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = padded(samples)
+        batch["labels"][torch.tensor([len(sample["input_ids"]) < 10 for sample in samples])] = -100
+        unlabelled.append(bool((batch["labels"] == -100).all()))
+        return batch
+
+    options = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": size}
+    instance = trainer(folder, net=Tagger(), max_steps=6, **options)
+    instance.data_collator, instance.compute_metrics = collate, None
+    instance.train()
+    has_unlabelled = any(unlabelled)
+    predictions = instance.predict(rows(57)).predictions
+    return {
+        "weights": digest(instance.model),
+        "unlabelled": has_unlabelled,
+        "shapes": [list(values.shape) for values in predictions],
+        "sums": [float(values.sum()) for values in predictions],
+    }
+
+
 def missing_names(folder: str) -> list[str]:
     """Return the private names of Transformers and Accelerate that the adapter needs and that do not exist."""
     instance = trainer(folder)

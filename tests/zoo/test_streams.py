@@ -13,14 +13,14 @@ from PIL import Image
 
 from helpers import sample_files
 from samestep.data.streams.dataset import StreamDataset
-from samestep.errors import InputError
+from samestep.errors import DataError, InputError
 from samestep.tools.pack.pack import pack
 from samestep.zoo.images.streams import load_stream_images
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms
 from samestep.zoo.text.streams import load_stream_tokens, stream_tokens_task
 
 PIXELS = numpy.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=numpy.uint8)
-CLASSES = ["cat", "dog", "7"]
+CLASSES = ["cat", "dog", "bird"]
 
 
 def encoded(kind: str = "PNG") -> bytes:
@@ -43,12 +43,20 @@ def load(path: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("label", "number"),
-    [("cat", 0), ("dog", 1), (1, 1), (numpy.int32(2), 2), (b"1\n", 1), (b"dog", 1), ("7", 2), ("0", 0)],
+    [("cat", 0), ("dog", 1), (1, 1), (numpy.int32(2), 2), (b"1\n", 1), (b"dog", 1), ("bird", 2), ("0", 0)],
 )
 def test_labels_are_names_or_numbers(tmp_path: Path, label: object, number: int) -> None:
     splits = load(write(tmp_path / "packed", {"image": encoded(), "label": label}))
     assert splits.evaluation[0][1] == number
-    assert splits.classes == ("cat", "dog", "7")
+    assert splits.classes == ("cat", "dog", "bird")
+
+
+@pytest.mark.parametrize("label", [0, "01"])
+def test_number_that_is_no_class_is_refused_if_classes_are_numbers(tmp_path: Path, label: object) -> None:
+    path = write(tmp_path / "packed", {"image": encoded(), "label": label})
+    with pytest.raises(DataError) as error:
+        load_stream_images(path, evaluation_path=path, classes=["1", "2", "3"], image_size=32).evaluation[0]
+    assert error.value.code == "E_LABEL"
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
@@ -89,7 +97,7 @@ def test_decoded_images_of_mds_columns(tmp_path: Path) -> None:
 
 
 SAMPLES: Mapping[str, tuple[dict[str, Any], str]] = {
-    "label": ({"image": encoded(), "label": "bird"}, "E_LABEL"),
+    "label": ({"image": encoded(), "label": "fish"}, "E_LABEL"),
     "number": ({"image": encoded(), "label": 3}, "E_LABEL"),
     "fraction": ({"image": encoded(), "label": 0.5}, "E_LABEL"),
     "image": ({"image": encoded()[:100], "label": 1}, "E_UNREADABLE"),

@@ -47,9 +47,15 @@ class Equivalent:
     @property
     def question(self) -> str:
         """Suggestion for an error message."""
+        return self.suggestion("")
+
+    def suggestion(self, key: str) -> str:
+        """Return the suggestion for an error message about `key`: only the argument if this is the key with a value."""
         if not self.key:
             return f"leave the option out: {self.note}"
         note = f" ({self.note})" if self.note else ""
+        if self.key == key:
+            return f"{self.argument}{note}"
         if self.is_recipe_key:
             argument = "" if isinstance(self.value, Mapping) else f" {self.argument}"
             return f"did you mean {self.key}?{argument}{note}"

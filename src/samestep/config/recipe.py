@@ -108,6 +108,11 @@ class OptimizerConfig(NamedConfig):
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
+        for name, value in self.options.items():
+            # A list has several numbers, such as `betas`.
+            is_finite = all(map(_is_finite, value if isinstance(value, list | tuple) else (value,)))
+            key = f"optimizer.options.{name}"
+            require(is_finite, f"{key} is {value!r}", "finite numbers", f"correct {key}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +131,9 @@ class ScheduleConfig(Constrained):
     key_prefix: ClassVar[str] = "schedule."
 
     name: Literal["constant", "cosine", "linear", "step"] = "constant"
-    warmup_epochs: Annotated[float, Ge(0)] = 0.0
+    warmup_epochs: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
     final: Annotated[float, Ge(0), Le(1)] = 0.0
-    step_epochs: Annotated[float, Gt(0)] = 30.0
+    step_epochs: Annotated[float, Gt(0), Lt(math.inf)] = 30.0
     gamma: Annotated[float, Gt(0), Le(1)] = 0.1
 
 
@@ -260,7 +265,7 @@ class Recipe(Constrained):
     metrics: tuple[str, ...] = ("accuracy",)
     best_by: str | None = None
     best_mode: Literal["min", "max"] | None = None
-    batch_size: Annotated[int, Le(1 << 30)]
+    batch_size: Annotated[int, Ge(1), Le(1 << 30)]
     microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     epochs: Annotated[int, Ge(1), Le(1_000_000)]
     step: StepConfig = field(default_factory=StepConfig)
@@ -272,7 +277,7 @@ class Recipe(Constrained):
             self.microbatches == "auto" or self.batch_size >= self.microbatches,
             f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so some would be empty",
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
-            f"set batch_size: {self.microbatches} or more, or microbatches: {max(1, self.batch_size)} or fewer",
+            f"set batch_size: {self.microbatches} or more, or microbatches: {self.batch_size} or fewer",
             code="E_BATCH_SIZE",
         )
         for option, value in {"batch_norm": "sync", "gather": "global"}.items():
@@ -307,6 +312,10 @@ class Recipe(Constrained):
             return self
         by_microbatch = has_batch_norm and self.step.batch_norm == "microbatch"
         return replace(self, microbatches=auto_microbatches(self.batch_size, batch_norm=by_microbatch))
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def default_workers(cores: int, processes: int) -> int:

@@ -42,6 +42,7 @@ from samestep.microbatches import (
     Cursor,
     Microbatches,
     owned_microbatches,
+    require_integer,
     require_position,
     require_shares,
     resolve_sizes,
@@ -103,7 +104,7 @@ class Loader:
             statistics of batch norm, instead of smaller ones. Default: true with `microbatches="auto"`.
 
     Raises:
-        InputError: arguments or sizes do not fit together, or ranks outnumber microbatches.
+        InputError: a number is invalid, arguments or sizes do not fit together, or ranks outnumber microbatches.
         DataError: the dataset is empty.
     """
 
@@ -134,7 +135,10 @@ class Loader:
         keeps_microbatch_size: bool | None = None,
     ) -> None:
         require_compatible(dataset, locals())
-        self._seed = (seed or 0) if generator is None else generator.initial_seed()
+        if generator is None:
+            self._seed = require_integer("seed", seed or 0, at_least=0, at_most=2**64 - 1, example=0)
+        else:
+            self._seed = generator.initial_seed()
         self._sampler, self._draws_batches = sampler, batch_sampler is not None
         if batch_sampler is not None:
             self._sampler = batch_sampler
@@ -211,8 +215,9 @@ class Loader:
             end_workers(loader)
 
     def _open(self, num_workers: int, prefetch_factor: int) -> None:
-        self.num_workers, self.prefetch_factor, self.stopped = num_workers, prefetch_factor, False
-        self.ends_on_stop = False
+        self.num_workers = require_integer("num_workers", num_workers, at_least=0, example=4)
+        self.prefetch_factor = require_integer("prefetch_factor", prefetch_factor, at_least=1, example=DEFAULT_PREFETCH)
+        self.stopped = self.ends_on_stop = False
         self._idle, self._used, self._forked_size = list[MicrobatchLoader](), list[MicrobatchLoader](), 0
         self._iterations, self._running = 0, set[int]()
 

@@ -23,10 +23,11 @@ from samestep.config import DeviceKind
 from samestep.distributed.devices import accelerator_module
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffer_values import Rule
-from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
 from samestep.integrations.accelerate_data import PreparedLoader
 from samestep.integrations.accelerate_options import require_supported_options, require_supported_state
+from samestep.integrations.accelerate_position import Position
+from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.microbatch_loop import MicrobatchLoop
 from samestep.integrations.torch_loader import integration_error
 from samestep.launcher.job import process_state
@@ -87,7 +88,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._updating: list[torch.optim.Optimizer] = []
         self._iterations: list[PreparedLoader] = []  # that run at present, the innermost one last
         self._updates, self._rates = 1, list[Any]()  # optimizer steps since the last gradient; learning rates
-        self._position = _Position(self)
+        self._position = Position(self)
         self.register_for_checkpointing(self._position)
 
     @property
@@ -186,6 +187,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._iterations.remove(loader)
+            if self._iterations:
+                self._iterations[-1].has_inner_loop = True
 
     def train_on(self, loader: PreparedLoader) -> Iterator[Any]:
         """Yield the data of the microbatches of a training iteration over `loader`.
@@ -193,18 +196,28 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             InputError: no optimizer used a gradient, or a learning rate changed within a global batch.
         """
-        for data in self.loop.microbatches(loader.loader):
-            if self.loop.is_first:
-                self._require_update()
-                self._updates, self._rates = 0, self._learning_rates()
-            elif self._learning_rates() != self._rates:
-                raise integration_error(
-                    "the learning rate changed within a global batch",
-                    "one step of a scheduler per optimizer step; the body of the loop runs once per microbatch",
-                    "prepare the scheduler, or step it `if accelerator.sync_gradients:`",
-                )
-            self.gradient_state.sync_gradients = self.loop.is_last
-            yield data
+        loop, begun = self.loop, -1
+        try:
+            for data in loop.microbatches(loader.loader):
+                if loop.is_first:
+                    self._require_update()
+                    self._updates, self._rates, begun = 0, self._learning_rates(), loop.engine.steps
+                elif self._learning_rates() != self._rates:
+                    raise integration_error(
+                        "the learning rate changed within a global batch",
+                        "one step of a scheduler per optimizer step; the body of the loop runs once per microbatch",
+                        "prepare the scheduler, or step it `if accelerator.sync_gradients:`",
+                    )
+                self.gradient_state.sync_gradients = loop.is_last
+                yield data
+        finally:
+            # A loop that ends within a global batch undoes the batch, which then needs no update.
+            if loop is self._loop and loop.engine.steps == begun:
+                self._restore_update()
+
+    def _restore_update(self) -> None:
+        """Allow another step, or a save, as after an update."""
+        self._updates, self.gradient_state.sync_gradients = 1, True
 
     def _learning_rates(self) -> list[Any]:
         return [group["lr"] for optimizer in self._updating for group in optimizer.param_groups]
@@ -228,7 +241,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             InputError: as `MicrobatchLoop.backward`.
             NonFiniteError: loss or gradient of the global batch is not finite.
         """
-        self.loop.backward(loss if count is None else Loss(loss * count, count))
+        self.loop.backward(loss if count is None else counted_loss(loss, count))
         if self.loop.is_last and self.loop.result is not None:
             rates = self._learning_rates()
             self.step_result = replace(self.loop.result, lr=float(rates[0]) if rates else 0.0)
@@ -238,10 +251,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Within a loop over a prepared loader, rows of samples that were computed a second time are left out, and the
         first dimension can have another length on every process.
+
+        Raises:
+            InputError: a loop over another loader has ended in the body of this one.
         """
         if not self._iterations:
             return super().gather(tensor)
-        is_real = [bool(flag) for (flag,) in gather_numbers(self.world, [not self._iterations[-1].is_filler])]
+        current = self._iterations[-1]
+        if current.has_inner_loop:
+            # The value can be one of the microbatch, which a filler must not count, or one of the inner loop.
+            raise integration_error(
+                "accelerator.gather in the body of a loop, after a loop over another prepared loader",
+                "values of the current samples: processes that compute samples a second time are left out",
+                "accelerator.gather_for_metrics inside of the inner loop; gather values of the outer loop before it",
+            )
+        is_real = [bool(flag) for (flag,) in gather_numbers(self.world, [not current.is_filler])]
         return self._gathered(tensor, is_real)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -273,6 +297,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
             )
         return super().reduce(tensor, reduction, scale)
+
+    def check_trigger(self) -> bool:
+        """Return whether a process has called `set_trigger` since the last true result; a collective."""
+        flag: torch.Tensor | None = self.flag_tensor  # type: ignore[has-type]
+        own = flag is not None and bool(flag)
+        is_set = any(flag for (flag,) in gather_numbers(self.world, [own]))
+        if is_set:
+            self.flag_tensor = None
+        return is_set
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save the state with the position in the data, after a complete optimizer step.
@@ -313,6 +346,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """Release the prepared objects; another model can be prepared then."""
         self._trained = self._loop = None
+        self._restore_update()
         self._loaders.clear()
         self._updating.clear()
         return super().free_memory(*objects)
@@ -338,33 +372,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "one launcher for both",
                 "start the script with samestep run, accelerate launch or torchrun",
             )
-
-
-class _Position:
-    """Steps and positions in the data, as an object that Accelerate saves."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator, self._steps = accelerator, 0
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        loop = self._accelerator._loop
-        return self._steps if loop is None else loop.engine.steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and the position of each loader with steps."""
-        return {"steps": self.steps, "loaders": [loader.state() for loader in self._accelerator._loaders]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set steps and positions.
-
-        Raises:
-            CheckpointError: the data or their batches are others than those of the checkpoint.
-        """
-        self._steps = state["steps"]
-        if self._accelerator._loop is not None:
-            self._accelerator._loop.engine.steps = self._steps
-        for loader, saved in zip(self._accelerator._loaders, state["loaders"], strict=True):
-            if saved is not None:
-                loader.restore(saved)

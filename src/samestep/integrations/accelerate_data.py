@@ -29,6 +29,7 @@ class PreparedLoader:
     Attributes:
         dataset: the dataset.
         is_stepped: the loader was used for training, or has a saved position.
+        has_inner_loop: a loop over another prepared loader has ended since the current samples.
     """
 
     _is_accelerate_prepared = True
@@ -42,7 +43,7 @@ class PreparedLoader:
             )
         self.dataset, self._accelerator, self._torch_loader = loader.dataset, accelerator, loader
         self._loader: Loader | None = None
-        self._is_training = self._is_filler = self.is_stepped = False
+        self._is_training = self._is_filler = self.is_stepped = self.has_inner_loop = False
 
     @property
     def loader(self) -> Loader:
@@ -80,7 +81,9 @@ class PreparedLoader:
         self._is_training = self._accelerator.is_training
         self.is_stepped |= self._is_training
         with self._accelerator.iteration(self):
-            yield from self._accelerator.train_on(self) if self._is_training else self._evaluate()
+            for data in self._accelerator.train_on(self) if self._is_training else self._evaluate():
+                self.has_inner_loop = False
+                yield data
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the order depends on seed and epoch of the position."""

@@ -8,10 +8,9 @@ in `.grad` when Lightning clips it and steps the optimizer.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,12 +18,10 @@ from typing import Any, Literal, cast
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper, _sync_module_states
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
@@ -38,12 +35,15 @@ from samestep.engine.gather import LocalOutputs, gather_outputs
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
 from samestep.integrations.lightning_log import BatchLog
+from samestep.integrations.lightning_options import (
+    require_one_batch_per_step,
+    require_supported,
+    require_supported_training,
+)
+from samestep.integrations.lightning_predictions import PredictionDataLoader
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import start
-
-_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _WithoutMetrics(torch.nn.Module):
@@ -129,6 +129,7 @@ class SamestepStrategy(DDPStrategy):
         self._world: World | None = None
         self._engine: Engine | None = None
         self._error: BaseException | None = None
+        self._is_in_step = False  # of the module, for one microbatch
 
     def setup_environment(self) -> None:
         """Create the process group, and the world of its ranks."""
@@ -140,7 +141,9 @@ class SamestepStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare module and optimizers, and the engine for training; a collective."""
-        self._require_supported(trainer)
+        require_supported(self._module, trainer, self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING:
+            require_supported_training(self._module, trainer, has_layer_sync=self._layer_sync is not None)
         # All ranks log equal values.
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
         # The loaders of Samestep divide the data; Lightning would replace the sampler.
@@ -168,8 +171,9 @@ class SamestepStrategy(DDPStrategy):
                 "a DataLoader of torch with a dataset that has a length and an index",
                 "DataLoader(dataset, batch_size=64), with the samples of a global batch",
             )
-        sampler = dataloader.batch_sampler
-        if isinstance(sampler, _IndexBatchSamplerWrapper):  # of Lightning, for predictions
+        sampler: Any = dataloader.batch_sampler
+        is_prediction = isinstance(sampler, _IndexBatchSamplerWrapper)  # of Lightning
+        if is_prediction:
             sampler = sampler._batch_sampler
         is_training = bool(self._module.trainer.training)
         size, microbatches = self._sizes(getattr(sampler, "batch_size", None), is_training=is_training)
@@ -181,6 +185,8 @@ class SamestepStrategy(DDPStrategy):
             microbatches=microbatches,
             batch_sampler=sampler,
         )
+        if is_prediction:
+            return PredictionDataLoader(loader, dataloader.dataset)
         return SamestepDataLoader(loader, dataloader.dataset, is_training=is_training)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -203,7 +209,7 @@ class SamestepStrategy(DDPStrategy):
                 "one DataLoader of a dataset that returns the samples of both, such as "
                 "torch.utils.data.StackDataset(first, second)",
             )
-        self._require_one_batch_per_step(trainer)
+        require_one_batch_per_step(trainer)
         self._arguments = args[1:], kwargs
         self._gradients.follow()
         engine.steps = trainer.global_step
@@ -234,8 +240,24 @@ class SamestepStrategy(DDPStrategy):
         computed = self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
         return gather_outputs(computed, self._ranks).outputs
 
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Gather a tensor from all ranks, outside of steps."""
+        self._require_no_step("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object to all ranks, outside of steps."""
+        self._require_no_step("broadcast")
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, outside of steps."""
+        self._require_no_step("barrier")
+        super().barrier(*args, **kwargs)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; a mean of equal values is that value."""
+        """Reduce a tensor over all ranks, outside of steps; a mean of equal values is that value."""
+        self._require_no_step("reduce")  # and reduce_boolean_decision, which calls this method
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             return super().reduce(tensor, group, reduce_op)
         # In float64, because the sum of equal values is rounded: a third of 3 * x can differ from x.
@@ -265,9 +287,32 @@ class SamestepStrategy(DDPStrategy):
     def _forward(self, _: torch.nn.Module, data: Any) -> Any:
         """Return the loss of the current microbatch, as the forward function of the engine."""
         positional, named = self._arguments
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._step_of_module():
             output = self._module.training_step(self._transferred(data), *positional, **named)
+        if output is None:
+            raise integration_error(
+                "training_step returned None, with which Lightning skips a batch",
+                "the loss of each microbatch: other microbatches of the global batch have one",
+                "leave the samples out of the dataset, or return samestep.Loss(0 * loss, 0): a sum and a count of zero",
+            )
         return {"loss": output["loss"]} if isinstance(output, Mapping) else output
+
+    @contextmanager
+    def _step_of_module(self) -> Iterator[None]:
+        """Refuse collectives of Lightning in the block: ranks have different numbers of microbatches."""
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
+    def _require_no_step(self, name: str) -> None:
+        if self._is_in_step:
+            raise integration_error(
+                f"{name} in a step of the module",
+                "no collective in a step: it is called once per microbatch, and ranks have different numbers of them",
+                "self.log for values; samestep.Engine with gather='global' for a loss that compares samples",
+            )
 
     def _transferred(self, data: Any) -> Any:
         data = self.precision_plugin.convert_input(data)
@@ -285,7 +330,8 @@ class SamestepStrategy(DDPStrategy):
                 begin = batch.global_batch.begin.samples
                 seed_generators(microbatch_seed("evaluation", self._seed, begin, microbatch.number), self._ranks.device)
                 self._log.begin_microbatch(microbatch)
-                outputs = step(self._transferred(microbatch.data), *others, **kwargs)
+                with self._step_of_module():
+                    outputs = step(self._transferred(microbatch.data), *others, **kwargs)
                 computed.append(LocalOutputs(microbatch, outputs, None))
         return computed
 
@@ -306,73 +352,6 @@ class SamestepStrategy(DDPStrategy):
                 f"DataLoader(dataset, batch_size={8 * self._ranks.size})",
             )
         return None, min(number, size)
-
-    def _require_supported(self, trainer: Trainer) -> None:
-        """Refuse features of module and trainer that do not fit the steps of a global batch."""
-        module, precision = self._module, self.precision_plugin
-        owners = filter(None, (module, trainer.datamodule))  # type: ignore[attr-defined]
-        if any(is_overridden("on_before_batch_transfer", owner) for owner in owners):
-            raise integration_error(
-                "on_before_batch_transfer is overridden",
-                "each microbatch is transferred when it is computed",
-                "on_after_batch_transfer, or the collate function of the DataLoader",
-            )
-        for name in _STEPS:
-            if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
-                raise integration_error(
-                    f"{name} with the argument dataloader_iter",
-                    "a step that receives one batch",
-                    f"{name}(self, batch, batch_idx)",
-                )
-        if type(precision) not in _PRECISIONS or getattr(precision, "scaler", None) is not None:
-            raise integration_error(
-                f"the precision plugin {type(precision).__name__} {precision.precision}",
-                "a precision without a loss scaler: 32-true, 64-true, bf16-true, 16-true or bf16-mixed",
-                'Trainer(precision="bf16-mixed")',
-            )
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if self._layer_sync is not None:
-            raise integration_error(
-                "sync_batchnorm=True",
-                "batch norm with the statistics of a microbatch, which do not depend on the number of processes",
-                "leave out sync_batchnorm, and choose microbatches of 16 samples or more",
-            )
-        averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if averages and uses_batch_statistics(module):
-            raise integration_error(
-                "StochasticWeightAveraging of a module with batch norm",
-                "steps of global batches; the callback computes statistics in a further epoch without steps",
-                "a module without batch norm, or the callback WeightAveraging of Lightning 2.6",
-            )
-        if not module.automatic_optimization:
-            raise integration_error(
-                "automatic_optimization=False",
-                "one optimizer, which Lightning steps once per global batch",
-                "samestep.Engine in a loop of your own: docs/start/own-loop.md",
-            )
-        if is_overridden("backward", module):
-            raise integration_error(
-                "LightningModule.backward is overridden",
-                "the gradient of the loss of each microbatch, which the strategy computes",
-                "a loss with the gradient that you need; on_after_backward receives the gradients of the global batch",
-            )
-        if module._compiler_ctx is not None:
-            raise integration_error(
-                "torch.compile(module) of a whole LightningModule",
-                "kernels that do not depend on the sizes of microbatches that a rank has computed before",
-                "trainer.fit(module), without torch.compile",
-            )
-        self._require_one_batch_per_step(trainer)
-
-    @staticmethod
-    def _require_one_batch_per_step(trainer: Trainer) -> None:
-        if trainer.accumulate_grad_batches != 1:
-            raise integration_error(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-                "one optimizer step per global batch, whose microbatches are accumulated",
-                f"a global batch size {trainer.accumulate_grad_batches} times as large, and as many more microbatches",
-            )
 
 
 StrategyRegistry.register(

@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
 from torch.utils.data import BatchSampler, DataLoader
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
@@ -27,7 +29,7 @@ from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_values import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs
-from samestep.engine.loss import Loss
+from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.torch_loader import integration_error
 from samestep.integrations.transformers_data import (
@@ -116,6 +118,13 @@ class SamestepTrainerMixin(_Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return a loader of global batches."""
         return self._evaluation_loader(super().get_test_dataloader(test_dataset))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler of the trainer, with the length groups of global batches."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size = self._global_batch_size  # not that of one device, which is not used
+        return sampler
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of samples."""
@@ -244,7 +253,7 @@ class SamestepTrainerMixin(_Trainer):
         takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         with self._values.microbatch(microbatch.number), self.compute_loss_context_manager():
             loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items if takes_items else None)
-        return loss if count is None else Loss(loss * items, count)
+        return loss if count is None else counted_loss(loss, count)
 
 
 class Trainer(SamestepTrainerMixin, transformers.Trainer):
@@ -269,25 +278,25 @@ def _unchanged(value: Any) -> Any:
 
 
 def _padded(computed: list[LocalOutputs], world: World) -> list[LocalOutputs]:
-    """Pad dimension 1 of predictions and of labels to the largest of all microbatches; a collective."""
-    own = [[_width(entry.outputs), _width(entry.targets)] for entry in computed]
+    """Pad dimension 1 of each tensor of predictions and labels to the largest of all microbatches; a collective."""
+    own = [[_width(tensor) for tensor in tensors_of((entry.outputs, entry.targets))] for entry in computed]
     rows = [row for rank in all_gather(own, world) for row in rank]
-    widths = [max((row[part] for row in rows), default=0) for part in (0, 1)]
-    return [
-        LocalOutputs(entry.microbatch, _pad(entry.outputs, widths[0]), _pad(entry.targets, widths[1]))
-        for entry in computed
-    ]
+    widths = [max(column) for column in zip_longest(*rows, fillvalue=0)]
+
+    def padded(entry: LocalOutputs) -> LocalOutputs:
+        left = iter(widths)
+        pair = map_tensors((entry.outputs, entry.targets), lambda tensor: _pad(tensor, next(left)))
+        return LocalOutputs(entry.microbatch, *pair)
+
+    return [padded(entry) for entry in computed]
 
 
-def _width(data: Any) -> int:
-    return max((tensor.shape[1] for tensor in tensors_of(data) if tensor.dim() > 1), default=0)
+def _width(tensor: torch.Tensor) -> int:
+    return tensor.shape[1] if tensor.dim() > 1 else 0
 
 
-def _pad(data: Any, width: int) -> Any:
-    def padded(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < 2 or tensor.shape[1] == width:
-            return tensor
-        rest = tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), _IGNORED)
-        return torch.cat([tensor, rest], dim=1)
-
-    return map_tensors(data, padded)
+def _pad(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    if _width(tensor) == width:
+        return tensor
+    rest = tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), _IGNORED)
+    return torch.cat([tensor, rest], dim=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, PeerLostError, SamestepError
 from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
@@ -78,7 +78,7 @@ class Failure:
         message = message_of(error)
         first_line = next(iter(message.strip().splitlines()), "")
         title = f"{kind}: {first_line}" if first_line else kind
-        is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(message) is not None
+        is_memory = is_out_of_memory(error)
         text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
         if is_memory:
             text += f"\n  fix:      {_MEMORY_FIX}"
@@ -89,25 +89,39 @@ class Failure:
 
     @classmethod
     def of_exit(
-        cls, rank: int, exit_code: int, activity: str = "", stack: Sequence[str] = (), message: str = ""
+        cls,
+        rank: int,
+        exit_code: int,
+        activity: str = "",
+        stack: Sequence[str] = (),
+        message: str = "",
+        *,
+        is_script: bool = False,
     ) -> Failure:
         """Return the failure for a process that ended without a report.
 
         A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal, outermost first.
-        `message` is the text of `sys.exit("text")`.
+        `message` is the text of `sys.exit("text")`. With `is_script`, the process ran a script, not a function.
         """
         by_signal = -exit_code if exit_code < 0 else None
         if by_signal is not None:
             # Real-time signals have no names.
             name = next((known.name for known in signal.Signals if known == by_signal), f"signal {by_signal}")
             problem, fix, code = f"was killed by {name}{_spaced(activity)}", _SIGNAL_FIXES.get(name), "E_RANK_KILLED"
+            expected = None
         else:
-            problem = f"ended with exit code {exit_code}{_spaced(activity)}, before the function returned"
+            end = "the script ended" if is_script else "the function returned"
+            problem = f"ended with exit code {exit_code}{_spaced(activity)}, before {end}"
+            expected = f"{'the script ends with exit code 0' if is_script else 'the function returns'} in every rank"
             fix, code = "look for sys.exit() or os._exit() in code that only this rank runs", "E_RANK_EXITED"
+            if is_script and exit_code == EXIT_INPUT:
+                fix = "see the message above: argparse ends a script with this code if its arguments are invalid"
         title, *details = message.strip().splitlines() or [""]
         lines = [f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]", *map(indented, details)]
         if stack:
             lines += ["  Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
+        if expected:
+            lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  fix:      {fix}")
         text = "\n".join(lines)
@@ -214,12 +228,18 @@ class StoppedError(SamestepError):
     default_code = "E_STOPPED"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception reports a lack of memory, of the machine or of a GPU."""
+    return isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(message_of(error)) is not None
+
+
 def _trace(error: BaseException) -> str:
     """Return the indented traceback of an error without frames of the launcher, at most some million characters."""
     frames = error.__traceback__
     while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith("samestep.launcher."):
         frames = frames.tb_next
-    frames = frames or error.__traceback__
+    if frames is None and not isinstance(error, SyntaxError):  # which names the file and the line of the script itself
+        frames = error.__traceback__
     try:
         parts = traceback.format_exception(type(error), error, frames)
     except Exception:  # boundary: formatting calls code of the user's exception

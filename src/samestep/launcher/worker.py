@@ -109,11 +109,14 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         value = _call(worker_spec)
         packed = pack(value) if rank == 0 else b""
     except SystemExit as error:
+        from samestep.launcher.job import process_state
+
         # By Python's rules None is 0, and text is 1 and part of the report.
         is_code = error.code is None or isinstance(error.code, int)
         message = "" if is_code else message_of(error.code)
         exit_code = int(error.code or 0) if is_code else 1
-        channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message))
+        failure = Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=process_state.is_script)
+        channel.send(failure)
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))

@@ -155,8 +155,9 @@ class TorchMetric:
             InputError: the value is not one number.
         """
         self._metric.to(world.device)
-        for state in self._metric._defaults.keys() - set(self._inexact):
-            world.all_reduce(getattr(self._metric, state))
+        for state in self._metric._defaults:  # in the same order on every rank
+            if state not in self._inexact:
+                world.all_reduce(getattr(self._metric, state))
         if self._inexact:
             parts = [part for values in all_gather(self._values, world) for part in values]
             columns = [zip(*state, strict=True) for state in zip(*parts, strict=True)]

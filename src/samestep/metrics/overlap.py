@@ -32,16 +32,17 @@ class ConfusionMatrix(CountMetric):
             )
         size = max(2, channels)
         predictions = outputs > 0 if channels == 1 else outputs.argmax(dim=1)
-        pairs = targets[is_counted].long() * size + predictions[is_counted].long()
-        # Integers: the sum is independent of the order on every device.
-        counts = torch.bincount(pairs, minlength=size**2)
-        if len(counts) > size**2:
+        counted = targets[is_counted].long()
+        outside = counted[(counted < 0) | (counted >= size)]
+        if len(outside):
             raise InputError(
-                f"metric {self.name} received the target {int(targets[is_counted].max())}",
-                expected=f"targets below the number of classes, {size}",
+                f"metric {self.name} received the target {int(outside[0])}",
+                expected=f"targets from 0 to {size - 1}, or the ignored value {self.ignore_index}",
                 fix="check model.options.num_classes and the masks, or set loss.options.ignore_index",
                 code="E_METRIC",
             )
+        # Integers: the sum is independent of the order on every device.
+        counts = torch.bincount(counted * size + predictions[is_counted].long(), minlength=size**2)
         return counts if channels == 1 else counts.view(size, size)
 
 

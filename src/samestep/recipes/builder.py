@@ -203,7 +203,7 @@ def has_batch_norm(recipe: Recipe) -> bool:
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model, _ = build_model(recipe, splits.classes, splits.model_options)
-    except (NotImplementedError, RuntimeError):  # a model that reads values while it is built
+    except (RuntimeError, RecipeError):  # a model that reads values while it is built, or invalid options
         model, _ = build_model(recipe, splits.classes, splits.model_options)
     return uses_batch_statistics(model)
 

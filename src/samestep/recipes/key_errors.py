@@ -37,6 +37,8 @@ _SECTIONS = {
 }
 # Names that pydantic appends to the key of a value with alternative types.
 _ALTERNATIVES = ("constrained-int", "literal['auto']")
+# Expectations of pydantic in the terms of YAML.
+_YAML_TERMS = {"a valid array": "a list", "an object": "a mapping", "less than inf": "a finite number"}
 _TYPE_WORDS = ("type", "class", "class_path", "target", "_target_")
 
 
@@ -59,15 +61,14 @@ def explain(errors: Sequence[ErrorDetails], data: Mapping[str, Any], origin: str
         fix = f"add {path[-1]}: to the recipe, or --set {key}=VALUE"
     else:
         problem, code = f"{key} is {json.dumps(error['input'])}", "E_VALUE"
-        expected = " or ".join(
-            other["msg"].removeprefix("Input should be ") for other in errors if _is_same(other, error)
-        )
+        terms = [other["msg"].removeprefix("Input should be ") for other in errors if _is_same(other, error)]
+        expected = " or ".join(_YAML_TERMS.get(term, term) for term in terms)
         word = "scheduler" if key == "schedule.name" else path[-1]
         meant = find_equivalent(word, error["input"], data)
         fix = f"--set {key}=..., or correct the file"
         is_other = meant is not None and (meant.key, repr(meant.value)) != (key, repr(error["input"]))
         if meant is not None and is_other and (len(path) == 1 or meant.key == key):
-            fix = meant.question
+            fix = meant.suggestion(key)
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import map_tensors, move
+from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move
 from samestep.data.loader_workers import MANY_WORKERS
+from samestep.data.microbatch_dataset import SizedDataset
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
@@ -29,8 +31,9 @@ from samestep.engine.model_call import autocast, call_model
 from samestep.engine.shares import ShareBalancer
 from samestep.errors import DataError, InputError, RunError
 from samestep.launcher.job import process_state
+from samestep.loggers.logger import JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
-from samestep.loggers.selection import create_loggers
+from samestep.loggers.selection import EVENTS, create_loggers
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.metrics import BestRule
 from samestep.metrics.overlap import MAX_CLASSES, ConfusionMatrix
@@ -96,19 +99,35 @@ def predict(
             fix="remove --out",
             code="E_OPTION_CONFLICT",
         )
+    pictures = _picture_paths(files, out) if out is not None else []
     answers = []
     with _model_for_inference(recipe, options, info, checkpoint) as (model, device):
-        for file in files:
+        for number, file in enumerate(files):
             inputs = map_tensors(task.read(file), lambda tensor: tensor.unsqueeze(0))
             outputs = call_model(model, move(inputs, device))
             outputs = map_tensors(outputs, lambda tensor: tensor[0].float().cpu())
             answers.append({"file": str(file), **task.describe(outputs)})
             if out is not None and task.picture is not None:
                 out.mkdir(parents=True, exist_ok=True)
-                path = out / f"{file.stem}.png"
-                task.picture(file, outputs).save(path)
-                answers[-1]["picture"] = str(path)
+                task.picture(file, outputs).save(pictures[number])
+                answers[-1]["picture"] = str(pictures[number])
     return answers
+
+
+def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
+    """Return the picture of each file; none replaces another picture or an input."""
+    paths = [out / f"{file.stem}.png" for file in files]
+    inputs = [file.resolve() for file in files]
+    for file, path in zip(files, paths, strict=True):
+        if paths.count(path) > 1 or path.resolve() in inputs:
+            raise InputError(
+                f"--out {out}: the picture of {file} is {path}, which is also "
+                + ("an input" if path.resolve() in inputs else "that of another file"),
+                expected="files of different names, and another folder for pictures than for inputs",
+                fix="rename the files, or give another folder to --out",
+                code="E_OUTPUT",
+            )
+    return paths
 
 
 def complete(
@@ -162,7 +181,8 @@ def train(
     ):
         changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
         notes = [f"continuing with changed code: {change}" for change in changes]
-        built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
+        with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
+            built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
         held, folder = HeldFolder(run), CheckpointFolder(run / "checkpoints", options.keep)
         trainer = Trainer(
@@ -196,6 +216,11 @@ def train(
             trainer.logger.log_event("cache", text=built.cache_note)
         rank_monitor.follow(lambda: trainer.rank_progress)
         return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
+
+
+def _log_failure(run: Path, options: RunOptions, *, is_new: bool) -> RunLogger:
+    """Return a context manager that logs the failure of a new run before its loggers exist; it opens no file before."""
+    return RunLogger([JsonlLogger(run / EVENTS)] if is_new and "jsonl" in options.loggers else ())
 
 
 def evaluate(
@@ -249,6 +274,12 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
     """Return notes on weights, layout and loader processes for the log."""
     shape, strategy = world.mesh_shape, recipe.strategy
     notes = list(built.notes) if is_new else []
+    warmup = recipe.schedule.warmup_epochs
+    if is_new and warmup > recipe.epochs:
+        notes.append(
+            f"warning: schedule.warmup_epochs is {warmup:g} and epochs is {recipe.epochs}: the learning rate does not "
+            "reach its full value"
+        )
     if is_new and recipe.step.batch_norm == "microbatch" and uses_batch_statistics(built.engine.model):
         message = few_samples_message(recipe.batch_size, recipe.microbatch_count)
         if message is not None and not _is_shipped(recipe):
@@ -317,24 +348,47 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     segmentation tasks have overlays. A collective operation.
     """
     world, model, data = built.engine.world, built.engine.model, built.evaluation
-    batch = next(iter(data))
     count = 0
+    with _overlay_errors(folder):
+        for path in folder.glob("sample-*.png") if world.is_main else ():  # of an earlier evaluation
+            path.unlink()
+    world.barrier()
     model.eval()
     with torch.no_grad(), autocast(recipe.step.precision, world.device):
-        for microbatch in batch.local_microbatches:
-            first = batch.bounds[microbatch.number][0]
-            positions = range(first, min(first + microbatch.size, _MAX_OVERLAYS))
-            inputs, targets = microbatch.data
-            outputs = call_model(model, inputs)
-            if positions and is_segmentation(inputs, targets, outputs):
-                drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
-                try:
-                    write_overlays(folder, positions, *drawn)
-                except OSError as error:
-                    raise RunError(
-                        f"overlays cannot be written to {folder}: {error.strerror}",
-                        expected="a directory that can be written",
-                        fix="free disk space, or select another directory",
-                    ) from error
-                count += len(positions)
+        for batch in takewhile(lambda batch: batch.begin.samples < _MAX_OVERLAYS, data.complete_epoch()):
+            for microbatch in (*batch.local_microbatches, *batch.fillers):
+                inputs, targets = microbatch.data
+                outputs = call_model(model, inputs)
+                positions = [place for place in _positions(batch, microbatch, data._dataset) if place < _MAX_OVERLAYS]
+                if positions and is_segmentation(inputs, targets, outputs):
+                    drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
+                    with _overlay_errors(folder):
+                        write_overlays(folder, positions, *drawn)
+                    count += len(positions)
     return sum(all_gather(count, world))
+
+
+def _positions(batch: GlobalBatch, microbatch: Microbatch, dataset: SizedDataset) -> list[int]:
+    """Return the dataset positions of the samples in the data of a microbatch, without those that were left out."""
+    positions = batch.samples_of(microbatch.number) if microbatch.size else []
+    return [place for place in positions if not microbatch.skipped or _is_usable(dataset, place)]
+
+
+def _is_usable(dataset: SizedDataset, position: int) -> bool:
+    try:
+        dataset[position]
+    except DataError:
+        return False
+    return True
+
+
+@contextmanager
+def _overlay_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"overlays cannot be written to {folder}: {error.strerror}",
+            expected="a directory that can be written",
+            fix="free disk space, or select another directory",
+        ) from error

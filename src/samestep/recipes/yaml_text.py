@@ -7,12 +7,23 @@ from typing import Any
 
 import yaml
 from yaml import YAMLError
+from yaml.composer import ComposerError
 
 __all__ = ["YAMLError", "from_yaml", "to_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number."""
+    """Reads `1e-3` as a number, and refuses a repeated key of a mapping, of which PyYAML ignores all but the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        known = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in known:
+                    raise ComposerError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
+                known.add((key.tag, key.value))
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -28,7 +39,7 @@ def from_yaml(text: str) -> Any:
     """Return the value of a YAML document.
 
     Raises:
-        YAMLError: the text is not YAML.
+        YAMLError: the text is not YAML, or a mapping has a key twice.
     """
     return yaml.load(text, Loader=_Loader)
 

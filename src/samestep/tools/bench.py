@@ -15,6 +15,7 @@ from rich.table import Table
 from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError, StoppedError
+from samestep.loggers.logger import format_metric
 from samestep.tools.timing import Spread, Timing, run_trial
 from samestep.units import format_duration, plural
 
@@ -314,7 +315,8 @@ def show(data: dict[str, Any]) -> None:
 def first_metric(ways: Sequence[dict[str, Any]]) -> str | None:
     """Return the first metric of the recipe, or `loss` without metrics; None without evaluation."""
     values = ways[0]["evaluation"]
-    return next((name for name in values if name not in ("loss", "samples")), "loss" if values else None)
+    names = (name for name in values if name not in ("loss", "samples") and not name.startswith("loss_"))
+    return next(names, "loss" if values else None)
 
 
 def table(ways: Sequence[dict[str, Any]]) -> Table:
@@ -335,7 +337,7 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
         if shows_waits:
             cells["waits for data"] = f"{way['data_share'] or 0:.0%}"
         if metric is not None:
-            cells[metric] = f"{way['evaluation'][metric]:{'.4f' if metric == 'loss' else '.2%'}}"
+            cells[metric] = format_metric(metric, way["evaluation"][metric])
         if not shown.columns:
             for name in cells:
                 shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=name != "devices")

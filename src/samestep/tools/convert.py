@@ -199,7 +199,7 @@ def _recipe(values: Values, devices: int, family: Family) -> dict[str, Any]:
         },
         "metrics": ["accuracy", "top5"],
         "batch_size": batch_size,
-        "microbatches": max(devices, 8),
+        "microbatches": min(batch_size, max(devices, 8)),
         "epochs": values["TRAIN.NUM_EPOCHS"],
         "step": {
             "seed": values["SEED"],

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from samestep.config.key_suggestions import find_equivalent
 from samestep.errors import DataError, RecipeError
+from samestep.launcher.failure import is_out_of_memory
+from samestep.report_limits import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 
 _SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
@@ -21,7 +23,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
     """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
 
     Raises:
-        RecipeError: an option is unknown or missing.
+        RecipeError: an option is unknown or missing, or a function of Samestep refuses the values of options. Errors of
+            other functions are those of the user's code, whose traceback is needed.
     """
     parameters = inspect.signature(function).parameters
     positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
@@ -38,7 +41,29 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
                 fix=f"--set {where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
-    return function(*arguments, **options)
+    try:
+        return function(*arguments, **options)
+    except (RuntimeError, ValueError, TypeError) as error:
+        if not options or not _is_own(function) or is_out_of_memory(error):
+            raise
+        raise _refused(where, options, error) from error
+
+
+def _is_own(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "samestep"
+
+
+def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
+    """Return the error for values of options that a constructor refuses with an exception of Python or PyTorch."""
+    message = next(iter(message_of(error).strip().splitlines()), "")
+    keys = ", ".join(f"{where}.{key}" for key in options)
+    values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
+    return RecipeError(
+        f"{values}: {class_name(error)}: {message}",
+        expected="values with which the model or the dataset can be built",
+        fix=f"correct {keys}" if len(options) == 1 else f"correct one of {keys}",
+        code="E_VALUE",
+    )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -15,8 +15,10 @@ from torch.utils.data import default_collate
 from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.errors import DataError
 from samestep.zoo.cache.sample_cache import SampleCache
+from samestep.zoo.options import require_option
 
 Answer = dict[str, Any]
+MAX_LISTED = 20  # labels in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,37 @@ def train_validation_split(
         validation += [index for key in ordered[:count] for index in members[key]]
         train += [index for key in ordered[count:] for index in members[key]]
     return sorted(train), sorted(validation)
+
+
+def class_numbers(classes: Sequence[str]) -> dict[str, int]:
+    """Return the number of each label: a class name, or a class number as text if no name is a number.
+
+    With numbers as names, such as 1 to 3, other numbers would be ambiguous.
+    """
+    numbers = {} if any(map(_is_number, classes)) else {str(number): number for number in range(len(classes))}
+    return {name: number for number, name in enumerate(classes)} | numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least `least`; `true` of YAML is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def require_count(name: str, value: object, least: int, example: int) -> None:
+    """Require that `data.options.NAME` is an integer of at least `least`.
+
+    Raises:
+        DataError: `value` is something else.
+    """
+    require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
 
 
 def require_fraction(fraction: float) -> None:

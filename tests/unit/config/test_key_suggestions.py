@@ -92,6 +92,13 @@ def test_word_without_an_equivalent_has_a_reason(word: str) -> None:
     assert meant.note in meant.question
 
 
+def test_suggestion_for_the_same_key_is_its_argument() -> None:
+    meant = find_equivalent("scheduler", "cos")
+    assert meant is not None
+    assert meant.suggestion("schedule.name") == "--set schedule.name=cosine"
+    assert meant.suggestion("schedule") == "did you mean schedule.name? --set schedule.name=cosine" == meant.question
+
+
 def test_unknown_word_has_none() -> None:
     assert find_equivalent("qwertz", 1) is None
     assert find_equivalent("num_epohcs", 1, is_exact=True) is None

@@ -44,12 +44,16 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str]] = [
     (StepConfig, "threads", 0, "step.threads >= 1 and <= 1024"),
     (StepConfig, "clip_norm", 0.0, "step.clip_norm > 0"),
     (StepConfig, "clip_norm", math.nan, "step.clip_norm > 0"),
-    (ScheduleConfig, "warmup_epochs", -0.5, "schedule.warmup_epochs >= 0"),
+    (ScheduleConfig, "warmup_epochs", -0.5, "schedule.warmup_epochs >= 0 and < inf"),
+    (ScheduleConfig, "warmup_epochs", math.inf, "schedule.warmup_epochs >= 0 and < inf"),
+    (ScheduleConfig, "step_epochs", math.inf, "schedule.step_epochs > 0 and < inf"),
     (ScheduleConfig, "final", 1.5, "schedule.final >= 0 and <= 1"),
-    (ScheduleConfig, "step_epochs", 0, "schedule.step_epochs > 0"),
+    (ScheduleConfig, "step_epochs", 0, "schedule.step_epochs > 0 and < inf"),
     (ScheduleConfig, "gamma", 0, "schedule.gamma > 0 and <= 1"),
     (optimizer, "layer_decay", 1.5, "optimizer.layer_decay > 0 and <= 1"),
     (EmaConfig, "decay", 1.0, "ema.decay > 0 and < 1"),
+    (recipe, "batch_size", 0, "batch_size >= 1 and <= 1073741824"),
+    (recipe, "batch_size", -4, "batch_size >= 1 and <= 1073741824"),
     (recipe, "epochs", 0, "epochs >= 1 and <= 1000000"),
     (recipe, "microbatches", 0, "microbatches >= 1 or auto"),
     (RunOptions, "keep", 0, "--keep >= 1"),
@@ -106,6 +110,22 @@ def test_unknown_choice_is_an_error_with_the_choices(make: Callable[..., Any], f
     with pytest.raises(RecipeError, match=f"{field} is 'other'") as caught:
         make(**{field: "other"})
     assert getattr(make(), field) in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"lr": math.nan}, "optimizer.options.lr is nan"),
+        ({"lr": 0.1, "weight_decay": math.inf}, "optimizer.options.weight_decay is inf"),
+        ({"betas": [0.9, -math.inf]}, "optimizer.options.betas is [0.9, -inf]"),
+        ({"other": math.nan}, "optimizer.options.other is nan"),
+    ],
+)
+def test_options_of_an_optimizer_are_finite(options: dict[str, Any], value: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        optimizer(options=options)
+    assert (caught.value.value, caught.value.code) == (value, "E_VALUE")
+    assert optimizer(options={"lr": 0.1, "betas": [0.9, 1], "name": "inf"}).options["lr"] == 0.1
 
 
 def test_more_microbatches_than_samples_is_an_error() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -252,13 +253,43 @@ def test_length_is_the_number_of_batches(size: int, batches: int) -> None:
 
 
 def test_more_ranks_than_microbatches_raise() -> None:
-    with pytest.raises(InputError, match="5 ranks share the data but the recipe has 4 microbatches"):
+    with pytest.raises(InputError, match="5 ranks share the data but the loader has 4 microbatches"):
         loader_of(0, 5)
 
 
 def test_batch_smaller_than_the_number_of_microbatches_raises() -> None:
     with pytest.raises(InputError, match="batch_size is 3 but there are 4 microbatches"):
         loader_of(batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 20.5),
+        ("microbatches", -1),
+        ("num_workers", -1),
+        ("num_workers", True),
+        ("num_workers", None),
+        ("prefetch_factor", 0),
+        ("prefetch_factor", 1.5),
+        ("seed", -5),
+        ("seed", 2**64),
+        ("seed", 0.5),
+    ],
+)
+def test_invalid_numbers_raise(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name} is {value!r}") as caught:
+        loader_of(**{name: value})
+    assert caught.value.code == "E_VALUE"
+    assert str(caught.value.fix).startswith(f"{name}=")
+
+
+def test_integers_of_numpy_are_numbers() -> None:
+    names = ("batch_size", "microbatches", "num_workers", "prefetch_factor", "seed")
+    plain = {name: 8 if name == "batch_size" else 1 for name in names}
+    loader = loader_of(**{name: numpy.int64(value) for name, value in plain.items()})
+    assert list(map(as_lists, loader)) == list(map(as_lists, loader_of(**plain)))
+    assert loader_of(seed=numpy.uint64(2**64 - 1)).settings_of(0)["seed"] == 2**64 - 1
 
 
 def test_empty_dataset_raises() -> None:

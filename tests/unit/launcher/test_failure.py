@@ -129,10 +129,33 @@ def test_out_of_memory_has_a_fix() -> None:
 
 def test_early_exit_has_the_exit_code() -> None:
     result = Failure.of_exit(1, 5)
-    title, hint = result.text.splitlines()
+    title, expected, hint = result.text.splitlines()
     assert title == "error: rank 1 ended with exit code 5, before the function returned [E_RANK_EXITED]"
+    assert expected == "  expected: the function returns in every rank"
     assert "sys.exit()" in hint
     assert result.by_signal is None
+
+
+@pytest.mark.parametrize(("exit_code", "hint"), [(2, "see the message above: argparse"), (5, "look for sys.exit()")])
+def test_early_exit_of_a_script(exit_code: int, hint: str) -> None:
+    lines = Failure.of_exit(0, exit_code, is_script=True).text.splitlines()
+    assert lines[:2] == [
+        f"error: rank 0 ended with exit code {exit_code}, before the script ended [E_RANK_EXITED]",
+        "  expected: the script ends with exit code 0 in every rank",
+    ]
+    assert lines[2].startswith(f"  fix:      {hint}")
+
+
+def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> None:
+    spaces = {"__name__": "samestep.launcher.worker"}
+    exec("def run(text):\n    exec(compile(text, 'script.py', 'exec'))\n", spaces)
+    run: Any = spaces["run"]
+    with pytest.raises(SyntaxError) as caught:
+        run("review text")
+    caught.value.__traceback__ = caught.value.__traceback__ and caught.value.__traceback__.tb_next
+    text = Failure.of_exception(0, caught.value).text
+    assert 'File "script.py", line 1' in text
+    assert "in run" not in text
 
 
 def test_real_time_signal_without_a_name() -> None:

@@ -14,6 +14,7 @@ from helpers.batches import batch_of, random_data
 from helpers.models import Perceptron, seeded
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
+from samestep.launcher.launch import LaunchConfig, run_workers
 from samestep.metrics.metrics import as_metrics, build_metrics
 from samestep.torchvision_import import make_torchvision_importable
 
@@ -96,6 +97,25 @@ def test_sums_of_floating_point_numbers_do_not_depend_on_the_order(torchmetrics:
     assert len(values) == 1
     outputs = torch.cat([piece[0] for piece in pieces])
     assert values.pop() == pytest.approx(float(outputs.double().square().mean()), rel=1e-6)
+
+
+def f1_of_ranks() -> float:
+    make_torchvision_importable()
+    from torchmetrics.classification import MulticlassF1Score  # takes seconds to import
+
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = torch.randn(60, 5, generator=generator), torch.randint(0, 5, (60,), generator=generator)
+    with samestep.start(device="cpu") as world:
+        (metric,) = as_metrics([MulticlassF1Score(5)])
+        metric.update(outputs[world.rank :: world.size], targets[world.rank :: world.size])
+        return float(metric.compute(world))
+
+
+def test_states_are_added_in_one_order_with_any_hash_seeds() -> None:
+    """The order of a set of names differs between interpreters, such as those of torchrun."""
+    config = LaunchConfig(60.0, has_own_hash_seeds=True)
+    one, three = (run_workers(f1_of_ranks, processes=n, launch_config=config).value for n in (1, 3))
+    assert one == three
 
 
 def test_metrics_that_cannot_be_used_are_refused(torchmetrics: Any, alone: World) -> None:

@@ -126,10 +126,11 @@ def test_too_many_classes_raise() -> None:
         overlap("dice", 50_257).update(torch.zeros(1, 50_257), torch.zeros(1, dtype=torch.int64))
 
 
-def test_target_that_is_no_class_raises() -> None:
+@pytest.mark.parametrize("target", [3, 255, -1, -99])
+def test_target_that_is_no_class_raises(target: int) -> None:
     """It would be counted for another pair of classes."""
-    with pytest.raises(InputError, match="the target 255") as raised:
-        overlap("dice", 3).update(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2, 255]]))
+    with pytest.raises(InputError, match=f"the target {target}") as raised:
+        overlap("dice", 3).update(torch.zeros(1, 3, 4), torch.tensor([[0, IGNORED, 2, target]]))
     assert raised.value.code == "E_METRIC"
 
 

@@ -128,3 +128,13 @@ def test_comparison_is_printed_drawn_and_plain_data(tmp_path: Path) -> None:
     assert "waits for data" not in headers
     draw(data["ways"], "digits on a processor", tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_have_their_own_format() -> None:
+    ways = comparison()["ways"]
+    for way in ways:
+        way["evaluation"] = {"loss": 2.5, "loss_pixel": 1.5, "perplexity": 12.18, "samples": 10}
+    assert first_metric(ways) == "perplexity"
+    cell = str(next(iter(table(ways).columns[-1].cells)))
+    assert cell.startswith("12.18")
+    assert "%" not in cell

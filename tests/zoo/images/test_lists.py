@@ -285,3 +285,16 @@ def test_folder_without_dataset_is_refused(is_there: bool, tmp_path: Path) -> No
     folder = tmp_path if is_there else tmp_path / "nowhere"
     with pytest.raises(DataError, match="cannot be read as a dataset" if is_there else "there is no folder"):
         load_hub_images(str(folder))
+
+
+def test_numbers_of_splits_are_those_of_their_own_names(tmp_path: Path) -> None:
+    import datasets  # takes seconds to import
+
+    images, splits = [plain(), plain()], {}
+    for split, names in (("train", ["cat", "dog"]), ("validation", ["dog", "cat"])):
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+        splits[split] = datasets.Dataset.from_dict({"image": images, "label": ["cat", "dog"]}, features=features)
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "a"))
+    loaded = load_hub_images(str(tmp_path / "a"), **SMALL)
+    assert [loaded.train[place][1] for place in range(2)] == [0, 1]
+    assert [loaded.evaluation[place][1] for place in range(2)] == [0, 1]

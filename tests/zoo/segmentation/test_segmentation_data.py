@@ -167,6 +167,23 @@ def test_palettes_are_indices_or_colors(tmp_path: Path) -> None:
     assert read_mask(tmp_path / "mask.png", by_color).tolist() == HALF.tolist()
 
 
+def test_ignored_values_are_kept_with_a_threshold() -> None:
+    numbers = MaskCode(ignored=[200], threshold=128).numbers(numpy.array([[0, 100, 150, 200]], numpy.uint8), "mask")
+    assert numbers.tolist() == [[0, 0, 1, IGNORED]]
+
+
+@pytest.mark.parametrize("ignored", [1, 255])
+def test_border_of_a_binary_mask_can_be_ignored(ignored: int) -> None:
+    numbers = MaskCode(ignored=[ignored]).numbers(numpy.array([[0, 1, 255]], numpy.uint8), "mask")
+    assert numbers.tolist() == [[0, *(IGNORED if value == ignored else 1 for value in (1, 255))]]
+
+
+@pytest.mark.parametrize("options", [{"classes": "road"}, {"values": [0, 0]}, {"values": [0, 255], "ignored": [255]}])
+def test_invalid_codes_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        MaskCode(**options)
+
+
 def test_ignored_values_are_mapped(tmp_path: Path) -> None:
     path = saved(tmp_path / "mask.png", numpy.array([[0, 1, 255]], numpy.uint8))
     assert read_mask(path, MaskCode(["a", "b"], ignored=[255])).tolist() == [[0, 1, IGNORED]]

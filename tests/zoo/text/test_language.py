@@ -146,7 +146,10 @@ def test_evaluation_path_gives_validation_text(many: Path, tmp_path: Path) -> No
         ({"split": "random"}, r"data\.options\.split is 'random'"),
         ({"block_size": 0}, r"data\.options\.block_size is 0"),
         ({"suffixes": [".md"]}, r"has no files that end in \.md"),
-        ({"train_tokens": 0}, "train_tokens is 0 and there are 1 tokens"),
+        ({"train_tokens": 0}, r"data\.options\.train_tokens is 0"),
+        ({"evaluation_tokens": -5}, r"data\.options\.evaluation_tokens is -5"),
+        ({"block_size": 6.5}, r"data\.options\.block_size is 6\.5"),
+        ({"suffixes": ".md"}, r"data\.options\.suffixes is '\.md'"),
         ({"tokenizer": "nowhere.json"}, r"no tokenizer can be read from nowhere\.json"),
     ],
 )

@@ -32,6 +32,9 @@ def data_findings(world: World) -> Iterator[Finding]:
 
 
 def _repeated_samples(group: dict[int, Pass]) -> Iterator[Finding]:
+    # Ranks that draw independently with replacement share samples by chance, but not their order.
+    if any(one.info["replacement"] for one in group.values()) and len({tuple(p.samples) for p in group.values()}) > 1:
+        return
     samples = {rank: set(one.samples) for rank, one in group.items()}
     counts = Counter(sample for owned in samples.values() for sample in owned)
     repeated = sum(count > 1 for count in counts.values())

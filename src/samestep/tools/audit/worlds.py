@@ -32,8 +32,7 @@ class World:
 def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
     """Return the worlds of a command with all of their ranks, and processes without a group as worlds of one rank."""
     worlds: dict[str, World] = {}
-    for events in processes:
-        header, *others = events
+    for header, *others in filter(None, processes):  # a killed process can have no complete event
         identity = header["world"]
         is_child = identity is not None
         before: list[Event] = []  # events before the first world

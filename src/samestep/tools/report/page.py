@@ -244,11 +244,12 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     epochs, steps_in_epoch = run.recipe.get("epochs"), events.steps_in_epoch
     progress = f"{events.step / steps_in_epoch:.3g} of {epochs} epochs" if steps_in_epoch and epochs else ""
     facts = []
-    best, last = run.evaluation_values(run.best), run.evaluation_values(run.last)
-    if run.deciding in best and run.best:
+    kind, shown = ("last", run.last) if run.best is None else ("best", run.best)
+    best, last = run.evaluation_values(shown), run.evaluation_values(run.last)
+    if run.deciding in best and shown:
         value, last_value = (format_metric(run.deciding, values.get(run.deciding, nan)) for values in (best, last))
         detail = "" if last_value == value else f"; last {last_value}"
-        facts.append((f"best {run.deciding.replace('_', ' ')}", value, f"at step {run.best['step']:,}{detail}"))
+        facts.append((f"{kind} {run.deciding.replace('_', ' ')}", value, f"at step {shown['step']:,}{detail}"))
     if "loss" in last and run.deciding != "loss":
         facts.append(("evaluation loss", format_metric("loss", last["loss"]), "last"))
     facts.append(("steps", f"{events.step:,}", progress))

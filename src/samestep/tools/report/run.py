@@ -14,6 +14,7 @@ import numpy
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointError, InputError
 from samestep.loggers.logger import to_json
+from samestep.metrics.metrics import BestRule
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.report.curves import RunClock
@@ -209,11 +210,21 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Best evaluation; the last one if none is marked as best."""
-        events = list(self.events.evaluations.values())
-        return next(
-            (event for event in reversed(events) if event.get("is_best") is True), events[-1] if events else None
-        )
+        """Last evaluation marked as best; without marks, that with the best value, or None if its direction is unknown.
+
+        A custom loop marks evaluations only if it passes them to its checkpoints.
+        """
+        events, best = list(self.events.evaluations.values()), None
+        marked = next((event for event in reversed(events) if event.get("is_best") is True), None)
+        if marked is not None or self.deciding is None:
+            return marked
+        with suppress(InputError):  # the direction is unknown
+            rule = BestRule.of(self.deciding, self.recipe.get("best_mode"))
+            for event in events:
+                values = self.evaluation_values(event)
+                if rule.by in values and rule.is_best(values, self.evaluation_values(best).get(rule.by)):
+                    best = event
+        return best
 
     @property
     def last(self) -> dict[str, Any] | None:

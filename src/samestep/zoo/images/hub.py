@@ -90,7 +90,7 @@ def load_hub_images(
     tables = _load(path)
     table = _table(tables, path, train_split, columns)
     classes = _classes(table, label_column, path)
-    labels = _labels(table, label_column, classes)
+    labels = _labels(table, label_column, classes, path)
     name = f"{path}/{train_split}" if isinstance(tables, Mapping) else path
     transform = transforms.train(augmentation)
     train = HubImages(table, labels, range(len(table)), name, columns, transforms.reader(), transform)
@@ -101,7 +101,8 @@ def load_hub_images(
         train, validation = replace(train, rows=parts[0]), replace(validation, rows=parts[1])
     else:
         table = _table(tables, path, evaluation_split, columns)
-        labels, name = _labels(table, label_column, classes), f"{path}/{evaluation_split}"
+        name = f"{path}/{evaluation_split}"
+        labels = _labels(table, label_column, classes, name)
         validation = replace(validation, table=table, labels=labels, rows=range(len(table)), name=name)
     return Splits(
         train=train,
@@ -188,8 +189,20 @@ def _classes(table: Any, column: str, path: str) -> tuple[str, ...]:
     return classes
 
 
-def _labels(table: Any, column: str, classes: tuple[str, ...]) -> list[int | None]:
-    """Return class numbers of labels that are names or numbers; None for other labels."""
+def _labels(table: Any, column: str, classes: tuple[str, ...], path: str) -> list[int | None]:
+    """Return class numbers of labels that are names or numbers; None for other labels.
+
+    Numbers are those of the names of this table, whose order can differ from that of `classes`.
+    """
     numbers: dict[Any, int] = {name: number for number, name in enumerate(classes)}
-    numbers |= {number: number for number in range(len(classes))}
+    names = getattr(table.features[column], "names", classes)  # of a `ClassLabel`
+    unknown = [name for name in names if name not in numbers]
+    if unknown:
+        raise DataError(
+            f"{path} has the classes {', '.join(names)}, the training data have {', '.join(classes)}",
+            expected="classes of the training data, in any order",
+            fix=f"rename or remove the class {unknown[0]!r}, and save the dataset again",
+            code="E_CLASSES",
+        )
+    numbers |= {number: numbers[name] for number, name in enumerate(names)}
     return [numbers.get(value) for value in table[column]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from operator import index
@@ -18,7 +19,7 @@ from samestep.zoo.images.image_modes import to_rgb
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, collate_images, parse_augment
 from samestep.zoo.options import require_option
-from samestep.zoo.splits import Splits
+from samestep.zoo.splits import MAX_LISTED, Splits, class_numbers
 from samestep.zoo.streams import open_files, open_stream
 
 _TABLES = ("parquet", "arrow")  # formats that read single columns
@@ -56,7 +57,7 @@ def load_stream_images(
     """
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation, reader, names = parse_augment(augment), transforms.reader(), _class_names(classes)
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = class_numbers(names)
     columns = (image_column, label_column)
     options = {"columns": list(columns)} if format in _TABLES else {}
     train, validation = (
@@ -124,16 +125,13 @@ def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
 
 def _class_number(value: Any, place: str, numbers: Mapping[str, int]) -> int:
     text = value.decode(errors="replace").strip() if isinstance(value, bytes) else value
-    if isinstance(text, str) and text in numbers:
-        return numbers[text]
-    try:
-        number = int(text) if isinstance(text, str) else index(text)
-    except (TypeError, ValueError):
-        number = -1
-    if not 0 <= number < len(numbers):
+    with suppress(TypeError):  # no integer
+        text = text if isinstance(text, str) else str(index(text))
+    number = numbers.get(text) if isinstance(text, str) else None
+    if number is None:
         raise DataError(
             f"the label {value!r} of {place} is not a class",
-            expected=f"a class name, or a number from 0 to {len(numbers) - 1}",
+            expected=f"a class, such as {', '.join(list(numbers)[:MAX_LISTED])}",
             fix="correct data.options.classes or the files, or skip such samples: data.bad_samples: skip",
             code="E_LABEL",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -18,6 +19,7 @@ from samestep.zoo.images.crops import CenterCrop, PlainCrop, RandomCrop, RandomF
 from samestep.zoo.images.decoders import Decoder, as_image
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.options import call
+from samestep.zoo.splits import is_count
 
 make_torchvision_importable()
 
@@ -71,7 +73,6 @@ class Augment:
         is_jitter = len(jitter) == 4 and all(map(_is_number, jitter)) and jitter[3] <= 0.5
         jitter_rule = "one number for brightness, contrast and saturation; or four numbers, the fourth for the hue"
         is_magnitude = isinstance(magnitude, int) and _is_number(magnitude, _MAX_MAGNITUDE)
-        is_count = isinstance(operations, int) and _is_number(operations) and operations >= 1
         checks = {
             "scale": (scale is None or is_ordered, "two numbers, 0 < first <= second <= 1, or null", "[0.08, 1.0]"),
             "flip": (_is_number(self.flip, 1), probability, "0.25"),
@@ -80,7 +81,7 @@ class Augment:
             "cutmix_alpha": (_is_number(self.cutmix_alpha), at_least_0, "0.2"),
             "color_jitter": (is_jitter, f"{jitter_rule}, at most 0.5", "0.4, or [0.4, 0.4, 0.4, 0.1]"),
             "randaugment": (magnitude is None or is_magnitude, f"a magnitude, 0 to {_MAX_MAGNITUDE}, or null", "9"),
-            "randaugment_ops": (is_count, "at least 1", "2"),
+            "randaugment_ops": (is_count(operations), "at least 1", "2"),
             "auto_augment": (policy in (None, *_POLICIES), f"one of {', '.join(_POLICIES)}, or null", "imagenet"),
         }
         _require_fields(self, AUGMENT_KEY, checks)
@@ -189,14 +190,14 @@ class ImageTransforms:
 
     def __post_init__(self) -> None:
         size, fraction, mean, std = self.image_size, self.crop_fraction, self.mean, self.std
-        is_fraction = isinstance(fraction, int | float) and 0 < fraction <= 1
+        is_fraction = _is_number(fraction, largest=1) and fraction > 0
         is_interpolation = self.interpolation in _INTERPOLATIONS
         is_std = _is_triple(std) and all(number > 0 for number in std)
         side = self.shorter_side
-        is_side = side is None or (isinstance(side, int) and isinstance(size, int) and side >= size)
-        triple, decoders = "three numbers, for red, green and blue", get_args(Decoder)
+        is_side = side is None or (is_count(size) and is_count(side, size))
+        triple, decoders = "three finite numbers, for red, green and blue", get_args(Decoder)
         checks = {
-            "image_size": (isinstance(size, int) and size >= 1, "a number of pixels", "224"),
+            "image_size": (is_count(size), "a number of pixels", "224"),
             "crop_fraction": (is_fraction, "0 < crop_fraction <= 1", "0.875"),
             "interpolation": (is_interpolation, f"one of {', '.join(_INTERPOLATIONS)}", "bilinear"),
             "mean": (_is_triple(mean), triple, "[0.5, 0.5, 0.5]"),
@@ -287,4 +288,8 @@ def _is_number(value: object, largest: float = float("inf")) -> bool:
 
 
 def _is_triple(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(one, int | float) for one in value)
+    return isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_finite, value))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

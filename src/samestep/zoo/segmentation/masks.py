@@ -16,7 +16,7 @@ from samestep.errors import DataError
 from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.options import require_option, require_path
-from samestep.zoo.splits import train_validation_split
+from samestep.zoo.splits import is_count, train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
 
@@ -158,6 +158,8 @@ class MaskCode:
         ignored: Sequence[Value] = (),
         threshold: float | None = None,
     ) -> None:
+        is_list = classes is None or isinstance(classes, list | tuple)
+        require_option("classes", classes, is_list, "a list of names, or null for binary masks", "[background, road]")
         self.is_binary = classes is None
         self.classes = tuple(classes or ("foreground",))
         self.has_colors = any(not isinstance(value, int) for value in values or ())
@@ -168,7 +170,15 @@ class MaskCode:
         codes = {self._packed(value): number for number, value in enumerate(range(count) if values is None else values)}
         if self._is_default_binary:
             codes[255] = 1
-        codes |= {self._packed(value): IGNORED for value in ignored}
+        self._ignored = [self._packed(value) for value in ignored]
+        if values is not None and len({*codes, *self._ignored}) < count + len(set(self._ignored)):
+            raise DataError(
+                f"data.options.mask_values is {list(values)} and ignore_values is {list(ignored)}",
+                expected="each value once in mask_values, and none of them in ignore_values",
+                fix="remove or correct the repeated value",
+                code="E_VALUE",
+            )
+        codes |= dict.fromkeys(self._ignored, IGNORED)
         self._known = numpy.array(sorted(codes), dtype=numpy.int64)
         self._codes = numpy.array([codes[int(value)] for value in self._known], dtype=numpy.int16)
 
@@ -184,6 +194,7 @@ class MaskCode:
         """
         if self._threshold is not None:
             is_foreground: ClassNumbers = (values >= self._threshold).astype(numpy.int16)
+            is_foreground[numpy.isin(values, self._ignored)] = IGNORED
             return is_foreground
         packed = values.astype(numpy.int64)
         if self.has_colors:
@@ -198,11 +209,12 @@ class MaskCode:
                 fix=f"correct the mask, or set data.options.mask_values or ignore_values{threshold}",
                 code="E_MASK",
             )
-        if self._is_default_binary and (packed == 1).any() and (packed == 255).any():
+        is_mixed = all(value not in self._ignored and (packed == value).any() for value in (1, 255))
+        if self._is_default_binary and is_mixed:
             raise DataError(
                 f"{name} has both of the values 1 and 255",
                 expected="0 and either 1 or 255 in a binary mask",
-                fix="data.options.mask_values=[0, 255], and data.options.ignore_values=[1] to ignore 1",
+                fix="data.options.ignore_values=[255] or [1], to ignore one of them",
                 code="E_MASK",
             )
         numbers: ClassNumbers = self._codes[indices]
@@ -289,6 +301,6 @@ def require_sides(name: str, size: int | Sequence[int], count: int, expected: st
         DataError: `size` is something else.
     """
     sides = (size,) * count if isinstance(size, int) else tuple(size)
-    is_valid = len(sides) == count and all(isinstance(side, int) and side >= 1 for side in sides)
+    is_valid = len(sides) == count and all(map(is_count, sides))
     require_option(name, size, is_valid, expected, default)
     return sides

@@ -31,7 +31,7 @@ from samestep.zoo.segmentation.masks import (
     split_pairs,
 )
 from samestep.zoo.segmentation.volume_files import VOLUME_SUFFIXES, read_array, read_array_shape
-from samestep.zoo.splits import Splits, Task
+from samestep.zoo.splits import Splits, Task, require_count
 
 Voxels = NDArray[numpy.float32]
 Sample = tuple[torch.Tensor, torch.Tensor]
@@ -226,12 +226,13 @@ def load_volumes(
     Raises:
         DataError: a folder is missing, files have no partner, or options contradict each other.
     """
-    require_option("patches", patches, patches >= 1, "patches >= 1", 4)
+    require_count("patches", patches, 1, 4)
+    require_option("flips", flips, isinstance(flips, bool), "true or false", "true")
     is_share = 0 <= foreground_share <= 1
     require_option("foreground_share", foreground_share, is_share, "0 <= foreground_share <= 1", 0.5)
     is_window = window is None or (len(window) == 2 and window[0] < window[1])
     require_option("window", window, is_window, "[minimum, maximum], or null", "null")
-    require_option("kept_volumes", kept_volumes, kept_volumes >= 0, "kept_volumes >= 0", 4)
+    require_count("kept_volumes", kept_volumes, 0, 4)
     size = require_sides("patch_size", patch_size, 3, "a number of voxels, or three", 64)
     code = MaskCode(classes, mask_values, ignore_values)
     pairs, evaluation_pairs, notes = split_pairs(

@@ -14,7 +14,16 @@ import torch
 
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import require_option, require_path
-from samestep.zoo.splits import Answer, Splits, Task, hash_fraction, require_fraction, train_validation_split
+from samestep.zoo.splits import (
+    Answer,
+    Splits,
+    Task,
+    hash_fraction,
+    is_count,
+    require_count,
+    require_fraction,
+    train_validation_split,
+)
 from samestep.zoo.text.sentences import PADDING, Sample, collate_padded
 from samestep.zoo.text.token_cache import CACHE, Document, Tokens, cached_tokens, read_document
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
@@ -66,7 +75,11 @@ def load_language(
     """
     require_fraction(evaluation_fraction)
     require_option("split", split, split in ("auto", "files", "tail"), "auto, files or tail", "auto")
-    require_option("block_size", block_size, block_size >= 1, "block_size >= 1", 64)
+    require_count("block_size", block_size, 1, 64)
+    for name, limit in (("train_tokens", train_tokens), ("evaluation_tokens", evaluation_tokens)):
+        require_option(name, limit, limit is None or is_count(limit), "an integer >= 1, or null", "null")
+    is_suffixes = isinstance(suffixes, list | tuple) and all(map(_is_suffix, suffixes))
+    require_option("suffixes", suffixes, is_suffixes, "a list of suffixes that start with a dot", "[.md]")
     encoder, documents = read_tokenizer(tokenizer), _documents(path, suffixes)
     validation_documents: list[Document] = []
     if evaluation_path is not None:
@@ -118,6 +131,10 @@ def count_tokens(microbatch: Sample) -> tuple[int, int]:
     """Return the number of targets without and with padding."""
     targets = microbatch[1]
     return int((targets != PADDING).sum()), targets.numel()
+
+
+def _is_suffix(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(".")
 
 
 def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:

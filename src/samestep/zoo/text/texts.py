@@ -12,7 +12,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.errors import DataError
 from samestep.zoo.options import require_option
-from samestep.zoo.splits import Answer, Splits, Task, require_fraction, train_validation_split
+from samestep.zoo.splits import (
+    MAX_LISTED,
+    Answer,
+    Splits,
+    Task,
+    class_numbers,
+    require_count,
+    require_fraction,
+    train_validation_split,
+)
 from samestep.zoo.tables import Row, read_table, require_columns
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
 
@@ -34,7 +43,7 @@ class Texts:
 
     def __init__(self, rows: Sequence[LabeledText], tokenizer: Tokenizer, classes: Sequence[str]) -> None:
         self._rows, self._tokenizer = rows, tokenizer
-        self._numbers = {name: number for number, name in enumerate(classes)}
+        self._numbers = class_numbers(classes)
 
     @property
     def lengths(self) -> list[int]:
@@ -52,14 +61,11 @@ class Texts:
         return torch.tensor(self._tokenizer.encode_framed(row.text)), self._class_number(row)
 
     def _class_number(self, row: LabeledText) -> int:
-        """Return the class number of a label, which is a class name or a number."""
         number = self._numbers.get(row.label)
-        if number is None and row.label.isdecimal() and int(row.label) < len(self._numbers):
-            number = int(row.label)
         if number is None:
             raise DataError(
                 f"{row.where}: the label {row.label!r} is not a class",
-                expected=f"one of {', '.join(self._numbers)}, or a number below {len(self._numbers)}",
+                expected=f"a class, such as {', '.join(list(self._numbers)[:MAX_LISTED])}",
                 fix="correct the label, set data.options.classes, or skip such rows: data.bad_samples: skip",
                 code="E_LABEL",
             )
@@ -84,7 +90,9 @@ def load_texts(
         InputError: a file is missing or damaged, or an option is invalid.
     """
     require_fraction(evaluation_fraction)
-    require_option("longest", longest, longest >= 3, "longest >= 3", 512)
+    require_count("longest", longest, 3, 512)
+    is_list = classes is None or isinstance(classes, list | tuple)
+    require_option("classes", classes, is_list, "a list of class names, or null", "[bad, good]")
     encoder = read_tokenizer(tokenizer, longest)
     rows = read_texts(Path(path), text_column, label_column)
     names = _classes(classes, rows, path)

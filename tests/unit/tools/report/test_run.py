@@ -25,9 +25,18 @@ def test_best_evaluation_is_the_last_one_marked_as_best(tmp_path: Path) -> None:
     assert run.best is not None
     assert run.last is not None
     assert (run.best["step"], run.last["step"]) == (10, 15)
-    none = run_of(tmp_path / "b", events[2:])
-    assert none.best is none.last is not None
+    assert run_of(tmp_path / "b", events[2:]).best is None
     assert run_of(tmp_path / "c", []).best is None
+
+
+def test_best_evaluation_of_a_custom_loop_has_the_best_value(tmp_path: Path) -> None:
+    values = ({"loss": 1.0, "accuracy": 0.9}, {"loss": 0.5, "accuracy": 0.4})
+    events = [evaluation(10 * number, **value) for number, value in enumerate(values, 1)]
+    for event in events:
+        del event["is_best"]
+    best = run_of(tmp_path / "a", events).best
+    assert best is not None
+    assert best["step"] == 10
 
 
 @pytest.mark.parametrize(

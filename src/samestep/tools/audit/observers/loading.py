@@ -84,6 +84,7 @@ class LoadingObserver:
             subset=_subset_hash(iterator._dataset),
             fingerprint=_fingerprint(root),
             sampler=type(sampler).__name__,
+            replacement=_draws_with_replacement(sampler),
             complete=_is_complete(loader, sampler, len(iterator._dataset)),
             shuffled=isinstance(sampler, DistributedSampler) and sampler.shuffle,
             epoch=getattr(sampler, "epoch", None),
@@ -212,6 +213,11 @@ def _replicas(loader: DataLoader[Any], sampler: Any) -> int | None:
         loader.batch_sampler, "num_processes", None
     )
     return replicas
+
+
+def _draws_with_replacement(sampler: Any) -> bool:
+    # Lightning divides the indices of a sampler among ranks, as those of a dataset.
+    return bool(getattr(getattr(getattr(sampler, "dataset", None), "_sampler", sampler), "replacement", False))
 
 
 def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
