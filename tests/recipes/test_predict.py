@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from helpers.system import here, weights
+from samestep.errors import InputError
 from samestep.recipes.recipe_files import DatasetInfo, load_recipe
-from samestep.recipes.run import build_task
+from samestep.recipes.run import _picture_paths, build_task
 from samestep.zoo.digits import DigitsNet
 
 SMALL = ("epochs=2", "model.options.width=8", "batch_size=256")
@@ -36,3 +37,12 @@ def test_task_of_data_with_the_option_classes(name: str) -> None:
     recipe = load_recipe("images", ("data.name=" + name, "data.options=" + options))
     answer = build_task(recipe, DatasetInfo(("cat", "dog"))).describe(torch.tensor([0.0, 9.0]))
     assert [row["class"] for row in answer["classes"]] == ["dog", "cat"]
+
+
+def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
+    left, right, other = (tmp_path / name for name in ("left/7.png", "right/7.png", "left/8.jpg"))
+    assert _picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
+    for files, out in (([left, right], tmp_path), ([left, other], tmp_path / "left"), ([left, left], tmp_path)):
+        with pytest.raises(InputError) as error:
+            _picture_paths(files, out)
+        assert error.value.code == "E_OUTPUT"
