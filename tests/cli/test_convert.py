@@ -37,6 +37,8 @@ def test_recipe(paddle_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "b.yaml", "--json", cwd=tmp_path) == 0
     assert answer(capsys) == {"out": "b.yaml", "keys": lines[:-1]}
     assert (tmp_path / "b.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes()
+    assert here("convert", "paddle.yaml", "--devices-meant", 1, "--out", "c.yaml", cwd=tmp_path) == 0
+    assert load_recipe(str(tmp_path / "c.yaml")).microbatches == 4
 
 
 @pytest.mark.parametrize("save", [save_state, save_training])

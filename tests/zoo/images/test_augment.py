@@ -1,5 +1,6 @@
 """Augmentation by name, mixing within microbatches, and predictions of a trained model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_option_changes_images_by_the_seeded_generators_alone(options: dict[str,
     assert all(image.shape == (3, 16, 16) and type(image) is torch.Tensor for image in found)
     assert any(not torch.equal(image, still) for image in found)
     assert all(torch.equal(made(STILL, seed), still) for seed in range(3)), "without it, nothing changes"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"image_size": True},
+        {"crop_fraction": True},
+        {"mean": [True, 0, 0]},
+        {"mean": [math.nan, 0, 0]},
+        {"std": [math.inf, 1, 1]},
+        {"image_size": 1, "shorter_side": True},
+    ],
+)
+def test_invalid_transform_is_refused(options: dict[str, Any]) -> None:
+    valid = {"image_size": 16, "crop_fraction": 1.0, "interpolation": "bilinear", "mean": MEAN, "std": STD}
+    with pytest.raises(RecipeError, match=f"{list(options)[-1]} is"):
+        ImageTransforms(**{**valid, **options})
 
 
 @pytest.mark.parametrize(

@@ -291,10 +291,13 @@ def test_numbers_of_splits_are_those_of_their_own_names(tmp_path: Path) -> None:
     import datasets  # takes seconds to import
 
     images, splits = [plain(), plain()], {}
-    for split, names in (("train", ["cat", "dog"]), ("validation", ["dog", "cat"])):
+    for split, names in (("train", ["cat", "dog"]), ("validation", ["dog", "cat"]), ("test", ["dog", "cat", "owl"])):
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
         splits[split] = datasets.Dataset.from_dict({"image": images, "label": ["cat", "dog"]}, features=features)
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "a"))
     loaded = load_hub_images(str(tmp_path / "a"), **SMALL)
     assert [loaded.train[place][1] for place in range(2)] == [0, 1]
     assert [loaded.evaluation[place][1] for place in range(2)] == [0, 1]
+    with pytest.raises(DataError, match="has the classes dog, cat, owl, the training data have cat, dog") as error:
+        load_hub_images(str(tmp_path / "a"), evaluation_split="test", **SMALL)
+    assert error.value.code == "E_CLASSES"

@@ -289,6 +289,10 @@ def test_truncated_nifti_is_reported(tmp_path: Path) -> None:
         ({"window": [3, 1]}, "window is [3, 1]"),
         ({"patch_size": [4, 4]}, "patch_size is [4, 4]"),
         ({"kept_volumes": -1}, "kept_volumes is -1"),
+        ({"kept_volumes": 1.5}, "kept_volumes is 1.5"),
+        ({"patches": 2.5}, "patches is 2.5"),
+        ({"patch_size": True}, "patch_size is True"),
+        ({"flips": "none"}, "flips is 'none'"),
     ],
 )
 def test_invalid_options_are_refused(balls: Path, options: dict[str, Any], message: str) -> None:

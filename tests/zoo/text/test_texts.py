@@ -116,6 +116,8 @@ def test_label_is_a_class_name_or_a_class_number() -> None:
         with pytest.raises(DataError, match="is not a class"):
             data[number]
     assert Texts(rows, ByteTokenizer(), ("1", "0"))[2][1] == 0  # names take precedence over numbers
+    with pytest.raises(DataError, match="the label '0' is not a class"):
+        Texts(rows, ByteTokenizer(), ("1", "2", "3"))[3]
 
 
 # --- a dataset --------------------------------------------------------------------------------------------
@@ -129,6 +131,10 @@ def test_classes_are_the_sorted_labels_or_the_option(tmp_path: Path) -> None:
     assert load_texts(str(numbered)).classes == ("2", "6", "10")
     with pytest.raises(DataError, match="contains true or false"):
         load_texts(str(named), classes=[False, True])  # YAML reads [no, yes] as booleans
+    with pytest.raises(DataError, match="classes is 'yes'"):
+        load_texts(str(named), classes="yes")
+    with pytest.raises(DataError, match=r"longest is 10\.5"):
+        load_texts(str(named), longest=10.5)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="the classes are only"):
         load_texts(str(named), classes=["only"])
 

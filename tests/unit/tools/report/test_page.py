@@ -1,6 +1,23 @@
-"""Differences of recipes."""
+"""Differences of recipes, and facts of runs."""
 
-from samestep.tools.report.page import recipe_differences
+from pathlib import Path
+
+import pytest
+
+from helpers.run_folders import START, make_run
+from samestep.tools.report.page import _facts, recipe_differences
+from samestep.tools.report.run import read_run
+
+
+@pytest.mark.parametrize(("metric", "fact"), [("accuracy", "best accuracy"), ("r2", "last r2")])
+def test_value_of_unknown_direction_is_the_last_one(metric: str, fact: str, tmp_path: Path) -> None:
+    events = [
+        {"time": START + step, "event": "evaluation", "step": step, "samples": 5, metric: value}
+        for step, value in ((10, 0.9), (20, 0.4))
+    ]
+    label, value, detail = _facts(read_run(make_run(tmp_path / "a", events), "a"))[0]
+    expected = ("90.00%", "at step 10; last 40.00%") if fact.startswith("best") else ("40.00%", "at step 20")
+    assert (label, value, detail) == (fact, *expected)
 
 
 def test_values_of_dotted_keys() -> None:
