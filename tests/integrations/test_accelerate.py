@@ -135,11 +135,9 @@ def _reduce_in_the_loop(script: training.Script) -> None:
 
 
 def _gather_after_an_evaluation(script: training.Script) -> None:
-    for data in script.train:
-        script.step(data)
-        if script.accelerator.sync_gradients:
-            script.evaluate()
-            script.accelerator.gather(torch.zeros(1))
+    for _ in script.train:
+        script.evaluate()
+        script.accelerator.gather(torch.zeros(1))
 
 
 def _skip(script: training.Script) -> None:
@@ -198,6 +196,16 @@ def test_microbatches_without_items_do_not_count(alone: samestep.World, accelera
     assert result is not None
     assert result.count == training.BATCH * (training.MICROBATCHES - 1) / training.MICROBATCHES
     assert math.isfinite(result.grad_norm)
+
+
+def test_evaluation_in_the_body_of_a_training_loop(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone)
+    for number, data in enumerate(script.train):
+        script.step(data)  # which gathers, also after the evaluation of the global batch before
+        if script.accelerator.sync_gradients:
+            assert len(script.evaluate()) == sum(training.TEST_SAMPLES)
+            if number > training.MICROBATCHES:
+                break
 
 
 def _loop_until(script: training.Script, number: int, error: Exception | None = None) -> None:

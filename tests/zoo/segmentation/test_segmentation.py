@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.mask_data import draw_images
 from helpers.system import Running, answer, events, here, state_of, steps_saved, tree, weights
-from samestep.config import NamedConfig
+from samestep.config import NamedConfig, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
+from samestep.launcher.launch import launch
+from samestep.recipes.recipe_files import load_recipe
+from samestep.recipes.run import evaluate
 from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
 from samestep.zoo.segmentation.images import load_segmentation
 from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
@@ -197,6 +201,29 @@ def test_bad_files_stop_the_run(capfd: pytest.CaptureFixture[str], cells: Path, 
     output = capfd.readouterr().err
     bad = load_segmentation(str(root)).train._pairs[5].mask  # type: ignore[attr-defined]
     assert f"error: {bad} cannot be read as a mask" in output or f"error: {bad} has the unknown value" in output
+
+
+@pytest.mark.slow
+def test_overlays_have_the_positions_of_their_samples(cells: Path, tmp_path: Path) -> None:
+    """The pictures cover several batches, and those of an earlier evaluation are removed."""
+    file = tmp_path / "model.safetensors"
+    save_file(unet_small(1, width=4).state_dict(), file)
+    data = draw_images(tmp_path / "data", 20)
+    overrides = (f"data.options.path={cells}", f"data.options.evaluation_path={data}", "data.bad_samples=skip")
+    recipe = load_recipe("segmentation", [*SMALL, "loss.options.foreground_weight=1", *overrides])
+    reports = {}
+    for processes, bad in ((1, None), (1, 2), (3, 2)):
+        if bad is not None:
+            (data / "images" / f"{bad:03}.jpg").write_bytes(b"")
+        folder = tmp_path / f"report-{bad}" / "overlays"
+        options = RunOptions(device="cpu", workers=0)
+        launch(evaluate, recipe, options, file, folder.parent, processes=processes)
+        reports[processes, bad] = tree(folder)
+        (folder / "sample-000099.png").touch()
+    complete = reports[1, None]
+    assert list(complete) == [f"sample-{number:06}.png" for number in range(16)]
+    del complete["sample-000002.png"]
+    assert complete == reports[1, 2] == reports[3, 2]
 
 
 # --- foreground ------------------------------------------------------------------------------------------
