@@ -93,8 +93,8 @@ def _reference(arguments: argparse.Namespace) -> list[str]:
 
 def _nothing_observed(program: str) -> RunError:
     own = Path(sys.executable).parent
-    found = shutil.which(program, path=str(own))  # the first folder of the command's PATH
-    is_own = found is not None and Path(found).parent.samefile(own)
+    path = shutil.which(program, path=str(own))  # the first folder of the command's PATH
+    is_own = path is not None and Path(path).parent.samefile(own)
     fix = "a script that uses a DataLoader or an optimizer of torch, and Python without -S"
     return RunError(
         "nothing was observed",

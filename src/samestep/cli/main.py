@@ -188,16 +188,16 @@ def _with_value(argument: str, arguments: Sequence[str]) -> tuple[str, str]:
 def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
     options, option = _options(command), f"--{name.lstrip('-').replace('_', '-')}"
     if option in options:
-        return Equivalent(option, text or None).question
+        return Equivalent(option, text or None).suggestion()
     meant = find_equivalent(name, parse_value(text), is_exact=True)
     if meant is not None and meant.key == "--processes" and meant.key not in options and "--devices" in options:
-        return Equivalent("--devices", meant.value).question
+        return Equivalent("--devices", meant.value).suggestion()
     close = get_close_matches(option, options, n=1, cutoff=_TYPO)
     if (meant is None or not _has(meant, options)) and close:
-        return Equivalent(close[0], text or None).question
+        return Equivalent(close[0], text or None).suggestion()
     meant = meant or find_equivalent(name, parse_value(text))
     if meant is not None and _has(meant, options):
-        return meant.question
+        return meant.suggestion()
     return f"leave {name} out; {command.prog} --help lists the options"
 
 

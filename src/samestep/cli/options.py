@@ -42,7 +42,7 @@ def _device_kind(text: str) -> str:
     kinds = get_args(DeviceKind)
     if text not in kinds:
         meant = find_equivalent("device", text)
-        fix = meant.question if meant is not None and meant.argument != f"--device {text}" else "--device auto"
+        fix = meant.suggestion() if meant is not None and meant.argument != f"--device {text}" else "--device auto"
         raise InputError(f"--device {text}", f"one of {', '.join(kinds)}", fix, code="E_VALUE")
     return text
 

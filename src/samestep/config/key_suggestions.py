@@ -44,12 +44,7 @@ class Equivalent:
             return self.key if self.value is None else f"{self.key} {shlex.quote(_text(self.value))}"
         return f"--set {shlex.quote(f'{self.key}={_text(self.value)}')}"
 
-    @property
-    def question(self) -> str:
-        """Suggestion for an error message."""
-        return self.suggestion("")
-
-    def suggestion(self, key: str) -> str:
+    def suggestion(self, key: str = "") -> str:
         """Return the suggestion for an error message about `key`: only the argument if this is the key with a value."""
         if not self.key:
             return f"leave the option out: {self.note}"

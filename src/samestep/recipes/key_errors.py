@@ -55,7 +55,7 @@ def explain(errors: Sequence[ErrorDetails], data: Mapping[str, Any], origin: str
         path, value = _first_leaf(path, error["input"])
         suggestion, keys = _suggest(path, value, data), _keys(path[:-1]) or _keys([])
         problem, expected, code = f"unknown key {'.'.join(path)}", f"one of the keys {', '.join(keys)}", "E_UNKNOWN_KEY"
-        fix = suggestion.question if suggestion is not None else f"remove {'.'.join(path)}"
+        fix = suggestion.suggestion() if suggestion is not None else f"remove {'.'.join(path)}"
     elif error["type"] in ("missing", "missing_argument"):
         problem, expected, code = f"{key} is missing", "a value; this key has no default", "E_MISSING_KEY"
         fix = f"add {path[-1]}: to the recipe, or --set {key}=VALUE"

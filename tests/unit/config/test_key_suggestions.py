@@ -69,7 +69,7 @@ def test_word_has_an_equivalent(word: str, value: Any, argument: str) -> None:
     meant = find_equivalent(word, value, RECIPE)
     assert meant is not None
     assert meant.argument == argument
-    assert argument in meant.question
+    assert argument in meant.suggestion()
 
 
 def test_suggested_settings_are_accepted() -> None:
@@ -89,14 +89,15 @@ def test_word_without_an_equivalent_has_a_reason(word: str) -> None:
     meant = find_equivalent(word, "x")
     assert meant is not None
     assert (meant.key, meant.argument) == ("", "")
-    assert meant.note in meant.question
+    assert meant.note in meant.suggestion()
 
 
 def test_suggestion_for_the_same_key_is_its_argument() -> None:
     meant = find_equivalent("scheduler", "cos")
     assert meant is not None
     assert meant.suggestion("schedule.name") == "--set schedule.name=cosine"
-    assert meant.suggestion("schedule") == "did you mean schedule.name? --set schedule.name=cosine" == meant.question
+    question = "did you mean schedule.name? --set schedule.name=cosine"
+    assert meant.suggestion("schedule") == question == meant.suggestion()
 
 
 def test_unknown_word_has_none() -> None:
