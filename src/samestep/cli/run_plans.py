@@ -17,6 +17,7 @@ from samestep.recipes.recipe_files import (
     make_saved_recipe,
     read_recipe,
     recipe_data,
+    with_saved_weight,
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
@@ -76,7 +77,7 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
     progress = read_state(checkpoint).progress
     origin = make_saved_recipe(progress.recipe, origin=str(checkpoint))
-    recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
+    recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
     # A run can be resumed with another strategy, and with more epochs.
     free = {"strategy": None, "epochs": None}
     _require_equal(
@@ -99,7 +100,7 @@ def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
         recipe = replace(recipe, microbatches=plan.recipe.microbatches)
     _require_equal(
         recipe_data(plan.recipe),
-        recipe_data(recipe),
+        recipe_data(with_saved_weight(recipe, plan.recipe)),
         f"the recipe differs from the recipe of the run {plan.folder}",
         "another --name for a new run, or undo the change",
     )

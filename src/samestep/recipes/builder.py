@@ -150,6 +150,7 @@ class Built:
     dataset_info: DatasetInfo  # facts of the data that the model depends on
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
+    loss: NamedConfig  # with the foreground weight as a number
 
 
 def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
@@ -193,7 +194,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     info = DatasetInfo(splits.classes, splits.model_options)
-    return Built(engine, train, evaluation, metrics, notes, info, cache, cache_note)
+    return Built(engine, train, evaluation, metrics, notes, info, cache, cache_note, loss_config)
 
 
 def has_batch_norm(recipe: Recipe) -> bool:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,33 @@ import torch
 import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe, RunOptions
-from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move
+from samestep.data.batch import map_tensors, move
 from samestep.data.loader_workers import MANY_WORKERS
-from samestep.data.microbatch_dataset import SizedDataset
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
-from samestep.distributed.world import World, all_gather
+from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
 from samestep.engine.model_call import autocast, call_model
+from samestep.engine.non_finite import skipped_most
 from samestep.engine.shares import ShareBalancer
-from samestep.errors import DataError, InputError, RunError
+from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.selection import EVENTS, create_loggers
-from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.metrics import BestRule
-from samestep.metrics.overlap import MAX_CLASSES, ConfusionMatrix
-from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
+from samestep.recipes.class_evaluation import evaluate_by_class
 from samestep.recipes.recipe_files import (
     DatasetInfo,
     load_recipe,
+    make_saved_recipe,
     recipe_data,
     shipped_recipes,
     update_recipe,
+    with_saved_weight,
     write_dataset_info,
 )
 from samestep.recipes.weights import load_all
@@ -53,8 +52,6 @@ from samestep.session import start
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task
-
-_MAX_OVERLAYS = 16
 
 
 def without_pretrained(recipe: Recipe) -> Recipe:
@@ -170,7 +167,7 @@ def train(
     With `accept_changes`, the user's code may differ from that of the last start of the run.
 
     Returns:
-        The fields of `Summary`, and `stop_signal`: the signal that requested this rank to stop, or None.
+        The fields of `Summary`; `stop_signal`, a number or None; and `has_failed`, whether most steps were skipped.
     """
     if options.tuned is not None:
         warnings.filterwarnings("ignore", message=MANY_WORKERS)  # `samestep tune` has measured this number
@@ -182,6 +179,7 @@ def train(
         changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
         notes = [f"continuing with changed code: {change}" for change in changes]
         with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
+            recipe = recipe if checkpoint is None else _with_saved_weight(recipe, checkpoint)
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
         held, folder = HeldFolder(run), CheckpointFolder(run / "checkpoints", options.keep)
@@ -192,7 +190,7 @@ def train(
             list(built.metrics),
             best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
             folder=folder,
-            recipe=recipe_data(recipe),
+            recipe=recipe_data(replace(recipe, loss=built.loss)),
             epochs=recipe.epochs,
             options=options,
             balancer=_balancer(built, world, recipe),
@@ -205,17 +203,29 @@ def train(
             folder.clean()
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        if world.is_main:  # after all checks: the next start is compared with this one
-            append_start(run, _environment(built, world, recipe, options, first_step))
-            write_dataset_info(built.dataset_info, run)
-            if checkpoint is not None:
-                update_recipe(run / "recipe.yaml", recipe)
+        if world.is_main:
+            _write_start(run, built, recipe, _environment(built, world, recipe, options, first_step))
         for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
         if built.cache_note:
             trainer.logger.log_event("cache", text=built.cache_note)
         rank_monitor.follow(lambda: trainer.rank_progress)
-        return {**asdict(trainer.fit()), "stop_signal": world.context.stop.number}
+        summary = trainer.fit()
+        has_failed = skipped_most(summary.skipped_steps, summary.step)
+        return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
+
+
+def _write_start(run: Path, built: Built, recipe: Recipe, facts: dict[str, Any]) -> None:
+    """Write the facts of a start, with which the next start is compared, and the epochs of a resumed run."""
+    append_start(run, facts)
+    write_dataset_info(built.dataset_info, run)
+    update_recipe(run / "recipe.yaml", recipe)
+
+
+def _with_saved_weight(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """Return the recipe with the foreground weight of the checkpoint; a restart has the recipe of the first start."""
+    saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
+    return with_saved_weight(recipe, saved)
 
 
 def _log_failure(run: Path, options: RunOptions, *, is_new: bool) -> RunLogger:
@@ -246,7 +256,7 @@ def evaluate(
         else:
             load_all(model, checkpoint)
         if report is not None:
-            values = _evaluate_by_class(built, recipe, report / "overlays")
+            values = evaluate_by_class(built, recipe, report / "overlays")
         else:
             values = built.engine.evaluate(built.evaluation, built.metrics)
         for text in built.cache.take_reports() if built.cache is not None else ():
@@ -314,81 +324,3 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         prefetch=built.train.prefetch_factor,
         tuned=options.tuned,
     )
-
-
-class _ClassCounts(ConfusionMatrix):
-    """Confusion matrix `matrix[class][prediction]`; as a single number, the mean recall of the classes."""
-
-    matrix: list[list[int]]
-
-    def value(self, counts: torch.Tensor) -> float:
-        self.matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).tolist()
-        return averages(class_rows(self.matrix, [""] * len(self.matrix)))[self.name]
-
-
-def _evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    classes = built.dataset_info.classes
-    if not 1 <= len(classes) <= MAX_CLASSES:
-        raise InputError(
-            f"the data of this recipe has {len(classes)} classes",
-            expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
-            fix="omit --report",
-        )
-    counts = _ClassCounts("balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100))
-    values = built.engine.evaluate(built.evaluation, [*built.metrics, counts])
-    names = list(classes) if len(classes) > 1 else ["background", *classes]  # one class: binary segmentation
-    by_class = {"classes": names, "counts": counts.matrix, "pictures": _draw_overlays(built, recipe, folder)}
-    return values | {"by_class": by_class}
-
-
-def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
-    """Draw the predictions of the first evaluation samples, and return their number over all ranks.
-
-    File names are the positions in the evaluation data, so the files do not depend on the number of ranks. Only
-    segmentation tasks have overlays. A collective operation.
-    """
-    world, model, data = built.engine.world, built.engine.model, built.evaluation
-    count = 0
-    with _overlay_errors(folder):
-        for path in folder.glob("sample-*.png") if world.is_main else ():  # of an earlier evaluation
-            path.unlink()
-    world.barrier()
-    model.eval()
-    with torch.no_grad(), autocast(recipe.step.precision, world.device):
-        for batch in takewhile(lambda batch: batch.begin.samples < _MAX_OVERLAYS, data.complete_epoch()):
-            for microbatch in (*batch.local_microbatches, *batch.fillers):
-                inputs, targets = microbatch.data
-                outputs = call_model(model, inputs)
-                positions = [place for place in _positions(batch, microbatch, data._dataset) if place < _MAX_OVERLAYS]
-                if positions and is_segmentation(inputs, targets, outputs):
-                    drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
-                    with _overlay_errors(folder):
-                        write_overlays(folder, positions, *drawn)
-                    count += len(positions)
-    return sum(all_gather(count, world))
-
-
-def _positions(batch: GlobalBatch, microbatch: Microbatch, dataset: SizedDataset) -> list[int]:
-    """Return the dataset positions of the samples in the data of a microbatch, without those that were left out."""
-    positions = batch.samples_of(microbatch.number) if microbatch.size else []
-    return [place for place in positions if not microbatch.skipped or _is_usable(dataset, place)]
-
-
-def _is_usable(dataset: SizedDataset, position: int) -> bool:
-    try:
-        dataset[position]
-    except DataError:
-        return False
-    return True
-
-
-@contextmanager
-def _overlay_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"overlays cannot be written to {folder}: {error.strerror}",
-            expected="a directory that can be written",
-            fix="free disk space, or select another directory",
-        ) from error

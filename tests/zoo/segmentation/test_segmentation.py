@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from helpers.mask_data import draw_images
@@ -243,6 +244,29 @@ def test_foreground_weight_is_the_ratio_of_all_training_masks(cells: Path, alone
 def test_numeric_foreground_weight_is_unchanged(cells: Path, alone: World) -> None:
     loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": 3.0})
     assert resolve_foreground_weight(loss, load_segmentation(str(cells)), "stop", alone) == (loss, ())
+
+
+def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(
+    capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path
+) -> None:
+    data = draw_images(tmp_path / "data", 10)
+    command = ("train", *arguments(data, f"data.options.evaluation_path={cells}", "epochs=1"), "--workers", 0)
+    command += ("--name", "weighted", "--runs", tmp_path)
+    assert here(*command, cwd=tmp_path) == EXIT_DONE
+    run = tmp_path / "weighted"
+    weight = state_of(run)["recipe"]["loss"]["options"]["foreground_weight"]
+    assert weight > 1
+    evaluations = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert here("eval", run, "--json", cwd=tmp_path) == EXIT_DONE
+        evaluations.append(answer(capsys)["loss"])
+        for mask in (data / "masks").iterdir():
+            Image.eval(Image.open(mask), lambda value: 255 - value).save(mask)
+    assert evaluations[0] == evaluations[1]
+    assert here(*command, "--or-resume", cwd=tmp_path) == EXIT_DONE
+    assert here("resume", run, "--set", "epochs=2", "--workers", 0, cwd=tmp_path) == EXIT_DONE
+    assert state_of(run)["recipe"]["loss"]["options"]["foreground_weight"] == weight
 
 
 def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_path: Path, alone: World) -> None:
