@@ -35,9 +35,9 @@ from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.process_groups import build_world
+from samestep.distributed.rendezvous import wait_for_ranks
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.store import wait_for_ranks
 from samestep.distributed.store_prefix import job_prefix
 from samestep.distributed.world import RunContext, World
 from samestep.errors import InputError

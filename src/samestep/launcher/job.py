@@ -18,7 +18,8 @@ import torch.distributed as dist
 from samestep.distributed.addresses import accepts_connections, is_loopback, listen, resolve
 from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, loopback_address
-from samestep.distributed.store import publish_port, wait_for_port, wait_for_ranks
+from samestep.distributed.port_file import publish_port, wait_for_port
+from samestep.distributed.rendezvous import wait_for_ranks
 from samestep.distributed.store_prefix import job_prefix
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
