@@ -251,7 +251,7 @@ def _train(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int
     if summary["stopped"]:
         # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
         return EXIT_DONE if options.launch.requeue else EXIT_STOPPED
-    return EXIT_FAILED if _skipped_most_steps(summary) else EXIT_DONE
+    return EXIT_FAILED if summary["has_failed"] else EXIT_DONE
 
 
 def _train_on_hosts(options: TrainingOptions, hosts: HostsConfig, make_plan: Callable[[int], RunPlan]) -> int:
@@ -315,13 +315,13 @@ def _step_of(checkpoint: Path) -> int:
 
 def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
     """Print the summary, requeue the Slurm job if requested, and return the exit code."""
-    own_signal = summary.pop("stop_signal")
+    own_signal, has_failed = summary.pop("stop_signal"), summary.pop("has_failed")
     if options.run.quiet:
         print_json({**summary, "run": str(folder)})
     else:
         _print_summary(summary, folder)
     if not summary["stopped"]:
-        if _skipped_most_steps(summary):
+        if has_failed:
             raise NonFiniteError(
                 f"the run skipped {_skipped_steps(summary)}",
                 expected="most steps update the weights",
@@ -332,10 +332,6 @@ def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, 
     if options.launch.requeue:
         requeue_after(stop_signal or own_signal)
     return EXIT_STOPPED
-
-
-def _skipped_most_steps(summary: dict[str, Any]) -> bool:
-    return bool(2 * summary["skipped_steps"] > summary["step"])
 
 
 def _skipped_steps(summary: dict[str, Any]) -> str:

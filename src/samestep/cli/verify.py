@@ -24,14 +24,10 @@ from samestep.cli.options import (
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, load_with_microbatches
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
+from samestep.tools.verify.tolerance import default_tolerance
 from samestep.tools.verify.trials import Conditions, Interventions, Subject
 
 _STEPS = 3
-# Rounding of sums in another order, after a few steps; in float64, the promise of the project for gradients.
-_TOLERANCES = {True: 1e-12, False: 1e-4}
-# Gradients of 11 and of 8 bits differ by 7e-4 and 6e-3 in a first step; later, a ReLU can be on in one run and off in
-# the other.
-_HOOK_TOLERANCES = {"fp16": 0.1, "bf16": 0.5}
 
 
 def add_verify(commands: Any) -> None:
@@ -140,7 +136,8 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
         reduction = "fast"
     tolerance = arguments.tolerance
     if reduction == "fast":
-        tolerance = _tolerance(arguments.double, recipe) if tolerance is None else tolerance
+        hook = recipe.strategy.hook if recipe is not None else "none"
+        tolerance = default_tolerance(hook, double=arguments.double) if tolerance is None else tolerance
     elif tolerance is not None:
         raise option_conflict("--tolerance with an exact reduction", "equal bits under exact", "--reduction fast")
     # A script selects its reduction itself; a recipe can be verified with either.
@@ -152,14 +149,3 @@ def _conditions(arguments: argparse.Namespace, recipe: Recipe | None) -> Conditi
         tolerance=tolerance,
         patience=arguments.patience,
     )
-
-
-def _tolerance(double: bool, recipe: Recipe | None) -> float:
-    hook = recipe.strategy.hook if recipe is not None else "none"
-    if hook == "powersgd":
-        raise option_conflict(
-            "strategy.hook powersgd without --tolerance",
-            "a tolerance: the error of this approximation depends on the model",
-            "--tolerance 2, or --set strategy.hook=none",
-        )
-    return _HOOK_TOLERANCES[hook] if hook in _HOOK_TOLERANCES else _TOLERANCES[double]

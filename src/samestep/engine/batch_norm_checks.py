@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
@@ -31,22 +32,6 @@ def few_samples_message(batch_size: int, microbatches: int) -> str | None:
         f"batch norm computes its statistics from {plural(samples, 'sample')}: {microbatches} microbatches of "
         f"a batch of {batch_size}. Models can train worse than with the {MIN_BATCH_NORM_SAMPLES} or more of "
         "`microbatches: auto`; `step.batch_norm: sync` uses the statistics of the whole batch"
-    )
-
-
-def warn_of_few_samples(batch: GlobalBatch) -> None:
-    """Warn if the microbatches of a batch are small for the statistics of batch norm."""
-    message = few_samples_message(batch.size, batch.microbatches)
-    if message is not None:
-        warnings.warn(message, FewSamplesWarning, stacklevel=4)  # the line of the user's engine.step()
-
-
-def warn_of_evaluation_mode() -> None:
-    """Warn that a step trains in evaluation mode."""
-    warnings.warn(
-        "the model is in evaluation mode: dropout is off, and batch norm uses its running statistics, as in a plain "
-        "loop. If this is not intended, call model.train() before the steps",
-        stacklevel=4,  # the line of the user's engine.step()
     )
 
 
@@ -104,3 +89,27 @@ def _one_value_error(batch: GlobalBatch, error: ValueError | InputError) -> Inpu
         fix="drop_last=True in samestep.loader (data.drop_last in a recipe), fewer microbatches, or another batch size",
         code="E_BATCH_NORM",
     )
+
+
+class ModeWarnings:
+    """Warnings of rank 0, each once: of few samples for batch norm in the first step, and of evaluation mode."""
+
+    def __init__(self, config: StepConfig, *, is_main: bool) -> None:
+        self._checks_batch = is_main and config.batch_norm == "microbatch"
+        self._checks_mode = is_main
+
+    def begin_step(self, model: torch.nn.Module, batch: GlobalBatch) -> None:
+        """Warn before a step; the line of the warning is the user's `engine.step()`."""
+        stack_level = 4
+        if self._checks_batch:
+            self._checks_batch = False
+            message = few_samples_message(batch.size, batch.microbatches)
+            if message is not None and uses_batch_statistics(model):
+                warnings.warn(message, FewSamplesWarning, stacklevel=stack_level)
+        if self._checks_mode and not model.training:
+            self._checks_mode = False
+            warnings.warn(
+                "the model is in evaluation mode: dropout is off, and batch norm uses its running statistics, as in a "
+                "plain loop. If this is not intended, call model.train() before the steps",
+                stacklevel=stack_level,
+            )

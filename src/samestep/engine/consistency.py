@@ -1,4 +1,4 @@
-"""Check that ranks hold the same weights, buffers and optimizer state."""
+"""Checks that ranks have the same settings, and hold the same weights, buffers and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from samestep.config import StepConfig
+from samestep.data.batch import GlobalBatch
+from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.majority import odd_ranks
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
@@ -168,6 +170,25 @@ def settings_of(config: StepConfig, optimizer: torch.optim.Optimizer, loss: obje
         "optimizer": f"{type(optimizer).__qualname__} {groups}",
         "loss": f"{getattr(loss, '__qualname__', type(loss).__qualname__)} {options}",
     }
+
+
+def facts_of_step(
+    batch: GlobalBatch, optimizer: torch.optim.Optimizer, *, is_current: bool, is_verified: bool
+) -> dict[str, str]:
+    """Return the properties of a step that are equal on every rank.
+
+    Args:
+        batch: batch of the step.
+        optimizer: optimizer of the step.
+        is_current: the parameters are those of the last step.
+        is_verified: `samestep verify` compares most properties itself, and finds the cause of a difference.
+    """
+    facts = {BATCH: batch.identity, "set of parameters": str(is_current)}
+    if not is_verified:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        facts[DATASET] = batch.dataset
+        facts["learning rate"] = repr([rate for rate in rates if not isinstance(rate, torch.Tensor)])
+    return facts
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

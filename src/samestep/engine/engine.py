@@ -15,22 +15,21 @@ from samestep.checkpoint.state import Training
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.data.joint_batch import Batches, joint_batch
-from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
-from samestep.engine.batch_norm_checks import uses_batch_statistics, warn_of_evaluation_mode, warn_of_few_samples
+from samestep.engine.batch_norm_checks import ModeWarnings
 from samestep.engine.buffer_values import Rule
 from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
-from samestep.engine.consistency import enable_checks, settings_of
+from samestep.engine.consistency import enable_checks, facts_of_step, settings_of
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction
 from samestep.engine.microbatch import StepRunner
 from samestep.engine.microbatch_forward import TRAINING, ForwardFunction
 from samestep.engine.multi_loss import MultiLoss, as_step_loss
-from samestep.engine.non_finite import non_finite_error
-from samestep.engine.step_stats import StepResult, StepStats, counts_of, reduce_requests
+from samestep.engine.non_finite import ends_run, is_finite, non_finite_error
+from samestep.engine.step_stats import StepResult, counts_of, reduce_requests
 from samestep.engine.witness import Witness
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
@@ -105,10 +104,10 @@ class Engine:
         for callback in self._callbacks:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
-        self._checks_batch = self._checks_mode = world.is_main  # until the first step, and the first warning
+        self._warnings = ModeWarnings(self.config, is_main=world.is_main)
         # `samestep verify` finds the cause of differences itself.
-        is_verified = any(isinstance(callback, Intervention) for callback in self._callbacks)
-        checks = check_every, None if is_verified else witness_every
+        self._is_verified = any(isinstance(callback, Intervention) for callback in self._callbacks)
+        checks = check_every, None if self._is_verified else witness_every
         self._build = partial(
             build_components, model, optimizer, loss, world, self.config, *checks, ema, self._callbacks, buffers
         )
@@ -170,7 +169,9 @@ class Engine:
         """
         batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
-        facts = self._facts(batch, is_current) if self.world.size > 1 else {}
+        facts = {}
+        if self.world.size > 1:
+            facts = facts_of_step(batch, self.optimizer, is_current=is_current, is_verified=self._is_verified)
         joins = (
             is_current
             and self._witness is None
@@ -231,28 +232,13 @@ class Engine:
         witness = self._components.witness
         return witness if witness is not None and witness.is_due(self.steps) else None
 
-    def _facts(self, batch: GlobalBatch, is_current: bool) -> dict[str, str]:
-        """Return properties of a step that are equal on every rank. `samestep verify` compares most of them itself."""
-        facts = {BATCH: batch.identity, "set of parameters": str(is_current)}
-        if not any(isinstance(callback, Intervention) for callback in self._callbacks):
-            rates = [group["lr"] for group in self.optimizer.param_groups]
-            facts[DATASET] = batch.dataset
-            facts["learning rate"] = repr([rate for rate in rates if not isinstance(rate, torch.Tensor)])
-        return facts
-
     def _step(self, batch: GlobalBatch, save: bool) -> StepResult:
         runner, world, witness = self._components.runner, self.world, self._witness
         for callback in self._callbacks:
             callback.begin_step(self, batch)
         self.optimizer.zero_grad(set_to_none=True)
         runner.forward.begin_step(batch, world.data)
-        if self._checks_batch:
-            self._checks_batch = False
-            if self.config.batch_norm == "microbatch" and uses_batch_statistics(self.model):
-                warn_of_few_samples(batch)
-        if self._checks_mode and not self.model.training:
-            self._checks_mode = False
-            warn_of_evaluation_mode()
+        self._warnings.begin_step(self.model, batch)
         if witness is not None:
             witness.begin_step(batch, self.steps)
         runner.is_witnessed = witness is not None
@@ -268,11 +254,14 @@ class Engine:
         if witness is not None:
             witness.end_step(batch, stats, self.steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        finite = not stats.bad_microbatches and math.isfinite(stats.grad_norm)
+        finite = is_finite(stats)
         if finite:
-            self._update(batch, stats, norm)
+            self._update(norm)
         else:
-            self._restore(batch, stats)
+            runner.buffers.restore()
+            if ends_run(self.config, stats, self.scaler):
+                self.scaler.update()
+                raise non_finite_error(batch, stats, self.steps, runner, self.local_parameters)
         # Every rank's scaler has processed the same gradients, so all ranks update the scale equally.
         self.scaler.update()
         self._schedule.end_step(batch, self.steps + 1)
@@ -297,7 +286,7 @@ class Engine:
         self.scaler.unscale_(self.optimizer)
         self.local_parameters.agree_on_overflow(self.scaler, self.optimizer, self.world)
 
-    def _update(self, batch: GlobalBatch, stats: StepStats, norm: torch.Tensor) -> None:
+    def _update(self, norm: torch.Tensor) -> None:
         if self.config.clip_norm is not None:
             # The formula of `torch.nn.utils.clip_grad_norm_`.
             self.local_parameters.scale_gradients((self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -310,15 +299,6 @@ class Engine:
         self._components.runner.buffers.commit()
         if self.averaged is not None:
             self.averaged.update(self.steps + 1)
-
-    def _restore(self, batch: GlobalBatch, stats: StepStats) -> None:
-        """Restore the state before the step, and raise if `non_finite` is `stop`."""
-        self._components.runner.buffers.restore()
-        # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
-        is_scaling = self.scaler.is_enabled() and not stats.bad_microbatches
-        if self.config.non_finite == "stop" and not is_scaling:
-            self.scaler.update()
-            raise non_finite_error(batch, stats, self.steps, self._components.runner, self.local_parameters)
 
     def training_values(self) -> dict[str, float]:
         """Return mean `loss` and metrics of the steps since the last call, or since a resumption; a collective.

@@ -1,13 +1,15 @@
-"""Finite checks of gradients, and the errors that name microbatch, samples and parameter."""
+"""Non-finite losses and gradients: the decision to stop or skip, and the errors that name their source."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
+from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World, all_gather
 from samestep.engine.step_stats import StepStats
@@ -20,6 +22,23 @@ if TYPE_CHECKING:
 _MAX_LISTED = 8
 
 
+def is_finite(stats: StepStats) -> bool:
+    """Return whether the loss of each microbatch and the norm of the gradient are finite."""
+    return not stats.bad_microbatches and math.isfinite(stats.grad_norm)
+
+
+def ends_run(config: StepConfig, stats: StepStats, scaler: torch.amp.GradScaler) -> bool:
+    """Return whether a step that is not finite raises an error; otherwise its update is skipped."""
+    # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
+    is_scaling = scaler.is_enabled() and not stats.bad_microbatches
+    return config.non_finite == "stop" and not is_scaling
+
+
+def skipped_most(skipped: int, steps: int) -> bool:
+    """Return whether a run of `steps` steps, of which `skipped` were skipped, has failed."""
+    return 2 * skipped > steps
+
+
 def has_finite_gradient(
     tensors: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
@@ -30,7 +49,7 @@ def has_finite_gradient(
     The backward begins at `tensors` with `gradients`: at a scalar loss with None, or at outputs.
     """
     computed = torch.autograd.grad(tensors, list(parameters), gradients, allow_unused=True)
-    return all(_is_finite(gradient) for gradient in computed if gradient is not None)
+    return all(_all_finite(gradient) for gradient in computed if gradient is not None)
 
 
 def flagged_by_any(microbatches: Sequence[int], batch: GlobalBatch, world: World) -> list[int]:
@@ -51,7 +70,7 @@ def non_finite_error(
         problem = f"the loss of {_listed('microbatch', microbatches)} is not finite (loss {loss}; {samples})"
         fix = "check these samples and the learning rate"
     else:
-        bad = [name for p, name in parameters.names.items() if p.grad is not None and not _is_finite(p.grad)]
+        bad = [name for p, name in parameters.names.items() if p.grad is not None and not _all_finite(p.grad)]
         if parameters.is_divided:
             bad = list(dict.fromkeys(chain(*all_gather(bad, runner.world))))
         subject = _listed("parameter", bad) if bad else "the whole model"
@@ -72,7 +91,7 @@ def _source(batch: GlobalBatch, microbatches: Sequence[int] | None) -> str:
     return f"from {_listed('microbatch', microbatches)} ({_samples(batch, microbatches)})"
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _all_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
