@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -91,6 +92,8 @@ class RankResult:
 
 def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     """Run the function as one rank; send a `Failure` or a `RankResult`."""
+    gc.freeze()  # no collection visits the objects of the modules that the fork server has imported
+    gc.enable()
     die_with_parent(worker_spec.server)
     _die_with_launcher()
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
