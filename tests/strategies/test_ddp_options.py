@@ -229,3 +229,15 @@ def test_steps_continue_after_the_error_of_an_unused_parameter() -> None:
     losses = launch(ranks_ddp_options.continue_after_unused_parameter, processes=1)
     assert len(losses) == 7
     assert launch(ranks_ddp_options.continue_after_unused_parameter, processes=RANKS) == losses
+
+
+def test_steps_continue_after_an_unused_layer_while_other_buckets_are_reduced() -> None:
+    alone, _ = launch(ranks_ddp_options.continue_after_unused_layer, processes=1)
+    losses, buckets = launch(ranks_ddp_options.continue_after_unused_layer, processes=3)
+    assert losses == alone
+    assert len(losses) == 7
+    assert buckets > 1, "the error is raised before a bucket is reduced"
+
+
+def test_shares_follow_the_clock_of_a_strategy_that_was_built_again() -> None:
+    assert launch(ranks_ddp_options.clocks_of_shares, processes=2) == (True, True, True)

@@ -16,7 +16,9 @@ from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
 from samestep.config.strategy import Hook
+from samestep.engine.shares import ShareBalancer
 from samestep.errors import InputError, PeerLostError, UnusedParameterError
+from samestep.microbatches import microbatch_bounds
 from samestep.strategies.buckets import flatten, unflatten
 from samestep.strategies.compression import PowerSGD, compressed_all_reduce
 from workers.loader import gathered
@@ -182,6 +184,23 @@ def error_with_fp16(hook: Hook) -> str:
         return ""
 
 
+def clocks_of_shares() -> tuple[bool, bool, bool]:
+    """Freeze a layer; return whether the strategy is another one, and whether both clocks measure for the shares."""
+    inputs, targets = random_data(2 * MICROBATCHES)
+    with samestep.start(device="cpu") as world:
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
+        engine = samestep.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), samestep.cross_entropy, world=world)
+        balancer, clocks = ShareBalancer(engine, MICROBATCHES, 2 * MICROBATCHES), []
+        for _ in range(2):
+            batch = batch_of(world, inputs, targets, MICROBATCHES)
+            engine.step(batch)
+            balancer.add_step(batch, 0.0)
+            clocks.append(engine.step_runner.strategy.clock)
+            net[0].requires_grad_(False)
+        before, after = clocks
+        return before is not after, before is not None and before.is_enabled, after is not None and after.is_enabled
+
+
 def wait_for_missing_rank(kind: str) -> None:
     """Let rank 0 wait for rank 1, which sleeps, in a group of the mesh."""
     part = StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2))
@@ -273,6 +292,58 @@ def continue_after_unused_parameter() -> list[float]:
             except UnusedParameterError:
                 assert is_short
     return losses
+
+
+class _SkippingNet(Net):
+    """Network that leaves out its first layer, whose gradients are in the last bucket, for microbatches of ones."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not bool((inputs == 1).all()):
+            return super().forward(inputs)
+        hidden = self.norm(nn.functional.pad(inputs, (0, 52)))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def continue_after_unused_layer() -> tuple[list[float], int]:
+    """Leave out a layer in the last microbatch of each of 3 ranks, in one step, and catch the error.
+
+    Return the losses of the other steps, and the number of buckets that the step has reduced when the error is caught.
+    """
+    losses, reduced, is_short = list[float](), list[int](), False
+    with samestep.start(device="cpu", threads=1, strategy=StrategyConfig(bucket_mb=0.02)) as world:
+        net = seeded(0, _SkippingNet).double()
+        engine = samestep.Engine(net, torch.optim.SGD(net.parameters(), lr=0.02), samestep.cross_entropy, world=world)
+        for step in range(8):
+            inputs, targets = random_data(36, features=12, seed=step)
+            if is_short := step == 4:
+                _delay_reductions(engine, reduced)
+                for start, stop in [microbatch_bounds(36, MICROBATCHES)[number] for number in (1, 4, 7)]:
+                    inputs[start:stop] = 1
+            try:
+                losses.append(engine.step(batch_of(world, inputs, targets, MICROBATCHES)).loss)
+            except UnusedParameterError:
+                assert is_short
+                count = len(reduced)
+                time.sleep(1)  # buckets that are reduced only now must have the sums of the failed step
+    return losses, count
+
+
+def _delay_reductions(engine: samestep.Engine, reduced: list[int]) -> None:
+    """Delay the reduction of each bucket during backward, and append its length to `reduced`."""
+    strategy: Any = engine.step_runner.strategy
+    reduction = strategy._reduction
+    reduce = reduction.reduce_bucket
+
+    def delayed(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        result = reduce(*arguments)
+        reduced.append(len(result))
+        return result
+
+    reduction.reduce_bucket = delayed
 
 
 def _count_reductions(engine: samestep.Engine) -> list[int]:

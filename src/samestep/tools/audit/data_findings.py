@@ -139,9 +139,9 @@ def _equal_dropout(world: World) -> Iterator[Finding]:
     calls = [_dropouts(world.ranks[rank]) for rank in range(world.size)]
     for rank in range(1, world.size):
         equal = [
-            calls[0][key][1]
-            for key in calls[0].keys() & calls[rank].keys()
-            if _differ(calls[0][key][0], calls[rank][key][0])
+            line
+            for key, (samples, line) in calls[0].items()
+            if key in calls[rank] and _differ(samples, calls[rank][key][0])
         ]
         if len(equal) >= _MIN_DRAWS:
             text = f"ranks 0 and {rank} make {len(equal)} calls of dropout with equal masks for different samples"
