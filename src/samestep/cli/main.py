@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,7 +40,7 @@ def build_parser(arguments: Sequence[str] | None = None) -> CommandParser:
 
     The modules of a command take most of the time of its start.
     """
-    parser, commands = build_root(CommandParser, version("samestep"))
+    parser, commands = build_root(CommandParser)
     for name, command in COMMANDS.items():
         if arguments is None or name in arguments:
             getattr(import_module(f"samestep.cli.{command.module}"), f"add_{name}")(commands)

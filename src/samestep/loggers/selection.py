@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from samestep.loggers.logger import JsonlLogger, Logger, ProgressLogger
+from samestep.loggers.logger import JsonlLogger, Logger
+from samestep.loggers.progress import ProgressLogger
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
 EVENTS = "events.jsonl"

@@ -27,14 +27,13 @@ from samestep.loggers.logger import (
     Event,
     JsonlLogger,
     Logger,
-    ProgressLogger,
     RunLogger,
-    evaluation_line,
     parse_json_line,
     require_package,
     to_json,
     to_json_line,
 )
+from samestep.loggers.progress import ProgressLogger, evaluation_line
 from samestep.loggers.rank_monitor import StepTimer
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 from samestep.metrics.metrics import BestRule
