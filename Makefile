@@ -92,4 +92,5 @@ clean:
 	$(PIP) install -q -c .venv/constraints.txt -e '.[dev]'
 	echo 'import samestep.torchvision_import as fix; fix.install_import_hook()' \
 	  > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/samestep-torchvision.pth"
+	$(PY) -m compileall -q src  # each test starts processes; where PYTHONDONTWRITEBYTECODE is set, they write no caches
 	@touch $@

@@ -133,6 +133,8 @@ def time_to_first_step(contender: Contender, processes: int, timeout: float) -> 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(SCRIPTS)}
+        # As in a package that pip has installed, modules are compiled, from the second turn on.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         contender.prepare(processes, folder, environment)
         command = contender.command(processes, folder / "mark")
         with (folder / "output").open("wb") as output:
