@@ -72,11 +72,15 @@ def test_code_of_a_run_directory_is_refused(
 DANGEROUS = {
     "model": [
         *("os:system", "builtins:exec", "torch:load", "torch.hub:load", "torch.utils.cpp_extension:load"),
-        *("samestep.launcher.pickling:unpack", "samestep.zoo.library:import_module", "samestep.zoo.options:call"),
+        *("samestep.launcher.pickling:unpack", "samestep.zoo.options:call"),
+        "samestep.zoo.model_libraries:import_module",
         *("segmentation_models_pytorch:from_pretrained", "torch.nn:_Module", "monai.networks.nets:sys", ":", "os:"),
         *("torch.nn:", "Torch.nn:Linear", "torch.nn.functional:linear", "evil.timm:vit", "timm.models:load_checkpoint"),
     ],
-    "data": ["timm:create_model", "torch.nn:Linear", "transformers:pipeline", "samestep.zoo.library:import_optional"],
+    "data": [
+        *("timm:create_model", "torch.nn:Linear", "transformers:pipeline"),
+        "samestep.zoo.model_libraries:import_optional",
+    ],
     "loss": ["numpy:load", "torch:compile", "os.path:exists", "torch.nn.functional:_verify_batch_size"],
     "optimizer": ["torch.optim.lr_scheduler:_warn", "my_optimizers:Adam", "torch.nn:Linear"],
 }

@@ -11,11 +11,13 @@ warnings.filterwarnings("ignore")
 # Object, and parameters that it must have.
 ACCELERATE: dict[str, tuple[str, ...]] = {
     "accelerate.accelerator:Accelerator._do_sync": (),
+    "accelerate.accelerator:Accelerator._prepare_one": ("obj", "first_pass", "device_placement"),
     "accelerate.accelerator:Accelerator.prepare_model": ("model", "device_placement", "evaluation_mode"),
     "accelerate.accelerator:Accelerator.prepare_data_loader": ("data_loader", "device_placement"),
     "accelerate.accelerator:Accelerator.prepare_optimizer": ("optimizer", "device_placement"),
     "accelerate.accelerator:Accelerator.prepare_scheduler": ("scheduler",),
     "accelerate.accelerator:Accelerator.save_state": ("output_dir", "safe_serialization"),
+    "accelerate.accelerator:Accelerator.load_state": ("input_dir", "load_kwargs"),
     "accelerate.accelerator:Accelerator.gather_for_metrics": ("input_data", "use_gather_object"),
     "accelerate.accelerator:Accelerator.reduce": ("tensor", "reduction", "scale"),
     "accelerate.optimizer:AcceleratedOptimizer.step": (),
@@ -52,6 +54,7 @@ TRL = {"trl:SFTTrainer.compute_loss": ("model", "inputs", "num_items_in_batch")}
 # Attributes that are not names of a class, in the source of an object.
 SOURCES: dict[str, tuple[str, ...]] = {
     "accelerate.accelerator:Accelerator.accumulate": ("_do_sync",),
+    "accelerate.accelerator:Accelerator.free_memory": ("self._models",),
     "accelerate.scheduler:AcceleratedScheduler.step": ("split_batches", "sync_gradients"),
     "transformers:Trainer": (
         *("_tr_loss", "_loss_shifts_labels", "model_accepts_loss_kwargs", "skip_first_batches", "gather_function"),

@@ -22,7 +22,7 @@ from samestep.strategies.pipeline.partition import (
 from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.stages import GraphExecutor
 from samestep.zoo.digits import DigitsNet
-from samestep.zoo.library import find_in_library
+from samestep.zoo.model_libraries import find_in_library
 from samestep.zoo.text.models import GPT
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify.distances import digest, digest_any, digest_rows, distance, leaves
+from samestep.tools.verify.digest import digest, digest_any, digest_rows, leaves
+from samestep.tools.verify.step_tensors import distance
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

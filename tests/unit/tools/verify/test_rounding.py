@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.tools.verify.distances import StepTensors
+from samestep.tools.verify.step_tensors import StepTensors
 from samestep.tools.verify.trials import Trial
 
 TOLERANCE = 1e-4

@@ -1,66 +1,19 @@
-"""Tensors of a step: digests, distances from those of another trial, and additivity of the loss."""
+"""Tensors of a step on a rank, and their distances from those of another trial."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
-from samestep.data.batch import Microbatch
-from samestep.distributed.rng import generator_state, preserved_generators
-from samestep.engine.loss import Loss, LossFunction, has_rows, rows
-from samestep.engine.multi_loss import MultiLoss, as_step_loss
-from samestep.strategies.sliced_tensor import SlicedTensor
+from samestep.tools.verify.digest import digest, leaves
 from samestep.tools.verify.trials import Trial
 
-# Far above the rounding of a float32 sum, far below the effect of a wrong divisor.
-_TOLERANCE = 1e-4
 # Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
 # norm, for example, is zero except for rounding.
 _MIN_SCALE = 1e-2
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of the dtype, the shape and every bit of a tensor; collective for a `DTensor`."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    result = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
-    result.update(raw.numpy().data)
-    return result.hexdigest()
-
-
-def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested lists, tuples and mappings with their paths, such as `1.mask`."""
-    if isinstance(data, Mapping | list | tuple):
-        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, data
-
-
-def digest_any(data: Any) -> str:
-    """Return a hash of nested data; leaves that are not tensors enter by their `repr`. Collective if divided."""
-    result = hashlib.blake2b(digest_size=8)
-    for path, leaf in leaves(data):
-        result.update(path.encode())
-        value = leaf.join() if isinstance(leaf, SlicedTensor) else leaf
-        result.update(digest(value).encode() if isinstance(value, torch.Tensor) else repr(value).encode())
-    return result.hexdigest()
-
-
-def digest_rows(data: Any, rows: int) -> list[str]:
-    """Return one hash per sample, of the first tensor with one row per sample; empty without such a tensor."""
-    for _, leaf in leaves(data):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
-            return [digest(row) for row in leaf]
-    return []
 
 
 def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.0) -> float:
@@ -172,51 +125,3 @@ class StepTensors:
                     result.setdefault("rounding", {})[name] = size
                     distances[name] = distance(torch.where(rounded, expected, tensor), expected, min_scale)
         return result
-
-
-def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: Microbatch) -> dict[str, Any]:
-    """Split outputs and targets of a microbatch at several positions and compare the loss with that of the pieces.
-
-    The model is not called, so neither batch norm nor dropout can affect the comparison.
-
-    Returns:
-        `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up;
-        `repeats`: false if a second call has another value.
-    """
-    targets, size = microbatch.data[1], microbatch.size
-    step_loss, cuts = as_step_loss(loss), []
-    unchecked = {"checked": False, "microbatch": microbatch.number, "cuts": []}
-    if size < 2 or not (has_rows(outputs, size) and has_rows(targets, size)):
-        return unchecked
-    with torch.no_grad(), preserved_generators():
-        whole = step_loss.term_losses(outputs, targets, size)
-    with torch.no_grad():
-        before = generator_state()
-        again = step_loss.term_losses(outputs, targets, size)
-        if [float(term.sum) for term in whole] != [float(term.sum) for term in again]:
-            return {**unchecked, "repeats": False}
-        is_random = generator_state() != before  # pieces draw other numbers
-        if is_random:
-            return unchecked
-        for position in sorted({1, size // 3 or 1, size // 2}):
-            pieces = [
-                step_loss.term_losses(rows(outputs, size, *piece), rows(targets, size, *piece), piece[1] - piece[0])
-                for piece in ((0, position), (position, size))
-            ]
-            compared = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
-            cuts += [{"at": position, **cut} for cut in compared if cut is not None]
-    return {"checked": True, "microbatch": microbatch.number, "size": size, "cuts": cuts}
-
-
-def _compare_pieces(whole: Loss, first: Loss, rest: Loss) -> dict[str, Any] | None:
-    """Return sums, counts and means if those of the pieces do not add up to those of the whole."""
-    total, count = float(whole.sum), float(whole.count)
-    totals, counts = float(first.sum) + float(rest.sum), float(first.count) + float(rest.count)
-    if _is_close(totals, total) and _is_close(counts, count):
-        return None
-    means = [float(loss.sum) / float(loss.count) if float(loss.count) else 0.0 for loss in (whole, first, rest)]
-    return {"sum": total, "sum_of_pieces": totals, "count": count, "count_of_pieces": counts, "means": means}
-
-
-def _is_close(value: float, other: float) -> bool:
-    return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
