@@ -23,7 +23,7 @@ from samestep.checkpoint.compatibility import (
 )
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
 from samestep.checkpoint.files import Contents, HeldFolder
-from samestep.checkpoint.json_values import Tensors
+from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.snapshot import HostBuffers
@@ -244,7 +244,7 @@ class CheckpointManager:
         if differing:
             raise RankMismatchError(
                 f"ranks have a different {differing[0]}",
-                expected="schedules, modules and objects in state change in the same way on every rank",
+                expected="schedules, optimizers, modules and objects in state change in the same way on every rank",
                 fix="compute them from values of all ranks, such as result.loss or those of engine.evaluate",
             )
 
@@ -253,6 +253,8 @@ class CheckpointManager:
         for name, training in self._trainings():
             tensors: Tensors = {}
             state = encode_objects(training.model, training.scheduler, training.objects, tensors)
+            groups = [{**group, "params": None} for group in training.optimizer.param_groups]
+            state["options of the optimizer"] = encode(groups, tensors, "optimizer.groups")
             for kind in (state, state["objects"]):
                 for key in sorted(set(kind) - {"objects"}):
                     text = json.dumps(kind[key]).encode()

@@ -46,3 +46,8 @@ def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
         with pytest.raises(InputError) as error:
             _picture_paths(files, out)
         assert error.value.code == "E_OUTPUT"
+
+
+@pytest.mark.timeout(20)  # quadratic time exceeds it
+def test_pictures_of_many_files(tmp_path: Path) -> None:
+    assert len(_picture_paths([Path(f"images/{number}.jpg") for number in range(8_000)], tmp_path)) == 8_000

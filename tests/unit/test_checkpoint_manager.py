@@ -6,10 +6,10 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -336,3 +336,20 @@ def test_epochs_saves_state_that_changed_after_the_last_save(alone: World, tmp_p
     restored: dict[str, int] = {}
     assert samestep.CheckpointManager(tmp_path, *loop(alone), state={"state": restored}).resume()
     assert restored == state
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_epochs_saves_a_learning_rate_that_changed_after_the_last_save(
+    alone: World, tmp_path: Path, kind: Callable[[float], Any]
+) -> None:
+    (engine, batches), (resumed, others) = loop(alone), loop(alone)
+    for each in (engine, resumed):
+        each.optimizer.param_groups[0]["lr"] = kind(0.5)
+    checkpoints = samestep.CheckpointManager(tmp_path, engine, batches)
+    for _ in checkpoints.epochs(1):
+        for batch in batches:
+            engine.step(batch)
+        checkpoints.save()
+        engine.optimizer.param_groups[0]["lr"] *= 0.5
+    assert samestep.CheckpointManager(tmp_path, resumed, others).resume()
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.25

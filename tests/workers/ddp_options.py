@@ -2,6 +2,8 @@
 
 import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -307,34 +309,35 @@ class _SkippingNet(Net):
         return logits
 
 
-def continue_after_unused_layer() -> tuple[list[float], int]:
+def continue_after_unused_layer() -> tuple[list[float], list[int]]:
     """Leave out a layer in the last microbatch of each of 3 ranks, in one step, and catch the error.
 
-    Return the losses of the other steps, and the number of buckets that the step has reduced when the error is caught.
+    Return the losses of the other steps, and the lengths of the buckets that are reduced when the error is caught.
     """
-    losses, reduced, is_short = list[float](), list[int](), False
+    losses, caught = list[float](), list[int]()
     with samestep.start(device="cpu", threads=1, strategy=StrategyConfig(bucket_mb=0.02)) as world:
         net = seeded(0, _SkippingNet).double()
         engine = samestep.Engine(net, torch.optim.SGD(net.parameters(), lr=0.02), samestep.cross_entropy, world=world)
         for step in range(8):
             inputs, targets = random_data(36, features=12, seed=step)
-            if is_short := step == 4:
-                _delay_reductions(engine, reduced)
+            is_short = step == 4
+            if is_short:
                 for start, stop in [microbatch_bounds(36, MICROBATCHES)[number] for number in (1, 4, 7)]:
                     inputs[start:stop] = 1
-            try:
-                losses.append(engine.step(batch_of(world, inputs, targets, MICROBATCHES)).loss)
-            except UnusedParameterError:
-                assert is_short
-                count = len(reduced)
-                time.sleep(1)  # buckets that are reduced only now must have the sums of the failed step
-    return losses, count
+            with _delayed_reductions(engine) if is_short else nullcontext([]) as reduced:
+                try:
+                    losses.append(engine.step(batch_of(world, inputs, targets, MICROBATCHES)).loss)
+                except UnusedParameterError:
+                    assert is_short
+                    caught = list(reduced)
+    return losses, caught
 
 
-def _delay_reductions(engine: samestep.Engine, reduced: list[int]) -> None:
-    """Delay the reduction of each bucket during backward, and append its length to `reduced`."""
+@contextmanager
+def _delayed_reductions(engine: samestep.Engine) -> Iterator[list[int]]:
+    """Delay the reduction of each bucket during backward; the list grows with the length of each."""
     strategy: Any = engine.step_runner.strategy
-    reduction = strategy._reduction
+    reduction, reduced = strategy._reduction, list[int]()
     reduce = reduction.reduce_bucket
 
     def delayed(*arguments: Any) -> Any:
@@ -344,6 +347,8 @@ def _delay_reductions(engine: samestep.Engine, reduced: list[int]) -> None:
         return result
 
     reduction.reduce_bucket = delayed
+    yield reduced
+    del reduction.reduce_bucket
 
 
 def _count_reductions(engine: samestep.Engine) -> list[int]:

@@ -43,7 +43,10 @@ def load(path: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("label", "number"),
-    [("cat", 0), ("dog", 1), (1, 1), (numpy.int32(2), 2), (b"1\n", 1), (b"dog", 1), ("bird", 2), ("0", 0)],
+    [
+        *[("cat", 0), ("dog\n", 1), (b"dog", 1), ("bird", 2)],
+        *[(1, 1), (numpy.int32(2), 2), (b"1\n", 1), ("0", 0), ("02", 2), (b"002", 2), ("2\n", 2)],
+    ],
 )
 def test_labels_are_names_or_numbers(tmp_path: Path, label: object, number: int) -> None:
     splits = load(write(tmp_path / "packed", {"image": encoded(), "label": label}))
@@ -51,12 +54,45 @@ def test_labels_are_names_or_numbers(tmp_path: Path, label: object, number: int)
     assert splits.classes == ("cat", "dog", "bird")
 
 
-@pytest.mark.parametrize("label", [0, "01"])
-def test_number_that_is_no_class_is_refused_if_classes_are_numbers(tmp_path: Path, label: object) -> None:
+NUMBERS, NOT_FINITE = ["1", "2", "3"], ["nan", "inf", "-3e"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "number"),
+    [
+        *[(NUMBERS, 0, 0), (NUMBERS, 1, 1), (NUMBERS, "1", 0), (NUMBERS, b"3", 2)],
+        *[(10, 7, 7), (10, "07", 7), (10, b"7\n", 7)],
+        *[(NOT_FINITE, "inf", 1), (NOT_FINITE, "02", 2)],
+    ],
+)
+def test_integers_are_class_numbers_and_texts_are_names(
+    tmp_path: Path, classes: Any, label: object, number: int
+) -> None:
+    path = write(tmp_path / "packed", {"image": encoded(), "label": label})
+    splits = load_stream_images(path, evaluation_path=path, classes=classes, image_size=32)
+    assert splits.evaluation[0][1] == number
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "expected"),
+    [
+        (NUMBERS, 3, "0 to 2"),
+        (NUMBERS, "0", "1, 2, 3"),
+        (NUMBERS, "01", "1, 2, 3"),
+        (["1.5", "b"], "0", "1.5, b"),
+        (3, "03", "0 to 2"),
+        (CLASSES, -1, "0 to 2"),
+        (CLASSES, "-1", "0 to 2"),
+        (CLASSES, "1_0", "0 to 2"),
+        (CLASSES, "9" * 5000, "0 to 2"),
+    ],
+)
+def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label: object, expected: str) -> None:
     path = write(tmp_path / "packed", {"image": encoded(), "label": label})
     with pytest.raises(DataError) as error:
-        load_stream_images(path, evaluation_path=path, classes=["1", "2", "3"], image_size=32).evaluation[0]
+        load_stream_images(path, evaluation_path=path, classes=classes, image_size=32).evaluation[0]
     assert error.value.code == "E_LABEL"
+    assert error.value.expected.endswith(expected)
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move_next_
 from samestep.distributed.world import World
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
-from samestep.metrics.metrics import LossMetric, Metric, require_outputs
+from samestep.metrics.counts import CountMetric
+from samestep.metrics.metrics import FunctionMetric, LossMetric, Metric, TorchMetric, require_outputs
 
 if TYPE_CHECKING:
     from samestep.data.loader import Loader
@@ -67,7 +68,9 @@ class Intervention(Callback):
 
 
 class TrainingValues(Callback):
-    """Mean loss and metrics of the outputs of training steps.
+    """Mean loss and metrics of the outputs of training steps, without those of skipped and failed steps.
+
+    The user's own metric objects have no function that drops an update: they include these steps.
 
     Args:
         metrics: metrics that no evaluation uses at the same time.
@@ -76,6 +79,12 @@ class TrainingValues(Callback):
     def __init__(self, metrics: Sequence[Metric | LossMetric]) -> None:
         self._metrics = metrics
         self._sum = self._count = 0.0
+        self._drops = list[Callable[[], None]]()  # of the present step
+
+    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+        self._drop_step()
+        own = (metric for metric in self._metrics if isinstance(metric, CountMetric | FunctionMetric | TorchMetric))
+        self._drops = [metric.mark() for metric in own]
 
     def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
         if not microbatch.size:
@@ -88,15 +97,24 @@ class TrainingValues(Callback):
                 metric.update(outputs, targets)
 
     def end_step(self, engine: Engine, result: StepResult) -> None:
-        if not result.skipped:
-            self._sum += result.loss * result.count
-            self._count += result.count
+        if result.skipped:
+            self._drop_step()
+            return
+        self._drops = []
+        self._sum += result.loss * result.count
+        self._count += result.count
 
     def take(self, world: World) -> dict[str, float]:
         """Return `loss` and the metrics of the steps since the last call; a collective."""
+        self._drop_step()
         values = {"loss": self._sum / self._count if self._count else math.nan}
         self._sum = self._count = 0.0
         return values | {
             metric.name: metric.function(values["loss"]) if isinstance(metric, LossMetric) else metric.compute(world)
             for metric in self._metrics
         }
+
+    def _drop_step(self) -> None:
+        """Drop the updates of a step that was skipped or has failed."""
+        while self._drops:
+            self._drops.pop()()

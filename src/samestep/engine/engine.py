@@ -303,7 +303,8 @@ class Engine:
     def training_values(self) -> dict[str, float]:
         """Return mean `loss` and metrics of the steps since the last call, or since a resumption; a collective.
 
-        They belong to the outputs of training: in training mode, before the update of the step.
+        They belong to the outputs of training: in training mode, before the update of the step. Skipped steps are left
+        out, except by metric objects of your own.
 
         Raises:
             InputError: the engine has no `metrics`.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +81,10 @@ class CountMetric(ABC):
     def reset(self) -> None:
         """Reset the counts."""
         self.counts = None
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that drops later updates."""
+        return partial(setattr, self, "counts", self.counts)
 
     @abstractmethod
     def count(

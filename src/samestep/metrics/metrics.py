@@ -109,6 +109,10 @@ class FunctionMetric:
         """Reset the sums."""
         self._rows = []
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that drops later updates."""
+        return partial(self._rows.__delitem__, slice(len(self._rows), None))
+
 
 class TorchMetric:
     """A metric of torchmetrics whose states are sums over samples.
@@ -180,6 +184,18 @@ class TorchMetric:
         """Reset the states."""
         self._metric.reset()
         self._values = []
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that drops later updates."""
+        states = {name: getattr(self._metric, name).clone() for name in self._metric._defaults}
+        length = len(self._values)
+
+        def drop() -> None:
+            for name, state in states.items():
+                setattr(self._metric, name, state.to(self._metric.device))  # the first update moves it
+            del self._values[length:]
+
+        return drop
 
     def _set(self, values: dict[str, list[float] | None]) -> None:
         """Set inexact states to values, or to zero."""

@@ -6,6 +6,7 @@ Invalid files and options raise `InputError`; a damaged checkpoint, or one of an
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -114,12 +115,13 @@ def predict(
 def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
     """Return the picture of each file; none replaces another picture or an input."""
     paths = [out / f"{file.stem}.png" for file in files]
-    inputs = [file.resolve() for file in files]
+    counts, inputs = Counter(paths), {file.resolve() for file in files}
     for file, path in zip(files, paths, strict=True):
-        if paths.count(path) > 1 or path.resolve() in inputs:
+        is_input = path.resolve() in inputs
+        if is_input or counts[path] > 1:
             raise InputError(
                 f"--out {out}: the picture of {file} is {path}, which is also "
-                + ("an input" if path.resolve() in inputs else "that of another file"),
+                + ("an input" if is_input else "that of another file"),
                 expected="files of different names, and another folder for pictures than for inputs",
                 fix="rename the files, or give another folder to --out",
                 code="E_OUTPUT",

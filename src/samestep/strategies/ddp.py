@@ -107,6 +107,7 @@ class DdpStrategy(Strategy):
 
     def abandon(self) -> None:
         self.clock.finish()
+        self._comm_stream.drain()  # the buckets that were handed to it need the sums
         super().abandon()
         if self._is_prepared:  # DDP would wait for the missing gradients in the next step
             self._is_prepared, self._shared_forwards = False, 0
@@ -223,6 +224,13 @@ class _CommStream:
                 self._failure = self._failure or error
                 raise
         return future
+
+    def drain(self) -> None:
+        """Wait for all earlier submissions, whose errors are not raised; on a GPU, the current stream waits."""
+        if is_accelerator(self._device):
+            accelerator_module().current_stream(self._device).wait_stream(self._stream)
+        else:
+            self.submit(lambda: torch.empty(0)).wait()
 
     def raise_failure(self) -> None:
         """Raise the first error, which is the cause of later ones."""

@@ -91,9 +91,8 @@ def _not_written(out: Path, error: Exception) -> RunError:
     """Remove an incomplete file, and return the error."""
     with suppress(OSError):  # the disk has failed already
         out.unlink(missing_ok=True)
-    cause = error.strerror if isinstance(error, OSError) else error
     return RunError(
-        f"{out} cannot be written: {cause}",
+        f"{out} cannot be written: {getattr(error, 'strerror', None) or error}",
         expected="a writable folder with free space",
         fix="free disk space, or --out in another folder",
         code="E_OUTPUT",
@@ -108,9 +107,9 @@ def _write_program(kind: str, model: nn.Module, inputs: Any, out: Path) -> Calla
         return PROGRAMS[kind](model, arguments, keywords, tuple({0: rows} for _ in (*arguments, *keywords)), out)
     except InputError:
         raise
-    except OSError as error:
-        raise _not_written(out, error) from error
     except Exception as error:  # exporters raise many types
+        if isinstance(error, OSError) and error.errno is not None:
+            raise _not_written(out, error) from error
         out.unlink(missing_ok=True)
         message = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(

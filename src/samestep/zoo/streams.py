@@ -13,6 +13,7 @@ from samestep.data.streams.mixture import MixtureSource
 from samestep.data.streams.source import FileSource
 from samestep.errors import DataError
 from samestep.zoo.options import call, require_option
+from samestep.zoo.splits import is_count
 
 Convert = Callable[[Any, str], Any]  # from a sample and its place, for errors, to a sample of the dataset
 _SOURCE_KEYS = {"path", "weight"}
@@ -72,7 +73,7 @@ def open_stream(
     Raises:
         InputError: an option is invalid, or the files cannot be read.
     """
-    require_option("window", window, _is_count(window), "window >= 1", 4096)
+    require_option("window", window, is_count(window), "window >= 1", 4096)
     if (path is None) == (sources is None):
         raise DataError(
             f"data.options has {'neither path nor' if path is None else 'both path and'} sources",
@@ -86,7 +87,7 @@ def open_stream(
     example = "{web: {path: FOLDER, weight: 0.8}, code: {path: OTHER, weight: 0.2}}"
     is_valid = isinstance(sources, Mapping) and all(map(_is_weighted, sources.values()))
     require_option("sources", sources, is_valid, "a path and a weight for each name", example)
-    require_option("samples", samples, samples is None or _is_count(samples), "samples >= 1, or null", "null")
+    require_option("samples", samples, samples is None or is_count(samples), "samples >= 1, or null", "null")
     assert sources is not None
     members = {
         name: open_files(source["path"], kind, options, convert, store=store) for name, source in sources.items()
@@ -103,10 +104,6 @@ def open_files(
     require_option("path", path, isinstance(path, str), "a folder or an address", "FOLDER")
     folder: StreamFolder = call(StreamFolder, store or {}, path, where="data.options.store")
     return ConvertedSource(open_source(kind, folder, **options), folder.address, convert)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_weighted(source: object) -> bool:

@@ -1,6 +1,7 @@
 """Training metrics and the best checkpoint of a loop, as in a tutorial's training script."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import StepConfig
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
-from samestep.errors import CheckpointError, InputError
+from samestep.errors import CheckpointError, InputError, NonFiniteError
+from samestep.torchvision_import import make_torchvision_importable
 
 World = samestep.World
 SAMPLES = 48
@@ -50,6 +52,43 @@ def test_training_values_are_those_of_the_outputs_of_the_steps(alone: World, bat
     assert values["perplexity"] == math.exp(values["loss"])
     assert len(outputs.hits) == 4 * SAMPLES
     assert math.isnan(engine.training_values()["loss"]), "the counts start again"
+
+
+@pytest.mark.parametrize("non_finite", ["skip", "stop"])
+def test_training_values_leave_out_skipped_and_failed_steps(alone: World, non_finite: Any) -> None:
+    make_torchvision_importable()
+    import torchmetrics  # takes seconds
+
+    class Largest(torchmetrics.Metric):  # type: ignore[misc]
+        """Sum of the largest outputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.total += outputs.max(dim=1).values.sum()
+
+        def compute(self) -> torch.Tensor:
+            return self.total
+
+    def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean(dim=1)
+
+    def values(*batches: Any) -> dict[str, float]:
+        accuracy = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
+        metrics = ["accuracy", mean_output, accuracy, Largest()]
+        engine = engine_of(alone, metrics=metrics, config=StepConfig(non_finite=non_finite))
+        engine.model.get_submodule("3").p = 0.0  # skipped steps change the random numbers of later ones
+        for batch in batches:
+            with suppress(NonFiniteError):
+                engine.step(batch)
+        return engine.training_values()
+
+    inputs, targets = random_data(SAMPLES)
+    one, other = batch_of(alone, inputs, targets, 3), batch_of(alone, *random_data(SAMPLES, seed=1), 3)
+    bad = batch_of(alone, torch.cat([inputs[:-1], torch.full_like(inputs[:1], torch.nan)]), targets, 3)
+    assert values(bad, one, bad, other, bad) == values(one, other)
 
 
 def test_engine_without_metrics_has_no_training_values(alone: World) -> None:

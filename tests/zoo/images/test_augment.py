@@ -87,6 +87,7 @@ def test_invalid_transform_is_refused(options: dict[str, Any]) -> None:
         ({"scale": [0.5, 0.1]}, "scale is"),
         ({"scale": 0.5}, "scale is 0.5"),
         ({"mixup_alpha": -0.1}, "mixup_alpha is -0.1"),
+        ({"cutmix_alpha": float("inf")}, "cutmix_alpha is inf"),
         ("mixup", "data.options.augment is 'mixup'"),
     ],
 )

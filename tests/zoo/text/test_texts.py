@@ -118,6 +118,8 @@ def test_label_is_a_class_name_or_a_class_number() -> None:
     assert Texts(rows, ByteTokenizer(), ("1", "0"))[2][1] == 0  # names take precedence over numbers
     with pytest.raises(DataError, match="the label '0' is not a class"):
         Texts(rows, ByteTokenizer(), ("1", "2", "3"))[3]
+    padded = [LabeledText("r", "text", label) for label in ("01", "nan")]
+    assert [Texts(padded, ByteTokenizer(), ("nan", "inf"))[number][1] for number in (0, 1)] == [1, 0]
 
 
 # --- a dataset --------------------------------------------------------------------------------------------

@@ -62,6 +62,11 @@ def failed_read(name: str, error: OSError) -> RunError:
     )
 
 
+def is_failed_read(error: OSError) -> bool:
+    """Return whether the disk or the network failed; errors of decoders, about the contents, have no number."""
+    return error.errno is not None or isinstance(error, TimeoutError | ConnectionError)
+
+
 def difference(path: Path, file: DataFile) -> str:
     """Return the difference in size or checksum between a local file and its index, or an empty text.
 

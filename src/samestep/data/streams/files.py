@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from samestep.data.streams.cache import FileCache
-from samestep.data.streams.data_file import DataFile, failed_read, verify
+from samestep.data.streams.data_file import DataFile, failed_read, is_failed_read, verify
 from samestep.data.streams.remote import RemoteFolder
 from samestep.errors import DataError
 
@@ -97,16 +97,17 @@ class StreamFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def open(self, file: DataFile) -> IO[bytes]:
-        """Return a file for a few reads at random positions, without a copy on the local disk.
+    @contextmanager
+    def open(self, file: DataFile) -> Iterator[IO[bytes]]:
+        """Open a file for a few reads at random positions, without a copy on the local disk.
 
         Raises:
-            RunError: the disk or the network failed (`E_IO`).
+            RunError: the disk or the network failed (`E_IO`), also in the block.
         """
-        if self._remote is not None:
-            return self._remote.open(file.name)
         with self._disk_errors(file.name):
-            return (Path(self.address) / file.name).open("rb")
+            path, remote = Path(self.address) / file.name, self._remote
+            with path.open("rb") if remote is None else remote.open(file.name) as opened:
+                yield opened
 
     def use(self, file: DataFile, function: Callable[[Path], Opened]) -> Opened:
         """Return `function(path)` for the verified local path of a file.
@@ -136,11 +137,11 @@ class StreamFolder:
 
     @contextmanager
     def _disk_errors(self, name: str) -> Iterator[None]:
-        """Convert errors of the disk; those of a decoder, about the contents of a file, have no number."""
+        """Convert errors of the disk and the network."""
         try:
             yield
         except OSError as error:
-            if error.errno is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+            if not is_failed_read(error) or isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise
             raise failed_read(f"{self.address}/{name}", error) from error
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from samestep.data.streams.data_file import DataFile, failed_read
+from samestep.data.streams.data_file import DataFile, failed_read, is_failed_read
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, SamestepError
@@ -66,9 +66,9 @@ class IndexedSource(ABC, Generic[R]):
         except (SamestepError, MemoryError, ImportError):
             raise
         except OSError as error:
-            if error.errno is None:  # of a decoder, about the contents
-                raise damaged_file(with_name, f"sample {index} cannot be decoded: {error}") from error
-            raise failed_read(with_name, error) from error
+            if is_failed_read(error):
+                raise failed_read(with_name, error) from error
+            raise damaged_file(with_name, f"sample {index} cannot be decoded: {error}") from error
         except (ValueError, LookupError, struct.error, TypeError, EOFError) as error:
             raise damaged_file(with_name, f"sample {index} cannot be decoded: {error}") from error
 

@@ -19,7 +19,7 @@ from samestep.zoo.images.image_modes import to_rgb
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, collate_images, parse_augment
 from samestep.zoo.options import require_option
-from samestep.zoo.splits import MAX_LISTED, Splits, class_numbers
+from samestep.zoo.splits import ClassLabels, Splits
 from samestep.zoo.streams import open_files, open_stream
 
 _TABLES = ("parquet", "arrow")  # formats that read single columns
@@ -57,11 +57,11 @@ def load_stream_images(
     """
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation, reader, names = parse_augment(augment), transforms.reader(), _class_names(classes)
-    numbers = class_numbers(names)
+    labels = ClassLabels(names)
     columns = (image_column, label_column)
     options = {"columns": list(columns)} if format in _TABLES else {}
     train, validation = (
-        partial(_convert, columns=columns, reader=reader, numbers=numbers, transform=transform)
+        partial(_convert, columns=columns, reader=reader, labels=labels, transform=transform)
         for transform in (transforms.train(augmentation), transforms.validation())
     )
     return Splits(
@@ -89,7 +89,7 @@ def _convert(
     *,
     columns: tuple[str, str],
     reader: ImageSource,
-    numbers: Mapping[str, int],
+    labels: ClassLabels,
     transform: Transform,
 ) -> tuple[torch.Tensor, int]:
     """Return the transformed image and the class number of a sample."""
@@ -105,7 +105,7 @@ def _convert(
                 code="E_COLUMN",
             )
     image, label = (sample[name] for name in columns)
-    return transform(_image(image, place, reader)), _class_number(label, place, numbers)
+    return transform(_image(image, place, reader)), _class_number(label, place, labels)
 
 
 def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
@@ -123,15 +123,15 @@ def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
     return reader(BytesIO(value), place)
 
 
-def _class_number(value: Any, place: str, numbers: Mapping[str, int]) -> int:
-    text = value.decode(errors="replace").strip() if isinstance(value, bytes) else value
+def _class_number(value: Any, place: str, labels: ClassLabels) -> int:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    number = None
     with suppress(TypeError):  # no integer
-        text = text if isinstance(text, str) else str(index(text))
-    number = numbers.get(text) if isinstance(text, str) else None
+        number = labels.number(text if isinstance(text, str) else index(text))
     if number is None:
         raise DataError(
             f"the label {value!r} of {place} is not a class",
-            expected=f"a class, such as {', '.join(list(numbers)[:MAX_LISTED])}",
+            expected=labels.expected(value),
             fix="correct data.options.classes or the files, or skip such samples: data.bad_samples: skip",
             code="E_LABEL",
         )

@@ -283,8 +283,8 @@ def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool
         require(is_valid, f"{key} is {getattr(config, name)!r}", expected, f"set {key}: {example}")
 
 
-def _is_number(value: object, largest: float = float("inf")) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= largest
+def _is_number(value: Any, largest: float = math.inf) -> bool:
+    return _is_finite(value) and 0 <= value <= largest
 
 
 def _is_triple(value: Any) -> bool:

@@ -13,11 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from samestep.errors import DataError
 from samestep.zoo.options import require_option
 from samestep.zoo.splits import (
-    MAX_LISTED,
     Answer,
+    ClassLabels,
     Splits,
     Task,
-    class_numbers,
     require_count,
     require_fraction,
     train_validation_split,
@@ -43,7 +42,7 @@ class Texts:
 
     def __init__(self, rows: Sequence[LabeledText], tokenizer: Tokenizer, classes: Sequence[str]) -> None:
         self._rows, self._tokenizer = rows, tokenizer
-        self._numbers = class_numbers(classes)
+        self._labels = ClassLabels(classes)
 
     @property
     def lengths(self) -> list[int]:
@@ -61,11 +60,11 @@ class Texts:
         return torch.tensor(self._tokenizer.encode_framed(row.text)), self._class_number(row)
 
     def _class_number(self, row: LabeledText) -> int:
-        number = self._numbers.get(row.label)
+        number = self._labels.number(row.label)
         if number is None:
             raise DataError(
                 f"{row.where}: the label {row.label!r} is not a class",
-                expected=f"a class, such as {', '.join(list(self._numbers)[:MAX_LISTED])}",
+                expected=self._labels.expected(row.label),
                 fix="correct the label, set data.options.classes, or skip such rows: data.bad_samples: skip",
                 code="E_LABEL",
             )

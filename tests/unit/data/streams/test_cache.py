@@ -268,7 +268,7 @@ def test_store_without_access(method: str, verb: str, store: Any, monkeypatch: p
     calls = {
         "find": lambda: folder.find("*.bin"),
         "cat_file": lambda: folder.read("0.bin"),
-        "open": lambda: folder.open(DataFile("0.bin", 1000)),
+        "open": lambda: folder.open(DataFile("0.bin", 1000)).__enter__(),
     }
     with monkeypatch.context() as context:
         context.setattr(type(store), method, denied)

@@ -418,6 +418,27 @@ def test_disk_that_fails_at_the_start(
     assert caught.value.code == "E_IO"
 
 
+@pytest.mark.parametrize(
+    ("kind", "function", "error"),
+    [
+        ("arrow", "pyarrow.ipc.open_file", OSError(5, "Input/output error")),
+        ("parquet", "pyarrow.parquet.read_metadata", OSError(5, "Input/output error")),
+        ("parquet", "pyarrow.parquet.read_metadata", TimeoutError("Input/output error")),
+    ],
+)
+def test_disk_or_network_that_fails_while_rows_are_counted(
+    kind: str, function: str, error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    tables(tmp_path / kind, kind)
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(RunError, match=rf"part-0\.{kind}.*Input/output error") as caught:
+        open_source(kind, StreamFolder(str(tmp_path / kind)))
+    assert caught.value.code == "E_IO"
+
+
 def test_arrow_file_that_another_process_has_removed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # `StreamFolder.use` copies it again
         count_rows(tmp_path / "removed.arrow")

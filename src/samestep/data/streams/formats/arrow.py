@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 
+from samestep.data.streams.data_file import is_failed_read
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.index import find_files
 from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
@@ -83,13 +84,13 @@ def count_rows(path: Path) -> int:
 
     Raises:
         DataError: the file is damaged.
-        FileNotFoundError: another process has removed it.
+        OSError: the disk failed, or another process has removed the file.
     """
     try:
         reader = _Reader(path)
-    except FileNotFoundError:
-        raise
     except (ValueError, OSError, EOFError) as error:
+        if isinstance(error, OSError) and is_failed_read(error):
+            raise
         raise damaged_file(str(path), str(error)) from error
     reader.close()
     return reader.rows

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import numpy
 
+from samestep.data.streams.data_file import is_failed_read
 from samestep.data.streams.files import StreamFolder
 from samestep.data.streams.formats.index import find_files
 from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
@@ -95,6 +96,7 @@ def count_rows(opened: IO[bytes], name: str) -> int:
 
     Raises:
         DataError: the file is damaged.
+        OSError: the disk or the network failed.
     """
     require_pyarrow("Parquet files")
     import pyarrow.parquet
@@ -102,4 +104,6 @@ def count_rows(opened: IO[bytes], name: str) -> int:
     try:
         return int(pyarrow.parquet.read_metadata(opened).num_rows)
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and is_failed_read(error):
+            raise
         raise damaged_file(name, str(error)) from error
