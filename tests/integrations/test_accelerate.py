@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -18,6 +19,7 @@ import samestep
 from helpers.started import as_torchrun, free_port, python, ranks
 from samestep.errors import CheckpointError, InputError
 from samestep.integrations.accelerate import Accelerator
+from workers import accelerate_checks as checks
 from workers import accelerate_training as training
 
 SUPPORTED = ("1.14", "1.15")
@@ -69,6 +71,25 @@ def test_adopts_the_process_group_of_accelerate(reference: tuple[str, list[list[
     assert {result.out.strip() for result in results} == {reference[0]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_values_do_not_depend_on_processes(processes: int) -> None:
+    values = samestep.launch(checks.values, processes=processes)
+    model, _, _ = training.objects()
+    inputs, targets = training.dataset(training.TEST_SAMPLES[0]).tensors
+    steps, batches = -(-training.SAMPLES // training.BATCH), -(-training.TEST_SAMPLES[0] // training.TEST_BATCH)
+    assert values["threads"] == checks.THREADS
+    assert values["lengths"] == [steps, batches] * 3
+    rows = zip(inputs.tolist(), targets.tolist(), strict=True)
+    assert values["lists"] == [
+        [[f"label {label}"], row, row[: 1 + label], label, row[: 1 + label]] for row, label in rows
+    ]
+    assert values["buffers"] == [training.digest(model)]
+    # One microbatch of each process is the body with the evaluation.
+    number = checks.SHORT_BATCH_MICROBATCHES
+    assert values["losses"] == [number - processes, number, 0]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,6 +137,15 @@ def _rate_within_a_batch(script: training.Script) -> None:
         script.optimizer.param_groups[0]["lr"] *= 0.9  # as a scheduler that is not prepared
 
 
+def _schedule_per_microbatch(script: training.Script) -> None:
+    # The rate changes between two global batches.
+    scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer.optimizer, training.MICROBATCHES)
+    for number, data in enumerate(script.train):
+        script.step(data)
+        if number >= training.MICROBATCHES:
+            scheduler.step()
+
+
 def _save_within_a_batch(script: training.Script) -> None:
     for data in script.train:
         script.step(data)
@@ -140,6 +170,49 @@ def _gather_after_an_evaluation(script: training.Script) -> None:
         script.accelerator.gather(torch.zeros(1))
 
 
+def _collective_after_an_evaluation(name: str) -> Any:
+    def action(script: training.Script) -> None:
+        script.evaluate()
+        getattr(script.accelerator, name)(torch.zeros(1))
+
+    return action
+
+
+def _gather_within_an_evaluation(value: Any) -> Any:
+    def action(script: training.Script) -> None:
+        script.model.eval()
+        for _ in script.tests[0]:
+            script.accelerator.gather_for_metrics(value)
+
+    return action
+
+
+def _load_in_the_loop(script: training.Script) -> None:
+    for _ in script.train:
+        script.accelerator.load_state("never read")
+
+
+def _accumulate(script: training.Script) -> None:
+    script.accelerator.gradient_accumulation_steps = 4
+
+
+def _place(name: str) -> Any:
+    def action(script: training.Script) -> None:
+        value = script.model if name == "model" else DataLoader(training.dataset(), training.BATCH)
+        script.accelerator.prepare(value, device_placement=[False])
+
+    return action
+
+
+def _evaluate_with(**options: Any) -> Any:
+    def action(script: training.Script) -> None:
+        loader = script.accelerator.prepare(DataLoader(training.dataset(), training.TEST_BATCH, **options))
+        script.model.eval()
+        next(iter(loader))
+
+    return action
+
+
 def _skip(script: training.Script) -> None:
     script.accelerator.skip_first_batches(script.train, 2)
 
@@ -148,7 +221,13 @@ def _skip(script: training.Script) -> None:
     "action",
     [
         *(_two_models, _stream, _no_update, _rate_within_a_batch, _save_within_a_batch, _save_before_the_update),
-        *(_reduce_in_the_loop, _gather_after_an_evaluation, _skip),
+        *(_reduce_in_the_loop, _gather_after_an_evaluation, _skip, _schedule_per_microbatch),
+        *(_load_in_the_loop, _accumulate, _place("model"), _place("loader")),
+        *map(_collective_after_an_evaluation, ("gather", "gather_for_metrics", "reduce")),
+        *(_gather_within_an_evaluation([torch.zeros(1)]), _gather_within_an_evaluation(numpy.zeros(1))),
+        _evaluate_with(num_workers=1, timeout=30),
+        _evaluate_with(num_workers=1, multiprocessing_context="spawn"),
+        _evaluate_with(num_workers=1, in_order=False),
     ],
 )
 def test_loops_with_other_results_are_refused(action: Any, alone: samestep.World, accelerate_state: None) -> None:
@@ -156,6 +235,45 @@ def test_loops_with_other_results_are_refused(action: Any, alone: samestep.World
     with pytest.raises(InputError) as error:
         action(script)
     assert error.value.code == "E_INTEGRATION"
+
+
+def test_length_of_loaders_in_evaluation_mode(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone, global_batch_size=2 * training.BATCH)
+    script.model.eval()  # as of a pretrained model
+    assert len(script.train) == -(-training.SAMPLES // (2 * training.BATCH))
+    batches = -(-training.TEST_SAMPLES[0] // training.TEST_BATCH)
+    for _ in script.tests[0]:
+        assert len(script.tests[0]) == batches
+    assert len(script.tests[0]) == batches
+
+
+def test_batches_of_an_evaluation_can_be_smaller_than_microbatches(
+    alone: samestep.World, accelerate_state: None
+) -> None:
+    script = training.Script(world=alone)
+    small = script.accelerator.prepare(DataLoader(training.dataset(5), batch_size=2))
+    assert training.MICROBATCHES > 2
+    assert len(small) == 3
+
+
+def test_evaluation_that_changes_parameters_is_refused(alone: samestep.World, accelerate_state: None) -> None:
+    accelerator = Accelerator(world=alone)
+    loader = DataLoader(torch.arange(4), batch_size=2)
+    model, loader = accelerator.prepare(nn.Embedding(4, 2, max_norm=0.1).eval(), loader)
+    with pytest.raises(InputError) as error:
+        for numbers in loader:
+            model(numbers)
+    assert error.value.code == "E_BUFFER"
+
+
+def test_collectives_are_possible_before_an_evaluation(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone)
+    for data in script.train:
+        script.step(data)
+        if script.accelerator.sync_gradients:
+            break
+    assert script.accelerator.gather(torch.ones(2)).tolist() == [1, 1]
+    assert script.accelerator.reduce(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_evaluation_in_training_mode_is_refused(alone: samestep.World, accelerate_state: None) -> None:
@@ -243,6 +361,72 @@ def test_another_model_is_trained_after_an_update_that_failed(alone: samestep.Wo
             if has_failed:
                 optimizer.step()
         accelerator.free_memory()
+
+
+def _batch(script: training.Script) -> None:
+    """Compute one step."""
+    for data in script.train:
+        script.step(data)
+        if script.accelerator.sync_gradients:
+            return
+
+
+def test_first_state_resets_the_position(alone: samestep.World, accelerate_state: None, tmp_path: Path) -> None:
+    script = training.Script(world=alone)
+    script.accelerator.save_state(str(tmp_path))
+    _batch(script)
+    assert script.accelerator.cursor.samples == training.BATCH
+    script.accelerator.load_state(str(tmp_path))
+    assert script.accelerator.cursor.samples == 0
+    _batch(script)
+    assert script.accelerator.cursor.samples == training.BATCH
+    assert script.accelerator.step_result is not None
+    assert script.accelerator.step_result.step == 1
+
+
+def test_state_is_loaded_after_an_update_that_failed(
+    alone: samestep.World, accelerate_state: None, tmp_path: Path
+) -> None:
+    script = training.Script(world=alone)
+    script.accelerator.save_state(str(tmp_path))
+    for data in script.train:
+        script.accelerator.backward(training.cross_entropy(script.model, data))
+        if script.accelerator.sync_gradients:
+            break  # without an update
+    script.accelerator.load_state(str(tmp_path))
+    _batch(script)
+
+
+def test_objects_are_prepared_again_after_free_memory(
+    alone: samestep.World, accelerate_state: None, tmp_path: Path
+) -> None:
+    script = training.Script(world=alone)
+    _batch(script)
+    script.accelerator.save_state(str(tmp_path))
+    script.accelerator.free_memory()
+    prepared = script.model, script.optimizer, script.train, script.scheduler, *script.tests
+    assert script.accelerator.prepare(*prepared)[2] is script.train
+    script.accelerator.load_state(str(tmp_path))  # the loaders are those of the checkpoint
+    script.accelerator.free_memory()
+    script.accelerator.prepare(*prepared)
+    _batch(script)
+    assert script.accelerator.step_result is not None
+    assert script.accelerator.step_result.step == 1
+    assert script.accelerator.step_result.lr > 0
+    assert script.accelerator.cursor.samples == 2 * training.BATCH
+
+
+def test_optimizer_without_a_rate(alone: samestep.World, accelerate_state: None) -> None:
+    adafactor = pytest.importorskip("transformers.optimization").Adafactor
+    accelerator = Accelerator(microbatches=2, world=alone)
+    model, _, _ = training.objects()
+    loader = DataLoader(training.dataset(8), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, adafactor(model.parameters()), loader)
+    for data in loader:
+        accelerator.backward(training.cross_entropy(model, data))
+        optimizer.step()
+    assert accelerator.step_result is not None
+    assert accelerator.step_result.lr == 0
 
 
 def test_trigger_of_a_process_ends_a_loop(alone: samestep.World, accelerate_state: None) -> None:

@@ -24,7 +24,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "resumed": Job("train", 3, {**saved, "resume": True}),
         "stock": Job("stock", 1, {"folder": str(folder / "stock")}),
         "missing names": Job("missing_names", 1, {"folder": str(folder / "names")}),
-        "refusals": Job("refusals", 1, {"folder": str(folder / "refusals")}),
+        "stopped": Job("stop", 2, {"folder": str(folder / "stopped")}),
+        "restored": Job("restore", 1, {"folder": str(folder / "restored")}),
+        "automatic": Job("auto_microbatches", 1, {"folder": str(folder / "automatic")}),
+        "options of a step": Job("options_of_step", 1, {"folder": str(folder / "step")}),
         "tagged on 1": Job("tag", 1, {"folder": str(folder / "tagged-1"), "size": 8}),
         "tagged on 3": Job("tag", 3, {"folder": str(folder / "tagged-3"), "size": 2}),
     }
@@ -69,10 +72,38 @@ def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_arguments_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
-    codes = dict(results["refusals"])
+def test_arguments_classes_and_launches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (codes,) = run_jobs("workers.transformers_refusals", Job("refusals", 1, {"folder": str(tmp_path)}))
     assert codes.pop("none") == codes.pop("by length") == "none"
     assert set(codes.values()) == {"E_INTEGRATION"}, codes
+
+
+@pytest.mark.slow
+def test_stop_request_of_one_rank_ends_the_training_with_a_checkpoint(results: dict[str, Any]) -> None:
+    assert results["stopped"] == [3, ["checkpoint-3"]]
+
+
+@pytest.mark.slow
+def test_settings_of_data_are_saved_after_a_resumption(results: dict[str, Any]) -> None:
+    first, *others = results["restored"]["settings"]
+    assert first["batch_size"] == 32
+    # With the states of callbacks, and from a checkpoint of the trainer of Transformers.
+    assert others == [first, first]
+    assert results["restored"]["changed"] == "E_RESUME_CHANGED"
+
+
+@pytest.mark.slow
+def test_automatic_microbatches_do_not_depend_on_the_mode_of_the_model(results: dict[str, Any]) -> None:
+    in_training, in_evaluation, without_batch_norm = results["automatic"]
+    assert in_training == in_evaluation != without_batch_norm
+
+
+@pytest.mark.slow
+def test_step_follows_precision_and_context_of_the_trainer(results: dict[str, Any]) -> None:
+    step = results["options of a step"]
+    assert step["tf32"]
+    assert step["entries"] == 2
+    assert step["operations"] == step["sum"] > 0
 
 
 @pytest.mark.slow

@@ -139,12 +139,17 @@ class Script:
         return rows
 
 
-def train(action: str, folder: str, step: int) -> Any:
-    """Train in a launched rank; `action` is `run`, `save` after some steps, or `load`."""
+def set_launcher_variables() -> None:
+    """Set the variables of a launcher, which Accelerate reads."""
     rank, size = rank_and_size()
-    if size > 1:  # the variables of a launcher, which Accelerate reads
+    if size > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         set_environment({name: str(value) for name, value in names.items()})
+
+
+def train(action: str, folder: str, step: int) -> Any:
+    """Train in a launched rank; `action` is `run`, `save` after some steps, or `load`."""
+    set_launcher_variables()
     with samestep.start(device="cpu") as world:
         script = Script(accumulates=action == "run", world=world)
         if action == "run":

@@ -109,7 +109,7 @@ if hasattr(callbacks, "EMAWeightAveraging"):  # since 2.6
 REFUSED: dict[str, Options] = {
     "automatic_optimization=False": {"module": Manual, "gradient_clip_val": None},
     "accumulate_grad_batches=2": {"accumulate_grad_batches": 2},
-    "accumulate_grad_batches=4": {"callbacks": lambda: [GradientAccumulationScheduler({0: 4})]},
+    "GradientAccumulationScheduler": {"callbacks": lambda: [GradientAccumulationScheduler({0: 4})]},
     "StochasticWeightAveraging": {"callbacks": lambda: [StochasticWeightAveraging(0.01, 0.5)], "max_epochs": 3},
     "CombinedLoader": {"train_loader": "max_size_cycle"},
     "sync_batchnorm": {"sync_batchnorm": True},

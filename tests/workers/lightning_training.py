@@ -341,14 +341,27 @@ def missing_names() -> list[str]:
     """Return the private names of Lightning that the adapter needs and that do not exist."""
     trainer, module = _trainer(), Module()
     loader = _update_dataloader(_loaders()[1], SequentialSampler(dataset(203)), RunningStage.PREDICTING)
+    trainer.strategy.connect(module)
+    metric = MulticlassAccuracy(CLASSES)
     owners = {
         "use_distributed_sampler": trainer._accelerator_connector,
+        "_load_combined_loader_states": trainer.fit_loop,
+        "_sigterm_notifier_fn": trainer._signal_connector,
+        "_slurm_sigusr_handler_fn": trainer._signal_connector,
+        "received_sigterm": trainer._signal_connector,
+        "_results": trainer.fit_loop.epoch_loop,
+        "_defaults": metric,
+        "_reductions": metric,
         "_layer_sync": trainer.strategy,
         "_compiler_ctx": module,
         "_batch_sampler": loader.batch_sampler,
         "_sync_module_states": distributed,
         "_IndexBatchSamplerWrapper": distributed,
     }
-    missing = [name for name, owner in owners.items() if not hasattr(owner, name)]
+    missing = [] if hasattr(trainer, "_results") else ["_results"]
+    missing += [name for name, owner in owners.items() if not hasattr(owner, name)]
     signature = inspect.signature(lightning.LightningModule.log).parameters
+    missing += {"should_sync"} - set(inspect.signature(metric.sync).parameters)
+    if hasattr(lightning.pytorch.callbacks, "EMAWeightAveraging"):  # since 2.6
+        missing += {"_val_check_time_interval"} - vars(trainer).keys()
     return missing + [name for name in ("name", "value", "batch_size", "reduce_fx", "on_step") if name not in signature]

@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import json
 import logging
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import transformers
 from torch import nn
 
 from samestep.errors import SamestepError
-from samestep.integrations.transformers import Seq2SeqTrainer, Trainer
+from samestep.integrations.transformers import SamestepTrainerMixin, Seq2SeqTrainer, Trainer
 
 SAMPLES, BATCH, MICROBATCHES, VOCABULARY, SEED = 203, 32, 8, 40, 3
 warnings.filterwarnings("ignore")
@@ -81,8 +83,15 @@ def token_accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((guesses == labels)[counted].mean()), "tokens": int(counted.sum())}
 
 
-def trainer(folder: str, kind: Any = Trainer, batch: int = BATCH, net: Any = None, **options: Any) -> Any:
-    own: dict[str, Any] = {"global_batch_size": batch, "microbatches": MICROBATCHES, "run": Path(folder) / "run"}
+def trainer(
+    folder: str,
+    kind: Any = Trainer,
+    batch: int = BATCH,
+    net: Any = None,
+    microbatches: Any = MICROBATCHES,
+    **options: Any,
+) -> Any:
+    own: dict[str, Any] = {"global_batch_size": batch, "microbatches": microbatches, "run": Path(folder) / "run"}
     sizes = {} if kind is transformers.Trainer else own
     return kind(
         model=net or model(),
@@ -136,41 +145,115 @@ def stock(folder: str) -> dict[str, Any]:
     return {"stock": gradients[0], "samestep": gradients[1]}
 
 
-def _code(folder: str, **options: Any) -> str:
+class _RequestStop(transformers.TrainerCallback):
+    """Requests a stop on the last rank before a step, as a signal under `samestep run` does."""
+
+    def __init__(self, owner: Any, step: int) -> None:
+        self._owner, self._step = owner, step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        world = self._owner._world
+        if state.global_step == self._step and world.rank == world.size - 1:
+            world.context.stop.number = signal.SIGTERM
+
+
+def stop(folder: str) -> list[Any]:
+    """Return the steps and checkpoints of a training that receives a stop request in the third step."""
+    instance = trainer(folder, max_steps=6)
+    instance.add_callback(_RequestStop(instance, 2))
+    instance.train()
+    return [instance.state.global_step, sorted(path.name for path in Path(folder).glob("checkpoint-*"))]
+
+
+def restore(folder: str) -> dict[str, Any]:
+    """Resume with the states of callbacks, and from a checkpoint of the trainer of Transformers; save after each."""
+    restoring = {"restore_callback_states_from_checkpoint": True}
+
+    def resumed(name: str, kind: Any = Trainer, save_at: int = 2, **options: Any) -> Any:
+        place = str(Path(folder) / name)
+        instance = trainer(place, kind, max_steps=save_at, save_strategy="steps", save_steps=save_at, **options)
+        return instance, Path(place)
+
+    def settings(place: Path, step: int) -> Any:
+        state = json.loads((place / f"checkpoint-{step}" / "trainer_state.json").read_text(encoding="utf-8"))
+        return state["stateful_callbacks"]["SamestepCallback"]["attributes"]["settings"]
+
+    first, place = resumed("own")
+    first.train()
+    second, _ = resumed("own", save_at=4, **restoring)
+    second.train(resume_from_checkpoint=True)
+    changed, _ = resumed("own", save_at=6, batch=16, **restoring)
+    plain, plain_place = resumed("plain", transformers.Trainer, per_device_train_batch_size=BATCH)
+    plain.train()
+    last, _ = resumed("plain", save_at=4)
+    last.train(resume_from_checkpoint=True)
+    return {
+        "settings": [settings(place, 2), settings(place, 4), settings(plain_place, 4)],
+        "changed": code_of(lambda: changed.train(resume_from_checkpoint=True)),
+    }
+
+
+def auto_microbatches(folder: str) -> list[int]:
+    """Return the numbers of microbatches of models with batch norm, in each mode, and without."""
+    numbers = []
+    for layer, is_training in ((nn.BatchNorm1d(4), True), (nn.BatchNorm1d(4), False), (nn.LayerNorm(4), False)):
+        instance = trainer(folder, net=nn.Sequential(layer).train(is_training), microbatches="auto")
+        numbers.append(instance.get_train_dataloader().steps.loader.settings_of(0)["microbatches"])
+    return numbers
+
+
+class _Offloading(transformers.Trainer):
+    """Trainer with the training step of trainers of TRL."""
+
+    def training_step(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the mixin comes first")
+
+
+_Offloading.__module__, _Offloading.__name__ = "trl.trainer.sft_trainer", "SFTTrainer"
+
+
+class _Counted:
+    entries = 0
+
+    def __enter__(self) -> None:
+        self.entries += 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def options_of_step(folder: str) -> dict[str, Any]:
+    """Return TF32 of the steps, the entries of the context of TRL, and operations of a step."""
+
+    class Own(SamestepTrainerMixin, _Offloading):
+        pass
+
+    instance = trainer(folder, Own, max_steps=2)
+    instance.args.tf32 = True  # TrainingArguments(tf32=True) needs a GPU
+    instance.maybe_activation_offload_context = _Counted()
+    instance.train()
+    batch = next(iter(instance.get_train_dataloader()))
+    plain = transformers.Trainer.floating_point_ops
+    return {
+        "tf32": instance._engine.config.tf32,
+        "entries": instance.maybe_activation_offload_context.entries,
+        "operations": instance.floating_point_ops(batch),
+        "sum": sum(plain(instance, microbatch.data) for microbatch in batch.local_microbatches),
+    }
+
+
+def code_of(function: Any) -> str:
+    """Return the code of the error of Samestep that a function raises, or `none`."""
     try:
-        trainer(folder, max_steps=1, **options).train()
+        function()
     except SamestepError as error:
         return error.code
     return "none"
-
-
-class _OwnLoader(Trainer):
-    def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(rows(), batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
-
-
-def refusals(folder: str) -> dict[str, str]:
-    """Return the error codes of arguments that do not fit."""
-    return {
-        "none": _code(folder),
-        "by length": _code(folder, train_sampling_strategy="group_by_length"),
-        "accumulation": _code(folder, gradient_accumulation_steps=2),
-        "rebalance": _code(folder, train_sampling_strategy="batch_rebalance"),
-        "compile": _code(folder, torch_compile=True),
-        "find": _code(folder, auto_find_batch_size=True),
-        "tokens": _code(folder, include_num_input_tokens_seen="all"),
-        "skip": _code(folder, ignore_data_skip=True),
-        "loader": _code(folder, kind=_OwnLoader),
-    }
 
 
 def other_batches(folder: str) -> str:
     """Return the code of a resumption with another global batch size."""
-    try:
-        trainer(folder, batch=16).train(resume_from_checkpoint=True)
-    except SamestepError as error:
-        return error.code
-    return "none"
+    return code_of(lambda: trainer(folder, batch=16).train(resume_from_checkpoint=True))
 
 
 def generate(folder: str) -> dict[str, Any]:
@@ -261,6 +344,7 @@ def missing_names(folder: str) -> list[str]:
     """Return the private names of Transformers and Accelerate that the adapter needs and that do not exist."""
     instance = trainer(folder)
     names = ["_loss_shifts_labels", "_prepare_inputs", "gather_function", "model_accepts_loss_kwargs"]
+    names += ["_load_callback_state", "_get_num_items_in_batch", "preprocess_logits_for_metrics", "is_in_train"]
     names += ["create_accelerator_and_postprocess", "get_batch_samples", "compute_loss_context_manager"]
     missing = [name for name in names if not hasattr(instance, name)]
     source = inspect.getsource(transformers.Trainer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -109,16 +110,33 @@ class GlobalBatch:
 
 
 def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `function` to every tensor in nested lists, tuples and mappings; other values stay unchanged."""
-    if isinstance(data, torch.Tensor):
+    """Apply `function` to every tensor in nested lists, tuples and mappings, which keep their types.
+
+    Other values stay unchanged.
+    """
+    return _map(data, function, lambda value: isinstance(value, torch.Tensor))
+
+
+def _map(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    if is_leaf(data):
         return function(data)
     if isinstance(data, Mapping):
-        return {key: map_tensors(value, function) for key, value in data.items()}
+        return with_items(data, {key: _map(value, function, is_leaf) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, function) for value in data))
+        return type(data)(*(_map(value, function, is_leaf) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(map_tensors(value, function) for value in data)
+        return type(data)(_map(value, function, is_leaf) for value in data)
     return data
+
+
+def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other values of its keys; a `dict` if the type has no assignment."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    result = copy(mapping)  # with attributes, such as the encodings of a tokenizer
+    for key, value in items.items():
+        result[key] = value
+    return result
 
 
 def tensors_of(data: Any) -> Iterator[torch.Tensor]:
@@ -152,8 +170,24 @@ def channels_last(data: Any) -> Any:
 
 
 def move(data: Any, device: torch.device) -> Any:
-    """Return `data` with every tensor on `device`."""
-    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return `data` with every tensor on `device`, and every other object that has a method `to`, such as a graph."""
+    return _map(data, lambda value: _to(value, device), _has_method_to)
+
+
+def _move_tensors(data: Any, device: torch.device) -> Any:
+    return _map(data, lambda value: _to(value, device) if isinstance(value, torch.Tensor) else value, _has_method_to)
+
+
+def _has_method_to(value: Any) -> bool:
+    # Batches of tokenizers are copied as other mappings.
+    return hasattr(type(value), "to") and not isinstance(value, dict | UserDict)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    try:
+        return value.to(device, non_blocking=True)
+    except TypeError:  # a method without the option
+        return value.to(device)
 
 
 def move_next_to(data: Any, other: Any) -> Any:
@@ -174,14 +208,15 @@ def prefetch_to_device(
     for microbatch in chain(microbatches, [None] * ahead):
         if microbatch is not None:
             with module.stream(stream):
-                copied.append((move(microbatch, device), stream.record_event()))
+                copied.append((_move_tensors(microbatch, device), stream.record_event()))
         if copied and (microbatch is None or len(copied) > ahead):
             ready, event = copied.popleft()
             current = module.current_stream(device)
             current.wait_event(event)
             for tensor in tensors_of(ready):  # the allocator must not reuse memory that the current stream still reads
-                tensor.record_stream(current)
-            yield ready
+                if is_accelerator(tensor.device):
+                    tensor.record_stream(current)
+            yield move(ready, device)  # the tensors of other objects cannot be recorded: copy in the current stream
 
 
 def _first_device(data: Any) -> torch.device | None:

@@ -21,12 +21,20 @@ from torch.utils.data import DataLoader
 
 from samestep.config import DeviceKind
 from samestep.distributed.devices import accelerator_module
-from samestep.distributed.world import World, all_gather, gather_numbers
+from samestep.distributed.world import World, gather_numbers
 from samestep.engine.buffer_values import Rule
 from samestep.engine.step_stats import StepResult
-from samestep.integrations.accelerate_data import PreparedLoader
-from samestep.integrations.accelerate_options import require_supported_options, require_supported_state
+from samestep.integrations.accelerate_data import Iteration, PreparedLoader
+from samestep.integrations.accelerate_gather import after_loop_error, gather_samples
+from samestep.integrations.accelerate_options import (
+    require_no_accumulation,
+    require_placement,
+    require_same_ranks,
+    require_supported_options,
+    require_supported_state,
+)
 from samestep.integrations.accelerate_position import Position
+from samestep.integrations.accelerate_schedules import ScheduleCheck, learning_rates
 from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.microbatch_loop import MicrobatchLoop
 from samestep.integrations.torch_loader import integration_error
@@ -55,6 +63,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         world: the ranks.
         step_result: result of the last optimizer step, such as the mean `loss` of the global batch; the same on every
             process. None before the first step.
+        iterations: those over prepared loaders that run at present, the innermost one last.
 
     Raises:
         InputError: an option or the launch configuration does not fit the steps of a global batch.
@@ -73,12 +82,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         require_supported_options(options)
         # Otherwise, on a machine without GPUs, each process of a launcher would train alone.
         options.setdefault("cpu", accelerator_module().device_count() == 0)
-        super().__init__(**options)
+        threads = torch.get_num_threads()
+        super().__init__(**options)  # sets another number
+        torch.set_num_threads(threads)
         require_supported_state(self)
         self._owns_world = world is None
-        # After the set-up of Accelerate, which sets the number of threads.
         self.world = self._adopted_world() if world is None else world
-        self._require_same_ranks()
+        require_same_ranks(self, self.world)
         self.global_batch_size, self.microbatches, self.seed = global_batch_size, microbatches, seed
         self.step_result: StepResult | None = None
         self._buffers = buffers
@@ -86,8 +96,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._trained: torch.nn.Module | None = None
         self._loaders: list[PreparedLoader] = []
         self._updating: list[torch.optim.Optimizer] = []
-        self._iterations: list[PreparedLoader] = []  # that run at present, the innermost one last
-        self._updates, self._rates = 1, list[Any]()  # optimizer steps since the last gradient; learning rates
+        self.iterations: list[Iteration] = []
+        self._has_evaluated = False  # since the last iteration outside of others began
+        self._updates = 1  # optimizer steps since the last gradient
         self._position = Position(self)
         self.register_for_checkpointing(self._position)
 
@@ -95,6 +106,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def is_training(self) -> bool:
         """Whether an iteration that begins now computes steps: in training mode, and with gradients."""
         return self._trained is not None and self._trained.training and torch.is_grad_enabled()
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """1: microbatches replace accumulation. Another number is refused."""
+        return int(super().gradient_accumulation_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        require_no_accumulation(steps)
 
     @property
     def cursor(self) -> Cursor:
@@ -111,15 +131,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self._loop is None:
             if self._trained is None:
-                raise integration_error(
-                    "a training iteration without a prepared model",
-                    "one model with trained parameters",
-                    "accelerator.prepare(model, optimizer, loader)",
-                )
+                missing = "a training iteration without a prepared model", "one model with trained parameters"
+                raise integration_error(*missing, "accelerator.prepare(model, optimizer, loader)")
             steps = self._position.steps
             self._loop = MicrobatchLoop(self._trained, world=self.world, seed=self.seed, buffers=self._buffers)
             self._loop.engine.steps = steps
         return self._loop
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        if isinstance(obj, PreparedLoader):  # no DataLoader of torch
+            return self.prepare_data_loader(obj, device_placement)
+        return super()._prepare_one(obj, first_pass, device_placement)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -127,7 +149,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Move a model to the device and prepare it for mixed precision; there is no wrapper.
 
         Raises:
-            InputError: a second model has trained parameters.
+            InputError: a second model has trained parameters, or a trained model is not to be moved.
         """
         if any(parameter.requires_grad for parameter in model.parameters()) and not evaluation_mode:
             if self._trained not in (None, model):
@@ -136,6 +158,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "one trained model, of which all losses are computed",
                     "make both parts of one torch.nn.Module; freeze a model that is not trained",
                 )
+            require_placement(device_placement, "a trained model")
             self._trained = model
         # In evaluation mode, Accelerate does not wrap the model in DDP.
         return cast("torch.nn.Module", super().prepare_model(model, device_placement, evaluation_mode=True))
@@ -149,21 +172,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return a loader of microbatches in training, and of whole batches in evaluation.
 
         Raises:
-            InputError: the dataset has no length and indices.
+            InputError: the dataset has no length and indices, or data are not to be moved.
         """
-        if isinstance(data_loader, PreparedLoader):
-            return data_loader
-        prepared = PreparedLoader(self, data_loader)
-        self._loaders.append(prepared)
+        require_placement(device_placement, "a DataLoader")
+        prepared = data_loader if isinstance(data_loader, PreparedLoader) else PreparedLoader(self, data_loader)
+        if prepared not in self._loaders:  # as after free_memory
+            self._loaders.append(prepared)
         return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return an optimizer that acts at the end of a global batch."""
-        if not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer.register_step_post_hook(self._count_update)
-            self._updating.append(optimizer)
+        updating = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if updating not in self._updating:
+            updating.register_step_post_hook(self._count_update)
+            self._updating.append(updating)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _count_update(self, *arguments: Any) -> None:
@@ -180,35 +204,35 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Leave `sync_gradients`, which the prepared loader sets, unchanged."""
 
     @contextmanager
-    def iteration(self, loader: PreparedLoader) -> Iterator[None]:
+    def iteration(self, iteration: Iteration) -> Iterator[None]:
         """Surround an iteration over a prepared loader."""
-        self._iterations.append(loader)
+        self._has_evaluated &= bool(self.iterations)
+        self.iterations.append(iteration)
         try:
             yield
         finally:
-            self._iterations.remove(loader)
-            if self._iterations:
-                self._iterations[-1].has_inner_loop = True
+            self.iterations.remove(iteration)
+            self._has_evaluated |= not iteration.is_training
+            if self.iterations:
+                self.iterations[-1].has_inner_loop = True
 
-    def train_on(self, loader: PreparedLoader) -> Iterator[Any]:
-        """Yield the data of the microbatches of a training iteration over `loader`.
+    def train_on(self, iteration: Iteration) -> Iterator[Any]:
+        """Yield the data of the microbatches of a training iteration.
 
         Raises:
-            InputError: no optimizer used a gradient, or a learning rate changed within a global batch.
+            InputError: no optimizer used a gradient, or a scheduler made a step within a global batch.
         """
-        loop, begun = self.loop, -1
+        loop, begun, schedule = self.loop, -1, ScheduleCheck(self._updating)
         try:
-            for data in loop.microbatches(loader.loader):
+            for data in loop.microbatches(iteration.loader.loader):
                 if loop.is_first:
                     self._require_update()
-                    self._updates, self._rates, begun = 0, self._learning_rates(), loop.engine.steps
-                elif self._learning_rates() != self._rates:
-                    raise integration_error(
-                        "the learning rate changed within a global batch",
-                        "one step of a scheduler per optimizer step; the body of the loop runs once per microbatch",
-                        "prepare the scheduler, or step it `if accelerator.sync_gradients:`",
-                    )
+                    self._updates, begun = 0, loop.engine.steps
+                    schedule.begin()
+                else:
+                    schedule.require_unchanged()
                 self.gradient_state.sync_gradients = loop.is_last
+                iteration.is_filler = loop.microbatch is not None and loop.microbatch.is_filler
                 yield data
         finally:
             # A loop that ends within a global batch undoes the batch, which then needs no update.
@@ -218,9 +242,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _restore_update(self) -> None:
         """Allow another step, or a save, as after an update."""
         self._updates, self.gradient_state.sync_gradients = 1, True
-
-    def _learning_rates(self) -> list[Any]:
-        return [group["lr"] for optimizer in self._updating for group in optimizer.param_groups]
 
     def _require_update(self) -> None:
         if self._updates == 0:
@@ -243,8 +264,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         self.loop.backward(loss if count is None else counted_loss(loss, count))
         if self.loop.is_last and self.loop.result is not None:
-            rates = self._learning_rates()
-            self.step_result = replace(self.loop.result, lr=float(rates[0]) if rates else 0.0)
+            rate = next(iter(learning_rates(self._updating)), None)
+            self.step_result = replace(self.loop.result, lr=0.0 if rate is None else float(rate))
 
     def gather(self, tensor: Any) -> Any:
         """Gather nested tensors from all processes, in the order of the samples of an evaluation.
@@ -253,50 +274,45 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         first dimension can have another length on every process.
 
         Raises:
-            InputError: a loop over another loader has ended in the body of this one.
+            InputError: an evaluation, or a loop in the body of this one, has ended before, or as `gather_samples`.
         """
-        if not self._iterations:
-            return super().gather(tensor)
-        current = self._iterations[-1]
-        if current.has_inner_loop:
-            # The value can be one of the microbatch, which a filler must not count, or one of the inner loop.
-            raise integration_error(
-                "accelerator.gather in the body of a loop, after a loop over another prepared loader",
-                "values of the current samples: processes that compute samples a second time are left out",
-                "accelerator.gather_for_metrics inside of the inner loop; gather values of the outer loop before it",
-            )
-        is_real = [bool(flag) for (flag,) in gather_numbers(self.world, [not current.is_filler])]
-        return self._gathered(tensor, is_real)
+        return self._gathered(tensor) if self.iterations else self._gathered_outside(super().gather, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather nested tensors, or lists of JSON values, so that each sample occurs once; see `gather`."""
-        return self.gather(input_data)
+        """Gather nested tensors, or lists with one item per sample, so that each sample occurs once; see `gather`.
 
-    def _gathered(self, value: Any, is_real: list[bool]) -> Any:
-        if isinstance(value, Mapping):
-            return type(value)((key, self._gathered(item, is_real)) for key, item in value.items())  # type: ignore[call-arg]
-        is_list = isinstance(value, list | tuple)
-        if is_list and value and all(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in value):
-            items = [self._gathered(item, is_real) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        rows = [row for row, real in zip(all_gather(value, self.world), is_real, strict=True) if real]
-        if isinstance(value, torch.Tensor):
-            return torch.stack(rows) if value.dim() == 0 else torch.cat(rows)
-        return [item for row in rows for item in row] if is_list else rows
+        Args:
+            input_data: tensors, lists, numbers, text or None, nested in tuples and mappings; see `gather_samples`.
+            use_gather_object: a list of tensors has one tensor per sample.
+        """
+        if self.iterations:
+            return self._gathered(input_data, by_sample=use_gather_object)
+        return self._gathered_outside(super().gather_for_metrics, input_data, use_gather_object)
+
+    def _gathered(self, value: Any, *, by_sample: bool = False) -> Any:
+        current = self.iterations[-1]
+        if current.has_inner_loop:
+            raise after_loop_error("gather", "in the body of a loop, after a loop over another prepared loader")
+        return gather_samples(value, self.world, is_counted=not current.is_filler, by_sample=by_sample)
+
+    def _gathered_outside(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        if self._has_evaluated:
+            raise after_loop_error(collective.__name__, "after an evaluation")
+        return collective(*arguments)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors over processes, outside of loops over prepared loaders.
+        """Reduce nested tensors over processes, outside of loops over prepared loaders, and not after an evaluation.
 
         Raises:
-            InputError: the call is in such a loop.
+            InputError: the call is in such a loop, or after an evaluation.
         """
-        if self._iterations:
+        if self.iterations:
             raise integration_error(
                 "accelerator.reduce in a loop over a prepared loader",
                 "a sum over samples, of which processes have different numbers",
                 "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
             )
-        return super().reduce(tensor, reduction, scale)
+        return self._gathered_outside(super().reduce, tensor, reduction, scale)
 
     def check_trigger(self) -> bool:
         """Return whether a process has called `set_trigger` since the last true result; a collective."""
@@ -320,6 +336,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "save `if accelerator.sync_gradients:`, after optimizer.step()",
             )
         return super().save_state(output_dir, safe_serialization, **options)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> Any:
+        """Load the state with the position in the data, outside of loops over prepared loaders.
+
+        Raises:
+            InputError: the call is in such a loop.
+            CheckpointError: the data or their batches are others than those of the checkpoint.
+        """
+        if self.iterations:
+            raise integration_error(
+                "accelerator.load_state in a loop over a prepared loader",
+                "an iteration that begins at the loaded position",
+                "call accelerator.load_state before the loop, or after its end",
+            )
+        super().load_state(input_dir, load_kwargs, **options)
+        self._restore_update()
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Refuse: `load_state` restores the position.
@@ -345,8 +377,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """Release the prepared objects; another model can be prepared then."""
-        self._trained = self._loop = None
+        self._trained, self._loop, self._has_evaluated = None, None, False
         self._restore_update()
+        self._position.reset()
         self._loaders.clear()
         self._updating.clear()
         return super().free_memory(*objects)
@@ -363,12 +396,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _adopted_world(self) -> World:
         timeout = None if self.init_handler is None else self.init_handler.timeout
         return init(device=cast("DeviceKind", self.device.type), timeout=timeout, adopt=True)
-
-    def _require_same_ranks(self) -> None:
-        if (self.process_index, self.num_processes) != (self.world.rank, self.world.size):
-            raise integration_error(
-                f"Accelerate is process {self.process_index} of {self.num_processes}, and the world has rank "
-                f"{self.world.rank} of {self.world.size}",
-                "one launcher for both",
-                "start the script with samestep run, accelerate launch or torchrun",
-            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -16,11 +18,32 @@ from samestep.data.permutation import Order
 from samestep.data.samplers import drawn_order
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
+from samestep.engine.buffer_values import EvaluationState, written_in_evaluation_error
 from samestep.integrations.lightning_data import SamestepDataLoader
-from samestep.integrations.torch_loader import global_loader, integration_error, order_options
+from samestep.integrations.torch_loader import global_loader, integration_error, order_options, order_seed
+from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     from samestep.integrations.accelerate import Accelerator
+
+
+@dataclass(eq=False)
+class Iteration:
+    """An iteration over a prepared loader.
+
+    Attributes:
+        loader: the loader.
+        is_training: the iteration computes steps.
+        length: in an evaluation, how often the body of this process runs.
+        is_filler: the current samples are computed a second time, and do not count.
+        has_inner_loop: another iteration has ended since the current samples.
+    """
+
+    loader: PreparedLoader
+    is_training: bool
+    length: int = 0
+    is_filler: bool = False
+    has_inner_loop: bool = False
 
 
 class PreparedLoader:
@@ -29,7 +52,6 @@ class PreparedLoader:
     Attributes:
         dataset: the dataset.
         is_stepped: the loader was used for training, or has a saved position.
-        has_inner_loop: a loop over another prepared loader has ended since the current samples.
     """
 
     _is_accelerate_prepared = True
@@ -43,7 +65,7 @@ class PreparedLoader:
             )
         self.dataset, self._accelerator, self._torch_loader = loader.dataset, accelerator, loader
         self._loader: Loader | None = None
-        self._is_training = self._is_filler = self.is_stepped = self.has_inner_loop = False
+        self.is_stepped = self._is_evaluated = False
 
     @property
     def loader(self) -> Loader:
@@ -60,29 +82,38 @@ class PreparedLoader:
         return self._loader
 
     @property
-    def is_filler(self) -> bool:
-        """Whether the current samples are computed a second time, and do not count."""
-        microbatch = self._accelerator.loop.microbatch if self._is_training else None
-        return self._is_filler if microbatch is None else microbatch.is_filler
-
-    @property
     def batch_size(self) -> int | None:
         """Samples of a batch of the `DataLoader`."""
         return self._torch_loader.batch_size
 
     def __len__(self) -> int:
-        """Number of optimizer steps in an epoch; in evaluation mode, number of iterations of the loop."""
-        if self._accelerator.is_training:
+        """Number of optimizer steps in an epoch; of a loader that is used for evaluation alone, number of batches.
+
+        In the body of an evaluation, how often the body runs; otherwise the same on any number of processes.
+        """
+        owner = self._accelerator
+        current = next((iteration for iteration in reversed(owner.iterations) if iteration.loader is self), None)
+        if current is not None and not current.is_training:
+            return current.length
+        # Scripts create schedulers before the first iteration, also while a pretrained model is in evaluation mode.
+        is_trained = self.is_stepped or owner.is_training or not self._is_evaluated
+        if is_trained and not self._is_too_small:
             return len(self.loader)
-        size, world = self._torch_loader.batch_size or 1, self._accelerator.world
-        return math.ceil(len(self._evaluation_order()) / (size * world.size))
+        return math.ceil(len(self._evaluation_order()) / (self._torch_loader.batch_size or 1))
+
+    @property
+    def _is_too_small(self) -> bool:
+        """Whether a batch has fewer samples than a global batch has microbatches, as only one of an evaluation can."""
+        size, number = self._accelerator.global_batch_size or self.batch_size, self._accelerator.microbatches
+        return size is not None and number != "auto" and size < number
 
     def __iter__(self) -> Iterator[Any]:
-        self._is_training = self._accelerator.is_training
-        self.is_stepped |= self._is_training
-        with self._accelerator.iteration(self):
-            for data in self._accelerator.train_on(self) if self._is_training else self._evaluate():
-                self.has_inner_loop = False
+        iteration = Iteration(self, self._accelerator.is_training)
+        self.is_stepped |= iteration.is_training
+        self._is_evaluated |= not iteration.is_training
+        with self._accelerator.iteration(iteration):
+            for data in (self._accelerator.train_on if iteration.is_training else self._evaluate)(iteration):
+                iteration.has_inner_loop = False
                 yield data
 
     def set_epoch(self, epoch: int) -> None:
@@ -90,7 +121,11 @@ class PreparedLoader:
 
     def state(self) -> dict[str, Any] | None:
         """Return the position and the settings on which batches depend; None for a loader without steps."""
-        return SamestepDataLoader(self.loader, self.dataset, is_training=True).state_dict() if self.is_stepped else None
+        return (
+            SamestepDataLoader(self.loader, self._torch_loader, is_training=True).state_dict()
+            if self.is_stepped
+            else None
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position.
@@ -98,11 +133,17 @@ class PreparedLoader:
         Raises:
             CheckpointError: the data or their batches are others than those of the checkpoint.
         """
-        SamestepDataLoader(self.loader, self.dataset, is_training=True).load_state_dict(state)
+        SamestepDataLoader(self.loader, self._torch_loader, is_training=True).load_state_dict(state)
         self.is_stepped = True
 
+    def reset(self) -> None:
+        """Move to the beginning of the training."""
+        self.is_stepped = False
+        if self._loader is not None:
+            self._loader.cursor = Cursor()
+
     def _evaluation_order(self) -> Order:
-        loader, seed = self._torch_loader, self._accelerator.seed
+        loader, seed = self._torch_loader, order_seed(self._torch_loader.batch_sampler, self._accelerator.seed)
         if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
             raise integration_error(
                 "an evaluation with a batch sampler, or without batches",
@@ -117,8 +158,14 @@ class PreparedLoader:
             order = global_order(len(dataset), seed=seed, epoch=0, shuffle=bool(options))  # type: ignore[arg-type]
         return order[: len(order) - len(order) % loader.batch_size] if loader.drop_last else order
 
-    def _evaluate(self) -> Iterator[Any]:
-        """Yield every n-th batch of n processes; a process without one at the end computes the first batch again."""
+    def _evaluate(self, iteration: Iteration) -> Iterator[Any]:
+        """Yield every n-th batch of n processes; a process without one at the end computes the first batch again.
+
+        Buffers of the prepared models keep their values: each process has other batches.
+
+        Raises:
+            InputError: a forward changed parameters, or an option of the `DataLoader` has no effect.
+        """
         owner, loader = self._accelerator, self._torch_loader
         order, size, world = self._evaluation_order(), loader.batch_size, owner.world
         assert size is not None
@@ -126,24 +173,18 @@ class PreparedLoader:
             return
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         numbers = range(world.rank, math.ceil(len(batches) / world.size) * world.size, world.size)
+        iteration.length = len(numbers)
         own = numpy.concatenate([batches[number if number < len(batches) else 0] for number in numbers])
         # Each process loads its own batches, as the only one.
         alone = World(0, 1, world.device, world.context)
-        data = Loader(
-            loader.dataset,  # type: ignore[arg-type]
-            batch_size=size,
-            microbatches=1,
-            world=alone,
-            seed=owner.seed,
-            sampler=own.tolist(),
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor,
-        )
-        with preserved_generators(world.device):
+        sampler = BatchSampler(own.tolist(), size, drop_last=False)
+        data = global_loader(loader, world=alone, seed=owner.seed, microbatches=1, batch_sampler=sampler)
+        models = torch.nn.ModuleList(owner._models)
+        with closing(data), preserved_generators(world.device), EvaluationState(models) as state:
             for number, batch in zip(numbers, data.complete_epoch(), strict=True):
-                self._is_filler = number >= len(batches)
+                iteration.is_filler = number >= len(batches)
                 seed_generators(microbatch_seed("evaluation", owner.seed, 0, number), world.device)
                 yield batch.local_microbatches[0].data
+                state.restore()
+        if state.written:
+            raise written_in_evaluation_error(state.written)

@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 from accelerate.utils import DistributedType, DynamoBackend
 
+from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.integrations.torch_loader import integration_error
 
@@ -37,12 +38,7 @@ def require_supported_state(accelerator: accelerate.Accelerator) -> None:
     """
     if accelerator.distributed_type not in _TYPES or accelerator.device.type not in ("cpu", "cuda"):
         raise _unsupported(f"distributed_type={accelerator.distributed_type.value} on {accelerator.device.type}")
-    if accelerator.gradient_accumulation_steps != 1:
-        raise integration_error(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}",
-            "a global batch of all samples of an optimizer step; microbatches bound the memory",
-            "global_batch_size= with all samples of a step, and gradient_accumulation_steps=1",
-        )
+    require_no_accumulation(accelerator.gradient_accumulation_steps)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise _unsupported(f"mixed_precision={accelerator.mixed_precision!r}", "bf16, or no mixed precision")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -59,6 +55,45 @@ def require_supported_state(accelerator: accelerate.Accelerator) -> None:
         raise _unsupported("DistributedDataParallelKwargs", "no DDP: gradients are reduced in a fixed order")
     if not accelerator.device_placement:
         raise _unsupported("device_placement=False")
+
+
+def require_no_accumulation(steps: int) -> None:
+    """Refuse accumulation of gradients over batches.
+
+    Raises:
+        InputError: there are several batches.
+    """
+    if steps != 1:
+        raise integration_error(
+            f"gradient_accumulation_steps={steps}",
+            "a global batch of all samples of an optimizer step; microbatches bound the memory",
+            "global_batch_size= with all samples of a step, and gradient_accumulation_steps=1",
+        )
+
+
+def require_same_ranks(accelerator: accelerate.Accelerator, world: World) -> None:
+    """Refuse another rank or number of processes in Accelerate than in the world.
+
+    Raises:
+        InputError: they differ.
+    """
+    if (accelerator.process_index, accelerator.num_processes) != (world.rank, world.size):
+        raise integration_error(
+            f"Accelerate is process {accelerator.process_index} of {accelerator.num_processes}, and the world has rank "
+            f"{world.rank} of {world.size}",
+            "one launcher for both",
+            "start the script with samestep run, accelerate launch or torchrun",
+        )
+
+
+def require_placement(device_placement: bool | None, name: str) -> None:
+    """Refuse `device_placement=False` for an object.
+
+    Raises:
+        InputError: there is such an option.
+    """
+    if device_placement is False:
+        raise _unsupported(f"device_placement=False for {name}", "data and trained model on the device of the process")
 
 
 def _unsupported(feature: str, expected: str = "replication of the model, one microbatch after another") -> InputError:

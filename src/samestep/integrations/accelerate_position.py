@@ -27,6 +27,10 @@ class Position:
         loop = self._accelerator._loop
         return self._steps if loop is None else loop.engine.steps
 
+    def reset(self) -> None:
+        """Begin without steps."""
+        self._steps = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the position of each loader with steps."""
         return {"steps": self.steps, "loaders": [loader.state() for loader in self._accelerator._loaders]}
@@ -49,5 +53,7 @@ class Position:
         if self._accelerator._loop is not None:
             self._accelerator._loop.engine.steps = self._steps
         for loader, position in zip(loaders, saved, strict=True):
-            if position is not None:
+            if position is None:
+                loader.reset()  # saved before the first step
+            else:
                 loader.restore(position)

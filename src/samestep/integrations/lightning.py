@@ -22,8 +22,8 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper, _
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
-from torchmetrics import Metric, MetricCollection
 
 from samestep.config import DeviceKind, StepConfig
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
@@ -35,43 +35,17 @@ from samestep.engine.gather import LocalOutputs, gather_outputs
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
 from samestep.integrations.lightning_log import BatchLog
+from samestep.integrations.lightning_metrics import WithoutMetrics, refused_sync, warn_of_inexact_metrics
 from samestep.integrations.lightning_options import (
     require_one_batch_per_step,
     require_supported,
     require_supported_training,
 )
 from samestep.integrations.lightning_predictions import PredictionDataLoader
+from samestep.integrations.lightning_signals import TrainingSignals
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import start
-
-
-class _WithoutMetrics(torch.nn.Module):
-    """View of a module that shares its attributes, but does not list metrics of torchmetrics among its modules.
-
-    The state of a metric belongs to the microbatches of one rank; that of a model is the same on every rank.
-    """
-
-    __slots__ = ("_viewed",)
-    _viewed: torch.nn.Module
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> _WithoutMetrics:
-        """Return a view of `module`."""
-        view = cls.__new__(cls)
-        object.__setattr__(view, "_viewed", module)
-        object.__setattr__(view, "__dict__", module.__dict__)
-        return view
-
-    def named_modules(
-        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        metrics: list[str] = []
-        for name, module in self._viewed.named_modules(memo, prefix, remove_duplicate):
-            if isinstance(module, Metric | MetricCollection):
-                metrics.append(f"{name}.")
-            elif not name.startswith(tuple(metrics)):
-                yield name, module
 
 
 class SamestepStrategy(DDPStrategy):
@@ -138,26 +112,31 @@ class SamestepStrategy(DDPStrategy):
         device = cast("DeviceKind", self.root_device.type)
         world = start(adopt=True, device=device, threads=self._threads, run=self._run)
         self._world = self._session.enter_context(world)
+        # The loaders of Samestep divide the data; Lightning would replace the sampler. Hooks may create loaders.
+        self._module.trainer._accelerator_connector.use_distributed_sampler = False
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare module and optimizers, and the engine for training; a collective."""
         require_supported(self._module, trainer, self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             require_supported_training(self._module, trainer, has_layer_sync=self._layer_sync is not None)
-        # All ranks log equal values.
+        # All ranks log equal values: `require_equal_values`.
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
-        # The loaders of Samestep divide the data; Lightning would replace the sampler.
-        trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
         module, world = self._module, self._ranks
         torch.set_num_threads(self._threads)
-        self._view, self._log, self._engine = _WithoutMetrics.of(module), BatchLog(module, world), None
+        if world.is_main:
+            warn_of_inexact_metrics(module)
+        self._log, self._engine = BatchLog(module, world), None
         if trainer.state.fn == TrainerFn.FITTING:
-            self._gradients = GradientsOnly(self._view)
+            view = WithoutMetrics.of(module)
+            self._gradients = GradientsOnly(view)
             config = StepConfig(seed=self._seed, threads=self._threads)
             self._engine = Engine(
-                self._view, self._gradients, world=world, config=config, buffers=self._buffers, callbacks=[self._log]
+                view, self._gradients, world=world, config=config, buffers=self._buffers, callbacks=[self._log]
             )
+            self._signals = TrainingSignals(trainer, world)
+            self._session.callback(self._signals.remove)
 
     def configure_ddp(self) -> None:
         """Send the state of rank 0 to all ranks; the module is not wrapped."""
@@ -165,6 +144,8 @@ class SamestepStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return a loader of global batches in place of a `DataLoader`."""
+        if isinstance(dataloader, SamestepDataLoader):  # in a `CombinedLoader` that is used again
+            dataloader = dataloader.original
         if not isinstance(dataloader, DataLoader):
             raise integration_error(
                 f"a {type(dataloader).__name__} as a data loader",
@@ -172,10 +153,10 @@ class SamestepStrategy(DDPStrategy):
                 "DataLoader(dataset, batch_size=64), with the samples of a global batch",
             )
         sampler: Any = dataloader.batch_sampler
-        is_prediction = isinstance(sampler, _IndexBatchSamplerWrapper)  # of Lightning
-        if is_prediction:
+        if isinstance(sampler, _IndexBatchSamplerWrapper):  # of Lightning, for predictions
             sampler = sampler._batch_sampler
-        is_training = bool(self._module.trainer.training)
+        trainer = self._module.trainer
+        is_training = bool(trainer.training)
         size, microbatches = self._sizes(getattr(sampler, "batch_size", None), is_training=is_training)
         loader = global_loader(
             dataloader,
@@ -185,14 +166,52 @@ class SamestepStrategy(DDPStrategy):
             microbatches=microbatches,
             batch_sampler=sampler,
         )
-        if is_prediction:
-            return PredictionDataLoader(loader, dataloader.dataset)
-        return SamestepDataLoader(loader, dataloader.dataset, is_training=is_training)
+        if trainer.predicting:
+            return PredictionDataLoader(loader, dataloader)
+        return SamestepDataLoader(loader, dataloader, is_training=is_training)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return a batch of Samestep unchanged: microbatches are transferred when they are computed."""
         self._loader_index = dataloader_idx
         return batch if isinstance(batch, SamestepBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_start(self) -> None:
+        """Move to the position in the data of a checkpoint.
+
+        Lightning does, unless a hook has created the loaders before it restores the state of the loops.
+        """
+        super().on_train_start()
+        self._module.trainer.fit_loop._load_combined_loader_states()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Compare the values of hooks after each epoch and after the first batch, and requeue a job on request."""
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx <= 1:
+            self._log.require_equal_values()
+        self._signals.begin_batch()
+
+    def on_train_end(self) -> None:
+        """Compare the values of hooks."""
+        super().on_train_end()
+        self._log.require_equal_values()
+
+    def on_validation_start(self) -> None:
+        """Let the validation complete."""
+        super().on_validation_start()
+        if self._engine is not None:
+            self._signals.begin_validation()
+
+    def on_validation_end(self) -> None:
+        """Compare the values of hooks."""
+        super().on_validation_end()
+        self._log.require_equal_values()
+        if self._engine is not None:
+            self._signals.end_validation()
+
+    def on_test_end(self) -> None:
+        """Compare the values of hooks."""
+        super().on_test_end()
+        self._log.require_equal_values()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the loss and the gradients of a global batch; a collective.
@@ -214,9 +233,12 @@ class SamestepStrategy(DDPStrategy):
         self._gradients.follow()
         engine.steps = trainer.global_step
         with self._log.batch(is_training=True):
-            result = engine.step(batch.global_batch, forward=self._forward)
-        # Lightning sets gradients to None before it calls `backward`.
+            result = engine.step(batch.global_batch, forward=self._forward, save=self._signals.requests_requeue)
+        self._signals.end_step(result)
+        # Lightning sets gradients to None, or to zero in place, before it calls `backward`.
         self._computed = [(parameter, parameter.grad) for parameter in self._gradients.param_groups[0]["params"]]
+        for parameter, _ in self._computed:
+            parameter.grad = None
         return torch.tensor(result.loss, device=self.root_device)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -264,8 +286,9 @@ class SamestepStrategy(DDPStrategy):
         return super().reduce(tensor.double(), group, reduce_op).to(tensor.dtype)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that this rank fails: others may not reach the end of the world."""
-        self._error = exception
+        """Note that this rank fails: others may not reach the end of the world, unless all ranks stop."""
+        is_agreed = self._engine is not None and isinstance(exception, SIGTERMException)
+        self._error = None if is_agreed else exception
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -299,10 +322,11 @@ class SamestepStrategy(DDPStrategy):
 
     @contextmanager
     def _step_of_module(self) -> Iterator[None]:
-        """Refuse collectives of Lightning in the block: ranks have different numbers of microbatches."""
+        """Refuse collectives of the libraries in the block: ranks have different numbers of microbatches."""
         self._is_in_step = True
         try:
-            yield
+            with refused_sync():
+                yield
         finally:
             self._is_in_step = False
 
@@ -323,7 +347,13 @@ class SamestepStrategy(DDPStrategy):
     ) -> list[LocalOutputs]:
         """Return the outputs of the microbatches of this rank; a collective."""
         batch, *others = args
-        assert isinstance(batch, SamestepBatch)
+        if not isinstance(batch, SamestepBatch):
+            raise integration_error(
+                f"{name} with a batch of {len(batch)} DataLoaders at once",
+                "one DataLoader after another: a batch is one global batch",
+                'a list of DataLoaders, or CombinedLoader(loaders, mode="sequential") in place of "min_size", '
+                '"max_size" and "max_size_cycle"',
+            )
         computed, step = list[LocalOutputs](), getattr(self._module, name)
         with self._log.batch(is_training=False), preserved_generators(self._ranks.device), context:
             for microbatch in batch.global_batch.local_microbatches:
@@ -339,7 +369,11 @@ class SamestepStrategy(DDPStrategy):
         """Return the batch size that replaces `size`, and microbatches; both do not depend on the number of ranks."""
         if is_training:
             size = self._global_batch_size or size
-            if self._microbatches == "auto" and size is not None and not uses_batch_statistics(self._view):
+            if (
+                self._microbatches == "auto"
+                and size is not None
+                and not uses_batch_statistics(WithoutMetrics.of(self._module))
+            ):
                 return self._global_batch_size, auto_microbatches(size, batch_norm=False)
             return self._global_batch_size, self._microbatches
         if size is None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.errors import CheckpointError
@@ -21,6 +24,10 @@ class SamestepBatch:
     def __init__(self, global_batch: GlobalBatch) -> None:
         self.global_batch = global_batch
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield a tensor without memory, in which Lightning finds the size of the batch for values of hooks."""
+        yield torch.empty(self.global_batch.size, device="meta")
+
 
 class SamestepDataLoader:
     """Loader of Samestep as Lightning uses it, in place of a `DataLoader`.
@@ -29,13 +36,18 @@ class SamestepDataLoader:
 
     Args:
         loader: the loader.
-        dataset: the dataset, which callbacks of Lightning read.
+        original: the loader of torch, from which another loader can be made.
         is_training: batches are those of steps, which move the position.
+
+    Attributes:
+        dataset: the dataset, which callbacks of Lightning read.
     """
 
-    def __init__(self, loader: Loader, dataset: Any, *, is_training: bool) -> None:
-        self.loader, self.dataset, self._is_training = loader, dataset, is_training
+    def __init__(self, loader: Loader, original: DataLoader[Any], *, is_training: bool) -> None:
+        self.loader, self.original, self._is_training = loader, original, is_training
+        self.dataset = original.dataset
         self.sampler = self  # Lightning calls `sampler.set_epoch`
+        self.batch_sampler: Any = None
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -6,23 +6,23 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from samestep.data.batch import GlobalBatch, Microbatch
-from samestep.distributed.world import World
+from samestep.distributed.world import World, all_gather
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.engine.step_values import StepValues, ValueRow
 from samestep.integrations.torch_loader import integration_error
 
 _SIGNATURE = inspect.signature(LightningModule.log)
-_LOG = "log"  # first part of the keys of logged values
+_LOG, _METRIC = "log", "metric"  # first parts of the keys of logged numbers, and of metrics of torchmetrics
 _OMITTED = ("self", "name", "value", "batch_size", "enable_graph", "sync_dist", "sync_dist_group")
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 
@@ -32,7 +32,8 @@ class BatchLog(Callback):
 
     The value of `reduce_fx="mean"` is the mean over microbatches, weighted by their numbers of samples or by
     `batch_size`. All ranks log the same bits, so `sync_dist` is not needed. Metrics of torchmetrics are updated by each
-    rank, and combine their own states at the end of the epoch.
+    rank, and combine their own states at the end of the epoch. Every rank logs those that any rank has logged, in the
+    same order, because each of them is a collective.
 
     Args:
         module: the module.
@@ -43,7 +44,8 @@ class BatchLog(Callback):
         self._module, self._world = module, world
         self._values = StepValues()
         self._ordinals: Counter[tuple[int, str]] = Counter()  # number of values of each name in each microbatch
-        self._metrics: dict[str, tuple[Metric, dict[str, Any]]] = {}
+        self._attributes: dict[int, str] = {}  # names of metrics in the module
+        self._of_single_ranks: set[str] = set()  # names of values that hooks log on rank 0 alone
         self._microbatch = Microbatch(0, 0, None)
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
@@ -56,7 +58,7 @@ class BatchLog(Callback):
 
         A collective.
         """
-        self._metrics, self._values = {}, StepValues()
+        self._values = StepValues()
         self._ordinals.clear()
         self._is_training = is_training
         self._module.log = self._record  # type: ignore[method-assign]
@@ -77,12 +79,12 @@ class BatchLog(Callback):
         bound = _SIGNATURE.bind(self._module, *arguments, **named).arguments
         name, value = bound["name"], bound["value"]
         options = {key: option for key, option in bound.items() if key not in _OMITTED}
-        if isinstance(value, Metric):
-            self._require_epoch(name, options)
-            self._metrics[name] = value, options
-            return
         options["reduce_fx"] = _reduction_name(name, options.get("reduce_fx", "mean"))
         number, weight = self._microbatch.number, bound.get("batch_size")
+        if isinstance(value, Metric):
+            self._require_epoch(name, options)
+            self._values.add(number, (_METRIC, name, self._attribute_of(name, value), json.dumps(options)), 0.0, 0.0)
+            return
         weight = self._microbatch.size if weight is None else int(weight)
         ordinal = self._ordinals[number, name]
         self._ordinals[number, name] += 1
@@ -90,6 +92,18 @@ class BatchLog(Callback):
         if self._microbatch.size:
             key = (_LOG, name, str(ordinal), json.dumps(options))
             self._values.add(number, key, number_or_scalar, weight)
+
+    def _attribute_of(self, name: str, metric: Metric) -> str:
+        if id(metric) not in self._attributes:
+            modules = self._module.named_modules()
+            self._attributes = {id(module): attribute for attribute, module in modules if isinstance(module, Metric)}
+        if (attribute := self._attributes.get(id(metric))) is not None:
+            return attribute
+        raise integration_error(
+            f"self.log({name!r}, metric) with a {type(metric).__name__} that the module does not contain",
+            "an attribute of the module: ranks without samples log the metric, too",
+            f"self.{name.rpartition('/')[2]} = {type(metric).__name__}(...) in __init__; for several, a ModuleDict",
+        )
 
     def _require_epoch(self, name: str, options: dict[str, Any]) -> None:
         on_step = options.get("on_step")
@@ -109,8 +123,42 @@ class BatchLog(Callback):
             weight, options = int(sum(row.second for row in rows)), json.loads(rows[0].key[3])
             if weight:
                 self._module.log(name, _combined(rows, options["reduce_fx"]), batch_size=weight, **options)
-        for name, (metric, options) in self._metrics.items():
-            self._module.log(name, metric, **options)
+        for key in dict.fromkeys(row.key for row in self._values.rows if row.key[0] == _METRIC):
+            _, name, attribute, arguments = key
+            self._module.log(name, cast("Metric", self._module.get_submodule(attribute)), **json.loads(arguments))
+
+    def require_equal_values(self) -> None:
+        """Refuse values that hooks logged and that differ between ranks; a collective.
+
+        Raises:
+            InputError: there is one.
+        """
+        trainer = self._module.trainer
+        for results in (trainer._results, trainer.fit_loop.epoch_loop._results):
+            items: Iterable[Any] = (results or {}).values()
+            self._of_single_ranks |= {item.meta.name for item in items if item.meta.sync.rank_zero_only}
+        own = {
+            name: ", ".join(map(repr, value.double().flatten().tolist()))
+            for name, value in trainer.callback_metrics.items()
+            if not self._of_single_ranks & _possible_names(name)
+        }
+        first, *others = all_gather(own, self._world)
+        for rank, values in enumerate(others, start=1):
+            for name in sorted({*first, *values}):
+                mine, other = (f"as {logged[name]}" if name in logged else "not" for logged in (first, values))
+                if mine != other:
+                    raise integration_error(
+                        f"a hook logged {name!r} {mine} on rank 0, and {other} on rank {rank}",
+                        "equal values on every rank; a hook has the microbatches of its own rank alone",
+                        f"self.log({name!r}, ...) in the step, which combines all microbatches; with "
+                        "rank_zero_only=True for a value of one rank, such as a time",
+                    )
+
+
+def _possible_names(key: str) -> set[str]:
+    """Return the names with which a value can have been logged whose key is in `callback_metrics`."""
+    name, _, _ = key.partition("/dataloader_idx_")
+    return {name, name.removesuffix("_step"), name.removesuffix("_epoch")}
 
 
 def _combined(rows: list[ValueRow], reduction: str) -> float:

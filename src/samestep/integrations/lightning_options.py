@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from samestep.engine.batch_norm_checks import uses_batch_statistics
+from samestep.errors import InputError
 from samestep.integrations.torch_loader import integration_error
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -81,6 +82,16 @@ def require_supported_training(module: LightningModule, trainer: Trainer, *, has
             "kernels that do not depend on the sizes of microbatches that a rank has computed before",
             "trainer.fit(module), without torch.compile",
         )
+    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:  # since 2.6
+        raise integration_error(
+            f"a val_check_interval of {seconds:g} seconds",
+            "validation after a number of batches: each rank reads a clock of its own",
+            "Trainer(val_check_interval=500), a number of global batches, or 0.25, a part of an epoch",
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            largest = max(callback.scheduling.values())
+            raise _accumulation_error(f"GradientAccumulationScheduler({callback.scheduling})", largest)
     require_one_batch_per_step(trainer)
 
 
@@ -90,9 +101,14 @@ def require_one_batch_per_step(trainer: Trainer) -> None:
     Raises:
         InputError: the trainer accumulates.
     """
-    if trainer.accumulate_grad_batches != 1:
-        raise integration_error(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "one optimizer step per global batch, whose microbatches are accumulated",
-            f"a global batch size {trainer.accumulate_grad_batches} times as large, and as many more microbatches",
-        )
+    number = trainer.accumulate_grad_batches
+    if number != 1:
+        raise _accumulation_error(f"accumulate_grad_batches={number}", number)
+
+
+def _accumulation_error(value: str, batches: int) -> InputError:
+    return integration_error(
+        value,
+        "one optimizer step per global batch, whose microbatches are accumulated",
+        f"a global batch size {batches} times as large, and as many more microbatches",
+    )

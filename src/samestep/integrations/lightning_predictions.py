@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import DataLoader
 
 from samestep.data.loader import Loader
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
@@ -24,11 +25,11 @@ class PredictionDataLoader(SamestepDataLoader):
 
     Args:
         loader: the loader.
-        dataset: the dataset.
+        original: the loader of torch.
     """
 
-    def __init__(self, loader: Loader, dataset: Any) -> None:
-        super().__init__(loader, dataset, is_training=False)
+    def __init__(self, loader: Loader, original: DataLoader[Any]) -> None:
+        super().__init__(loader, original, is_training=False)
         self.batch_sampler = _SeenIndices()
 
     def __iter__(self) -> Iterator[SamestepBatch]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import numpy
 import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -14,6 +17,7 @@ from samestep.errors import InputError
 from samestep.microbatches import Microbatches
 
 integration_error = partial(InputError, code="E_INTEGRATION")
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
 def global_loader(
@@ -28,6 +32,7 @@ def global_loader(
     """Return a loader of global batches with dataset, order, collation and workers of `loader`.
 
     `shuffle=True` becomes the order of Samestep, a function of seed and epoch. Other samplers are drawn once per epoch.
+    The initial seed of a generator of the sampler replaces `seed`, as in `Loader`.
 
     Args:
         loader: a loader of torch, which is not iterated.
@@ -38,9 +43,10 @@ def global_loader(
         batch_sampler: used in place of the batch sampler of `loader`.
 
     Raises:
-        InputError: the loader has no batches, no length, or a sampler that divides the data among ranks.
+        InputError: the loader has no batches or no length, or its sampler or collate function depends on the rank.
     """
     _require_default_workers(loader)
+    require_pure_collation(loader.collate_fn)
     options: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
@@ -72,7 +78,7 @@ def global_loader(
         options |= {"batch_size": batch_size or batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
         options |= order_options(batch_sampler.sampler)
     dataset: Any = loader.dataset
-    return Loader(dataset, world=world, seed=seed, microbatches=microbatches, **options)
+    return Loader(dataset, world=world, seed=order_seed(batch_sampler, seed), microbatches=microbatches, **options)
 
 
 def _require_default_workers(loader: DataLoader[Any]) -> None:
@@ -85,6 +91,43 @@ def _require_default_workers(loader: DataLoader[Any]) -> None:
         raise integration_error(
             f"DataLoader({name}={getattr(loader, name)!r})", "workers of Samestep's loader", f"leave out {name}"
         )
+
+
+def require_pure_collation(collate: Any) -> None:
+    """Refuse a collate function with a seed or a generator of its own.
+
+    Its random numbers would depend on the microbatches that this process, or one of its workers, has collated before.
+
+    Raises:
+        InputError: the function, or one that it wraps, has one.
+    """
+    while isinstance(collate, partial) or hasattr(collate, "data_collator"):  # a wrapper of Transformers
+        collate = collate.func if isinstance(collate, partial) else collate.data_collator
+    is_method = isinstance(collate, MethodType)
+    owner = collate.__self__ if is_method else collate
+    names = [
+        name
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, _GENERATORS) or (name == "seed" and value is not None)
+    ]
+    if is_method:  # the owner, such as a data module, can use them for its splits
+        used = getattr(collate, "__code__", None)
+        names = [name for name in names if used is None or name in used.co_names]
+    if names:
+        raise integration_error(
+            f"the collate function {type(owner).__name__} with its own {names[0]}",
+            "random numbers of the global generators, which are seeded for each microbatch",
+            f"leave {names[0]} out; the seed of the training decides the random numbers of collation",
+        )
+
+
+def order_seed(batch_sampler: Any, seed: int) -> int:
+    """Return the initial seed of the generator of a batch sampler or of its sampler; `seed` without a generator."""
+    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return seed
 
 
 def order_options(sampler: Any) -> dict[str, Any]:

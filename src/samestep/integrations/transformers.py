@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from samestep.config import DeviceKind, StepConfig
-from samestep.data.batch import GlobalBatch, map_tensors, tensors_of
+from samestep.data.batch import GlobalBatch
+from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_values import Rule
+from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.engine import Engine
-from samestep.engine.gather import LocalOutputs, gather_outputs
+from samestep.engine.gather import LocalOutputs
 from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.torch_loader import integration_error
@@ -39,7 +41,12 @@ from samestep.integrations.transformers_data import (
     trainer_loader,
 )
 from samestep.integrations.transformers_metrics import MicrobatchMetrics
-from samestep.integrations.transformers_options import require_supported_arguments
+from samestep.integrations.transformers_options import (
+    require_supported_accelerator,
+    require_supported_arguments,
+    require_supported_class,
+)
+from samestep.integrations.transformers_predictions import join_predictions
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import init
 
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-_IGNORED = -100  # label that no loss of Transformers counts, and padding of predictions
+_IGNORED = -100  # label that no loss of Transformers counts
 
 
 class SamestepTrainerMixin(_Trainer):
@@ -80,10 +87,12 @@ class SamestepTrainerMixin(_Trainer):
         run: str | Path | None = None,
         **options: Any,
     ) -> None:
+        require_supported_class(type(self), SamestepTrainerMixin)
         self._global_batch_size, self._microbatches = global_batch_size, microbatches
         self._buffers, self._threads, self._run = buffers, threads, run
         self._engine: Engine | None = None
         self._losses: list[tuple[float, float]] = []
+        self._preprocess: Any = None  # `preprocess_logits_for_metrics` of the present evaluation
         super().__init__(*arguments, **options)
         self._position = SamestepCallback()
         self.add_callback(self._position)
@@ -93,19 +102,23 @@ class SamestepTrainerMixin(_Trainer):
         require_supported_arguments(self.args)
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
+        require_supported_accelerator(accelerator)
         accelerator.prepare_data_loader = lambda loader, *_, **__: loader
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
         # Each microbatch counts its own tokens, and the engine divides by the number of all.
         self.args.average_tokens_across_devices = False
         device = cast("DeviceKind", self.args.device.type)
         self._world: World = init(adopt=True, device=device, threads=self._threads, run=self._run)
+        set_tf32(self._world.device, allowed=bool(self.args.tf32))  # as in steps, for an evaluation before the first
         self._values = MicrobatchMetrics(self, self._world)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader with one global batch per step."""
         number = self._microbatches
         assert self.model is not None
-        if number == "auto" and not uses_batch_statistics(self.model):
+        # In any mode: models of `from_pretrained` are in evaluation mode until the first step.
+        has_batch_norm = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        if number == "auto" and not has_batch_norm:
             number = auto_microbatches(self._global_batch_size, batch_norm=False)
         loader = trainer_loader(super().get_train_dataloader(), self.args, self._world, self._global_batch_size, number)
         self._position.loader = loader
@@ -155,8 +168,11 @@ class SamestepTrainerMixin(_Trainer):
         engine.steps = self.state.global_step
         # The forward function receives the number of the microbatch with its data.
         own = tuple(microbatch._replace(data=microbatch) for microbatch in inputs.local_microbatches)
-        result = engine.step(replace(inputs, local_microbatches=own), forward=self._forward)
+        with getattr(self, "maybe_activation_offload_context", nullcontext()):  # of trainers of TRL
+            result = engine.step(replace(inputs, local_microbatches=own), forward=self._forward)
         self._values.share()
+        if result.stop:  # after the update, the trainer saves a checkpoint and ends
+            self.control.should_save = self.control.should_training_stop = True
         # The trainer logs the mean over ranks, whose sum in float32 would be rounded.
         self._tr_loss = self._tr_loss.double()
         return torch.tensor(result.loss, device=self.args.device).double()
@@ -179,28 +195,30 @@ class SamestepTrainerMixin(_Trainer):
         """Return loss, predictions and labels of a global batch, in the order of the samples; a collective."""
         _require_global_batch(inputs, "get_eval_dataloader or get_test_dataloader")
         self.gather_function = _unchanged  # every rank has all rows
-        device, losses, computed = self._world.device, list[list[float]](), list[LocalOutputs]()
+        device, losses, computed = self._world.device, list[torch.Tensor](), list[LocalOutputs]()
         with preserved_generators(device):
             for microbatch in inputs.local_microbatches:
                 facts = inputs.begin.samples, microbatch.number
                 seed_generators(microbatch_seed("evaluation", self.args.seed, *facts), device)
-                count = self.count_items(microbatch.data)
+                items = self.count_items(microbatch.data)
                 step = super().prediction_step
                 with self._values.microbatch(microbatch.number):
                     loss, logits, labels = step(model, microbatch.data, prediction_loss_only, ignore_keys, **options)
                 if loss is not None:
-                    number = microbatch.size if count is None else int(count)
-                    losses.append([microbatch.number, float(loss) * number if number else 0.0, number])
+                    count = torch.full((), microbatch.size, device=device) if items is None else items.to(device)
+                    losses.append(torch.stack([loss.double(), count.double()]))
+                if logits is not None and self._preprocess is not None:
+                    logits = self._preprocess(logits, labels)
                 computed.append(LocalOutputs(microbatch, logits, labels))
         self._values.share()
-        rows = [row for rank in all_gather(losses, self._world) for row in rank]
-        total, number = math.fsum(row[1] for row in rows), sum(row[2] for row in rows)
+        own = torch.stack(losses).tolist() if losses else []  # waits for the device once
+        rows = [row for rank in all_gather(own, self._world) for row in rank]
+        total, number = math.fsum(mean * count for mean, count in rows if count), sum(count for _, count in rows)
         self._losses.append((total, number))
         loss = torch.tensor(total / number if number else math.nan, device=device) if rows else None
         if prediction_loss_only:
             return loss, None, None
-        gathered = gather_outputs(_padded(computed, self._world), self._world)
-        return loss, gathered.outputs, gathered.targets
+        return loss, *join_predictions(computed, self._world)
 
     def evaluation_loop(
         self,
@@ -213,7 +231,17 @@ class SamestepTrainerMixin(_Trainer):
         """Run an evaluation that counts each sample once; the loss is the mean over all labels that count."""
         torch.set_num_threads(self._threads)
         self._losses = []
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._engine is None or not self.is_in_train:  # steps have compared the ranks
+            self._compare_ranks()
+        # For each microbatch, before predictions are sent, in place of once for the global batch.
+        before = self.preprocess_logits_for_metrics, self._preprocess
+        self.preprocess_logits_for_metrics, self._preprocess = None, before[0] or before[1]
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self.preprocess_logits_for_metrics, self._preprocess = before
         number = sum(count for _, count in self._losses)
         if output.metrics is not None and number:
             output.metrics[f"{metric_key_prefix}_loss"] = math.fsum(total for total, _ in self._losses) / number
@@ -223,8 +251,24 @@ class SamestepTrainerMixin(_Trainer):
         """Return the number of operations of this rank's microbatches."""
         if not isinstance(inputs, GlobalBatch):
             return super().floating_point_ops(inputs)
-        operations = super().floating_point_ops
-        return sum(operations(microbatch.data) for microbatch in inputs.local_microbatches)
+        # Proportional to the tokens; each call counts the parameters of the model.
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = [microbatch.data[name].numel() for microbatch in inputs.local_microbatches if name in microbatch.data]
+        return super().floating_point_ops({name: torch.empty(sum(tokens), device="meta")} if tokens else {})
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks of a checkpoint, except for the one of this trainer, which has the loader."""
+        super()._load_callback_state()
+        self.remove_callback(SamestepCallback)
+        self.add_callback(self._position)
+
+    def _compare_ranks(self) -> None:
+        """Compare parameters and buffers of the model between ranks; a collective."""
+        model = self.model
+        assert model is not None
+        if any(True for _ in model.parameters()):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # without a state
+            ConsistencyCheck(model, optimizer, self._world, None).compare(self.state.global_step)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationDataLoader:
         size = self._global_batch_size
@@ -238,7 +282,7 @@ class SamestepTrainerMixin(_Trainer):
     def _engine_of(self, model: torch.nn.Module) -> Engine:
         if self._engine is None or self._engine.model is not model:
             torch.set_num_threads(self._threads)  # the set-up of the trainer can change it
-            config = StepConfig(seed=self.args.seed, threads=self._threads)
+            config = StepConfig(seed=self.args.seed, threads=self._threads, tf32=bool(self.args.tf32))
             optimizer = GradientsOnly(model)
             self._engine = Engine(model, optimizer, world=self._world, config=config, buffers=self._buffers)
         assert isinstance(self._engine.optimizer, GradientsOnly)
@@ -275,28 +319,3 @@ def _require_global_batch(batch: object, method: str) -> None:
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _padded(computed: list[LocalOutputs], world: World) -> list[LocalOutputs]:
-    """Pad dimension 1 of each tensor of predictions and labels to the largest of all microbatches; a collective."""
-    own = [[_width(tensor) for tensor in tensors_of((entry.outputs, entry.targets))] for entry in computed]
-    rows = [row for rank in all_gather(own, world) for row in rank]
-    widths = [max(column) for column in zip_longest(*rows, fillvalue=0)]
-
-    def padded(entry: LocalOutputs) -> LocalOutputs:
-        left = iter(widths)
-        pair = map_tensors((entry.outputs, entry.targets), lambda tensor: _pad(tensor, next(left)))
-        return LocalOutputs(entry.microbatch, *pair)
-
-    return [padded(entry) for entry in computed]
-
-
-def _width(tensor: torch.Tensor) -> int:
-    return tensor.shape[1] if tensor.dim() > 1 else 0
-
-
-def _pad(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    if _width(tensor) == width:
-        return tensor
-    rest = tensor.new_full((len(tensor), width - tensor.shape[1], *tensor.shape[2:]), _IGNORED)
-    return torch.cat([tensor, rest], dim=1)

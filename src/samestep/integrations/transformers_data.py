@@ -128,7 +128,8 @@ class SamestepCallback(TrainerCallback, ExportableState):
             CheckpointError: a setting differs from that of the checkpoint.
         """
         callbacks: Any = state.stateful_callbacks  # states by name, once the trainer has begun
-        saved = callbacks.get(type(self).__name__, self.state())["attributes"]["settings"]
+        # A checkpoint of `transformers.Trainer` has no such state, and saving needs one.
+        saved = callbacks.setdefault(type(self).__name__, self.state())["attributes"]["settings"]
         if self.loader is None:
             return
         saved = self.loader.adopt(saved)

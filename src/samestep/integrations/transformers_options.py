@@ -1,10 +1,12 @@
-"""Training arguments of Transformers that do not fit the steps of a global batch."""
+"""Training arguments and classes of trainers that do not fit the steps of a global batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
 
 from samestep.integrations.torch_loader import integration_error
 
@@ -16,6 +18,51 @@ _UPDATES_IN_BACKWARD = (
     *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
     *("galore_adafactor_layerwise", "apollo_adamw_layerwise"),
 )
+_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Their `training_step` only enters a context, which the step of a global batch enters too.
+_OFFLOADING_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+
+
+def require_supported_class(kind: type, mixin: type) -> None:
+    """Refuse a trainer with methods of a step that `mixin` replaces.
+
+    Raises:
+        InputError: a class between the mixin and `transformers.Trainer` has such a method.
+    """
+    classes = kind.__mro__
+    own, bases = (
+        classes[: classes.index(mixin)],
+        classes[classes.index(mixin) + 1 : classes.index(transformers.Trainer)],
+    )
+    replaced = {"training_step": bases, "get_batch_samples": bases, "_get_num_items_in_batch": (*own, *bases)}
+    for name, owner in ((name, owner) for name, owners in replaced.items() for owner in owners if name in vars(owner)):
+        is_of_trl = owner.__module__.startswith("trl.") and owner.__name__ in _OFFLOADING_TRAINERS
+        if not (is_of_trl and name == "training_step"):
+            raise integration_error(
+                f"{owner.__name__}.{name}, which a step of a global batch does not call",
+                "a trainer whose loss is that of compute_loss, for each microbatch",
+                "override compute_loss; and count_items for a mean over something else than samples or labels",
+            )
+
+
+def require_supported_accelerator(accelerator: Accelerator) -> None:
+    """Refuse settings of `accelerate launch` and `accelerate config`, which training arguments do not show.
+
+    Raises:
+        InputError: there is one.
+    """
+    state = accelerator.state
+    refused = {
+        f"distributed_type={state.distributed_type.value}": state.distributed_type not in _TYPES,
+        f"dynamo_backend={state.dynamo_plugin.backend.value}": state.dynamo_plugin.backend != DynamoBackend.NO,
+        "parallelism_config": getattr(state, "parallelism_config", None) is not None,
+    }
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise integration_error(
+            f"Accelerate with {name}, from its environment variables or configuration",
+            "replication of a model that is not compiled, one microbatch after another",
+            "leave the option out of accelerate launch and accelerate config, or start the script with torchrun",
+        )
 
 
 def require_supported_arguments(args: transformers.TrainingArguments) -> None:
@@ -32,6 +79,8 @@ def require_supported_arguments(args: transformers.TrainingArguments) -> None:
             "use global_batch_size=...",
         ),
         "fp16": (args.fp16, "use bf16=True"),
+        # Also of `accelerate launch --mixed_precision`.
+        "mixed_precision": (args.mixed_precision not in ("no", "bf16"), "use bf16"),
         "fsdp": (bool(args.fsdp), _NO_SHARDING),
         "deepspeed": (args.deepspeed is not None, _NO_SHARDING),
         "parallelism_config": (args.parallelism_config is not None, _NO_SHARDING),
@@ -41,7 +90,10 @@ def require_supported_arguments(args: transformers.TrainingArguments) -> None:
         "torch_empty_cache_steps": (args.torch_empty_cache_steps is not None, "use more microbatches"),
         "batch_eval_metrics": (args.batch_eval_metrics, "use compute_metrics of all predictions"),
         "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", 'use the default "no"'),
-        "include_for_metrics": ("inputs" in args.include_for_metrics, "use predictions and labels"),
+        "include_for_metrics": (
+            not {"inputs", "loss"}.isdisjoint(args.include_for_metrics),
+            "use predictions and labels",
+        ),
         "train_sampling_strategy": (args.train_sampling_strategy == "batch_rebalance", 'use "group_by_length"'),
         "ignore_data_skip": (args.ignore_data_skip, "leave it out: a resumption begins at the saved position"),
         "ddp_find_unused_parameters": (bool(args.ddp_find_unused_parameters), "freeze parameters without a gradient"),

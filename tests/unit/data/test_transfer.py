@@ -1,6 +1,7 @@
 """Transfer to devices: structure and order are preserved."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,6 +50,47 @@ def test_nested_tensors_are_moved() -> None:
     assert moved.data[1].targets is None
 
 
+class Encoding(UserDict[str, Any]):
+    """Batch of a tokenizer, with attributes and a method `to`."""
+
+    def __init__(self, values: dict[str, Any], more: str) -> None:
+        super().__init__(values)
+        self.more = more
+
+    def to(self, device: torch.device) -> None:
+        raise NotImplementedError  # it would change the original
+
+
+class Graph:
+    """Object with tensors that no other function finds."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(self.nodes.to(device))
+
+
+@pytest.mark.parametrize("data", [OrderedDict(a=one()), Encoding({"a": one()}, "more")])
+def test_a_mapping_keeps_its_type(data: Any) -> None:
+    moved = move(data, OTHER)
+    assert type(moved) is type(data)
+    assert getattr(moved, "more", None) == getattr(data, "more", None)
+    assert (moved["a"].device, data["a"].device) == (OTHER, CPU)
+
+
+def test_a_mapping_without_assignment_becomes_a_dict() -> None:
+    assert move(MappingProxyType({"a": one()}), OTHER)["a"].device == OTHER
+
+
+def test_objects_with_a_method_are_moved() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([one()])
+    moved = move(Microbatch(0, 1, {"graph": Graph(one()), "packed": packed}), OTHER)
+    assert moved.data["graph"].nodes.device == OTHER
+    assert moved.data["packed"].data.device == OTHER
+    assert moved.data["packed"].batch_sizes.device == CPU
+
+
 @pytest.mark.parametrize("data", ["text", 3, 2.5, None, b"bytes"])
 def test_other_values_are_unchanged(data: Any) -> None:
     assert move(data, OTHER) is data
@@ -89,6 +131,15 @@ def test_gpu_prefetch_preserves_data_and_order(count: int, ahead: int) -> None:
         assert microbatch.data[0].device == device
         assert microbatch.data[0].tolist() == [microbatch.number] * 4
         assert microbatch.data[1]["length"].item() == microbatch.number
+
+
+@pytest.mark.gpu
+def test_gpu_prefetch_moves_objects() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = [Microbatch(0, 1, {"graph": Graph(one()), "packed": torch.nn.utils.rnn.pack_sequence([one()])})]
+    (microbatch,) = prefetch_to_device(iter(source), device)
+    assert microbatch.data["graph"].nodes.device == device
+    assert microbatch.data["packed"].data.device == device
 
 
 @pytest.mark.gpu
