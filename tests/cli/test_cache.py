@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from helpers.system import answer, here
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.zoo.cache.sample_cache import SampleCache
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from samestep.cli.main import main
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError
 from samestep.tools.pack.pack import pack

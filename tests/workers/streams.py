@@ -12,7 +12,7 @@ from torch import nn
 import samestep
 from helpers.number_files import NumberFiles
 from samestep.data.streams.dataset import StreamDataset
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.data.streams.mixture import MixtureSource
 from samestep.distributed.world import all_gather

@@ -32,7 +32,6 @@ from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_values import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs
-from samestep.integrations.gradients import GradientsOnly
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
 from samestep.integrations.lightning_log import BatchLog
 from samestep.integrations.lightning_metrics import WithoutMetrics, refused_sync, warn_of_inexact_metrics
@@ -43,6 +42,7 @@ from samestep.integrations.lightning_options import (
 )
 from samestep.integrations.lightning_predictions import PredictionDataLoader
 from samestep.integrations.lightning_signals import TrainingSignals
+from samestep.integrations.optimizer_stand_in import GradientsOnly
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import start

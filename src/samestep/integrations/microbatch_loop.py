@@ -32,7 +32,7 @@ from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
-from samestep.integrations.gradients import GradientsOnly
+from samestep.integrations.optimizer_stand_in import GradientsOnly
 
 loop_error = partial(InputError, code="E_MICROBATCH_LOOP")
 

@@ -32,7 +32,7 @@ from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
 from samestep.integrations.counted_loss import counted_loss
-from samestep.integrations.gradients import GradientsOnly
+from samestep.integrations.optimizer_stand_in import GradientsOnly
 from samestep.integrations.torch_loader import integration_error
 from samestep.integrations.transformers_data import (
     EvaluationDataLoader,

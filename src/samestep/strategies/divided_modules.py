@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samestep.errors import InputError
 from samestep.strategies.random_functions import dropout_mask, is_random
 from samestep.strategies.sliced_tensor import SlicedTensor
-from samestep.strategies.slices import Parts, Slicing, add, divide, join, spread
+from samestep.strategies.slicing import Parts, Slicing, add, divide, join, spread
 from samestep.strategies.tensor_plan import divided_dims, head_count, plan_error
 
 _HEAD_DIM = 1  # of scores `(N, heads, T, T)`

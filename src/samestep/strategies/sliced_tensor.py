@@ -17,7 +17,7 @@ from torch.utils._pytree import register_pytree_node
 
 from samestep.errors import InputError
 from samestep.strategies.random_functions import dropout_mask
-from samestep.strategies.slices import Slicing, join
+from samestep.strategies.slicing import Slicing, join
 
 _EXPECTED = "the divided result of a `column` module passes through elementwise functions to a `row` module"
 divided_error = partial(

@@ -17,7 +17,7 @@ from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.divided_modules import DividedAttention, DividedForward, DividedProduct
 from samestep.strategies.sliced_tensor import checked_forward
-from samestep.strategies.slices import Slicing
+from samestep.strategies.slicing import Slicing
 from samestep.strategies.tensor_plan import HEADS, divided_dims, plan_error, resolve_plan
 
 

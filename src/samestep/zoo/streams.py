@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from samestep.data.streams.dataset import StreamDataset
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.data.streams.mixture import MixtureSource
 from samestep.data.streams.source import FileSource

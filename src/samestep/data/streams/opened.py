@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from samestep.data.streams.data_file import DataFile, failed_read, is_failed_read
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, SamestepError
 

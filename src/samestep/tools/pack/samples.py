@@ -8,7 +8,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.data.streams.opened import IndexedSource
 from samestep.errors import DataError

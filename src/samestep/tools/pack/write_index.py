@@ -9,7 +9,7 @@ from pathlib import Path
 from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.lock import FolderLock
 from samestep.data.streams.data_file import checksum_of
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.arrow import count_rows
 from samestep.data.streams.formats.index import INDEX, PATTERNS, index_text, list_files
 from samestep.data.streams.formats.parquet import count_rows as count_parquet_rows

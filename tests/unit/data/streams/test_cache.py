@@ -16,7 +16,7 @@ import pytest
 from helpers.object_store import Server
 from samestep.data.streams.cache import FileCache, _Background
 from samestep.data.streams.data_file import DataFile
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.distributed.env import CACHE
 from samestep.errors import DataError, InputError, RunError
@@ -37,7 +37,7 @@ def server() -> Iterator[Server]:
 # fsspec keeps a thread for web servers, and each test needs a cache of its own: so these are processes.
 READ = """
 import json, sys, time
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.errors import SamestepError
 address, tries, cache_gb = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])

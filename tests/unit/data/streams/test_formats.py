@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.arrow import count_rows
 from samestep.data.streams.formats.open import FORMATS, open_source
 from samestep.data.streams.formats.tar_index import index_of_tar, parse_index, read_members

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.data.streams.data_file import DataFile, missing_file
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.opened import damaged_file
 
 INDEX = "samestep-index.json"

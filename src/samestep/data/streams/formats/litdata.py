@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from samestep.data.streams.data_file import DataFile
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import read_json, safe_name
 from samestep.data.streams.formats.litdata_leaves import SUPPORTED, decode_leaf, leaf_width
 from samestep.data.streams.opened import IndexedSource, RawFile, damaged_file

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from samestep.data.streams.data_file import DataFile, best_checksum
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import read_json, safe_name
 from samestep.data.streams.formats.mds_encodings import check_encoding, decode
 from samestep.data.streams.formats.tables import require_pyarrow

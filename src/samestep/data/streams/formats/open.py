@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.arrow import ArrowSource
 from samestep.data.streams.formats.litdata import LitDataSource
 from samestep.data.streams.formats.mds import MdsSource

@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy
 
 from samestep.data.streams.data_file import is_failed_read
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import find_files
 from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
 from samestep.data.streams.opened import IndexedSource, damaged_file

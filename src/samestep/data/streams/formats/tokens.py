@@ -9,7 +9,7 @@ from typing import Literal
 import numpy
 import torch
 
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import find_files
 from samestep.data.streams.opened import IndexedSource, RawFile, damaged_file
 from samestep.errors import DataError

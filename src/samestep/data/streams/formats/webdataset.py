@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.data.streams.data_file import DataFile
-from samestep.data.streams.files import StreamFolder
+from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import find_files
 from samestep.data.streams.formats.tar_index import SUFFIX, Member, index_of_tar, parse_index, read_members, split_name
 from samestep.data.streams.opened import IndexedSource, RawFile, damaged_file

@@ -18,7 +18,7 @@ from samestep.engine.compatible_options import require_compatible
 from samestep.engine.model_transforms import transform_model
 from samestep.errors import InputError
 from samestep.strategies.sliced_tensor import SlicedTensor, checked_forward
-from samestep.strategies.slices import Slicing, add, aligned, divide, join, spread
+from samestep.strategies.slicing import Slicing, add, aligned, divide, join, spread
 from samestep.strategies.tensor_parallel import slice_model
 
 SLICES = 3
