@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.resources import read_processors
 
 _PIECE_BYTES = 1 << 20
-# Of tensors and their parts that threads copy, and of sources that are kept until they are copied.
-_LARGE_BYTES, _FLUSH_BYTES = 1 << 22, 1 << 27
-_MAX_THREADS = 4
 _HEADER_ALIGNMENT = 8
 
 
@@ -26,40 +20,25 @@ class HostBuffers:
     """Host memory for copies of tensors, reused by the copies of the next save.
 
     The memory is page-locked for tensors on an accelerator. Their copies are queued in the current stream of their
-    device: the host does not wait, and later work of the stream, such as the next update, follows the copies. Large
-    tensors of the host are copied by several threads, because one does not use the bandwidth of the memory.
+    device: the host does not wait, and later work of the stream, such as the next update, follows the copies.
     """
 
     def __init__(self) -> None:
-        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies that are not made yet, and their sources
         self._free: dict[object, list[torch.Tensor]] = {}
         self._used: dict[object, list[torch.Tensor]] = {}
         self._events: dict[torch.device, Any] = {}  # the last copy of each accelerator
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy in host memory, complete after `flush` and `wait`."""
+        """Return a contiguous copy in host memory, complete after `wait`."""
         device, is_queued = tensor.device, is_accelerator(tensor.device)
         key = tensor.shape, tensor.dtype, is_queued
         free = self._free.get(key)
         buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
         self._used.setdefault(key, []).append(buffer)
-        if not is_queued and buffer.nbytes >= _LARGE_BYTES:
-            self._large.append((buffer, tensor.detach()))
-            if sum(copy.nbytes for copy, _ in self._large) >= _FLUSH_BYTES:
-                self.flush()
-            return buffer
         buffer.copy_(tensor.detach(), non_blocking=is_queued)
         if is_queued:
             self._events[device] = accelerator_module().current_stream(device).record_event()
         return buffer
-
-    def flush(self) -> None:
-        """Make the copies of tensors of the host, which may change afterwards."""
-        pairs, self._large = self._large, []
-        if pairs:
-            with ThreadPoolExecutor(min(_MAX_THREADS, read_processors().usable)) as threads:
-                # An error of a copy is raised here.
-                list(threads.map(lambda pair: pair[0].copy_(pair[1]), chain.from_iterable(map(_pieces, pairs))))
 
     def wait(self) -> None:
         """Wait for the copies. Any thread may call this."""
@@ -68,17 +47,7 @@ class HostBuffers:
 
     def reuse(self) -> None:
         """Make the memory of the present copies available to the next ones; call when nothing reads them any more."""
-        self._free, self._used, self._large = self._used, {}, []
-
-
-def _pieces(pair: tuple[torch.Tensor, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield parts of a copy and its source, which different threads can copy."""
-    copy, source = pair
-    if not source.is_contiguous():
-        yield pair
-        return
-    length = max(1, _LARGE_BYTES // source.element_size())
-    yield from zip(copy.view(-1).split(length), source.view(-1).split(length), strict=True)
+        self._free, self._used = self._used, {}
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -131,7 +131,6 @@ def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None
         files[AVERAGE] = TensorFile(average)
     if others:
         files[OTHERS] = TensorFile({name: buffers.copy(tensor) for name, tensor in others.values()})
-    buffers.flush()
     return files
 
 

@@ -106,28 +106,6 @@ def test_a_snapshot_copies_each_tensor_once_and_reuses_the_memory() -> None:
     )
 
 
-@pytest.mark.parametrize("flush_bytes", [1, 1 << 30])
-def test_large_tensors_are_copied_before_they_change(monkeypatch: pytest.MonkeyPatch, flush_bytes: int) -> None:
-    monkeypatch.setattr("samestep.checkpoint.snapshot._LARGE_BYTES", 1000)
-    monkeypatch.setattr("samestep.checkpoint.snapshot._FLUSH_BYTES", flush_bytes)
-    numbers = torch.arange(12_001, dtype=torch.float32)
-    tensors = [
-        numbers,
-        numbers[1:].view(3, 4000).t(),
-        numbers.to(torch.bfloat16),
-        numbers[:3],
-        numbers[1:].view(3, 4000),
-    ]
-    expected, buffers = [tensor.clone() for tensor in tensors], HostBuffers()
-    copies = [buffers.copy(tensor) for tensor in tensors]
-    buffers.flush()
-    for tensor in tensors:
-        tensor.zero_()
-    for copy, original in zip(copies, expected, strict=True):
-        assert copy.is_contiguous()
-        assert torch.equal(copy, original)
-
-
 def test_copies_in_use_are_not_overwritten() -> None:
     buffers, tensor = HostBuffers(), torch.zeros(3)
     first = buffers.copy(tensor)
