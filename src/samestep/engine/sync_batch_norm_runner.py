@@ -41,8 +41,9 @@ class SyncBatchNormRunner(SequentialRunner):
     """Computes all microbatches with the statistics of the global batch.
 
     With one microbatch per rank, each rank computes its own with the model itself, and gradients are reduced during
-    backward. With several, or a loss of the whole batch, a rank computes its microbatches in lockstep, each on a
-    replica, and gradients are reduced after the last one.
+    backward. With several, with a loss of the whole batch, and in the first step, a rank computes its microbatches in
+    lockstep, each on a replica, and gradients are reduced after the last one. So a forward that does not fit replicas
+    is refused on any number of ranks.
     """
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class SyncBatchNormRunner(SequentialRunner):
         self._all_gathers = AllGathers(self.world)
         self._exchange: StatisticsExchange | None = None
         self._plan: list[int] = []  # of exchanges
+        self._is_checked = False  # a replica shows a forward that writes to, or reads, the model itself
         self._global_loss = GlobalLoss(self.forward, self.world.data)
 
     def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
@@ -69,14 +71,17 @@ class SyncBatchNormRunner(SequentialRunner):
         self._begin_exchange(batch, tree)
         nodes = [node for cover in tree.covers(self.world.shares) for node in cover]
         is_single = all(len(cover) <= 1 for cover in tree.covers(self.world.shares))
-        if is_single and not self.forward.gathers and all(stop - start == 1 for start, stop in nodes):
+        is_single = is_single and not self.forward.gathers and all(stop - start == 1 for start, stop in nodes)
+        if is_single and self._is_checked:
             require_no_hooks(self.model)  # as in lockstep, on any number of ranks
             return super().compute(batch, position, save=save)
         self.strategy.uses_replicas = True
         try:
-            return self._compute_in_lockstep(batch, tree, position, save)
+            total = self._compute_in_lockstep(batch, tree, position, save)
         finally:
             self.strategy.uses_replicas = False
+        self._is_checked = True
+        return total
 
     def _compute_in_lockstep(self, batch: GlobalBatch, tree: MicrobatchTree, position: int, save: bool) -> torch.Tensor:
         stats, gradients = LocalStats(), dict[int, Gradients]()
