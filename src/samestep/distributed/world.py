@@ -242,6 +242,7 @@ def all_gather(value: Any, world: World) -> list[Any]:
         PeerLostError: another rank ended.
     """
     data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
+    world._begin("all-gather")
     # The first message has the length, and the data if it fits. No copy of large data is made for the length.
     few = data if len(data) <= _FEW_DATA_BYTES else b""
     rows = _gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + few, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
