@@ -253,8 +253,11 @@ class CheckpointManager:
         for name, training in self._trainings():
             tensors: Tensors = {}
             state = encode_objects(training.model, training.scheduler, training.objects, tensors)
-            groups = [{**group, "params": None} for group in training.optimizer.param_groups]
-            state["options of the optimizer"] = encode(groups, tensors, "optimizer.groups")
+            groups = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in training.optimizer.param_groups
+            ]
+            state["optimizer"] = encode(groups, tensors, "optimizer")
             for kind in (state, state["objects"]):
                 for key in sorted(set(kind) - {"objects"}):
                     text = json.dumps(kind[key]).encode()

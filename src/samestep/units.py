@@ -111,7 +111,7 @@ def format_count(value: float | None) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `2 processes`, `2 microbatches`."""
-    ending = "es" if noun.endswith(("s", "ch")) and not noun.endswith("epoch") else "s"
+    ending = "es" if noun.endswith(("s", "tch")) else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
 
 

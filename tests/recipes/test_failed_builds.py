@@ -44,3 +44,4 @@ def test_warmup_longer_than_the_run_is_noted(tmp_path: Path, warmup: str, is_not
     notes = [event["text"] for event in events(tmp_path / "runs" / "a", "note")]
     text = "warning: schedule.warmup_epochs is 1.5 and epochs is 1: the learning rate does not reach its full value"
     assert (text in notes) == is_noted
+    assert any("schedule.warmup_epochs" in note for note in notes) == is_noted

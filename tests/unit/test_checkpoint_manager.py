@@ -343,8 +343,8 @@ def test_epochs_saves_a_learning_rate_that_changed_after_the_last_save(
     alone: World, tmp_path: Path, kind: Callable[[float], Any]
 ) -> None:
     (engine, batches), (resumed, others) = loop(alone), loop(alone)
-    for each in (engine, resumed):
-        each.optimizer.param_groups[0]["lr"] = kind(0.5)
+    for owner in (engine, resumed):
+        owner.optimizer.param_groups[0]["lr"] = kind(0.5)
     checkpoints = samestep.CheckpointManager(tmp_path, engine, batches)
     for _ in checkpoints.epochs(1):
         for batch in batches:

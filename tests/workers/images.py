@@ -1,4 +1,4 @@
-"""Rank functions for `zoo/images/test_bad.py` and `zoo/test_library.py`."""
+"""Rank functions for `zoo/images/test_bad.py` and `zoo/test_model_libraries.py`."""
 
 import hashlib
 from collections.abc import Sequence

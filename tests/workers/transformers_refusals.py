@@ -9,8 +9,8 @@ import transformers
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 
+from samestep.integrations.accelerate_options import require_replication
 from samestep.integrations.transformers import SamestepTrainerMixin, Trainer
-from samestep.integrations.transformers_options import require_supported_accelerator
 from workers.transformers_training import code_of, padded, rows, trainer
 
 
@@ -32,8 +32,9 @@ def _code_in(folder: str, **variables: str) -> str:
 
 def _code_of_type(kind: DistributedType) -> str:
     """Return the code of an accelerator whose launch has selected a kind of parallelism, which needs GPUs."""
-    accelerator: Any = SimpleNamespace(state=SimpleNamespace(distributed_type=kind, dynamo_plugin=TorchDynamoPlugin()))
-    return code_of(lambda: require_supported_accelerator(accelerator))
+    device = torch.device("cpu")
+    state: Any = SimpleNamespace(distributed_type=kind, device=device, dynamo_plugin=TorchDynamoPlugin())
+    return code_of(lambda: require_replication(state))
 
 
 def _with_method(name: str, *, is_base: bool) -> Any:

@@ -134,12 +134,14 @@ def add_convert(commands: Any) -> None:
 
 def _push(arguments: argparse.Namespace) -> int:
     """Write the files, upload them, and print the address or the folder."""
-    from samestep.tools.push import require_one_destination, upload, write_repository
+    from samestep.tools.push import upload, write_repository
 
     require_single_process("push")
     refuse_script_run(arguments.folder)
     name, out = arguments.repository, arguments.out
-    require_one_destination(name, out)
+    if (name is None) == (out is None):
+        value = "push with neither a repository nor --out" if name is None else f"{name} with --out {out}"
+        raise option_conflict(value, "a repository, or --out for the files alone", "samestep push RUN USER/NAME")
     with TemporaryDirectory() as folder:
         repository = write_repository(arguments.folder, arguments.checkpoint, arguments.certificate, Path(folder))
         address = None if name is None else upload(Path(folder), repository, name, private=arguments.private)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.files import HeldFolder
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process, run_as_rank
 from samestep.cli.launch_options import (
@@ -56,6 +56,7 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
+from samestep.recipes.recipe_files import make_saved_recipe, with_saved_weight
 from samestep.units import parse_duration, plural
 
 
@@ -273,17 +274,17 @@ def _train_on_hosts(options: TrainingOptions, hosts: HostsConfig, make_plan: Cal
 
 
 def _launch(options: TrainingOptions, plan: RunPlan) -> int:
-    folder, start = plan.folder, (plan.checkpoint, plan.step, plan.accept_changes)
+    folder, recipe, start = plan.folder, plan.recipe, (plan.checkpoint, plan.step, plan.accept_changes)
     held = HeldFolder(folder)
     processes = options.launch.process_range(plan.recipe)
     run = options.run_of(options.with_tuned(plan, processes[1]))
 
     def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
-        arguments = (plan.recipe, run, folder, *start)
+        arguments = (recipe, run, folder, *start)
         return launch_ranks("train", *arguments, processes=count, launch_config=launch_config, options=options.launch)
 
     def newest_step() -> int:
-        nonlocal start
+        nonlocal recipe, start
         if not held.is_in_place():
             raise RunError(
                 f"{folder} was moved, removed or replaced, so the run cannot be restarted",
@@ -293,6 +294,9 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
             )
         checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
         start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
+        if checkpoint is not None:
+            saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
+            recipe = with_saved_weight(recipe, saved)
         return start[1]
 
     try:

@@ -103,16 +103,12 @@ class OptimizerConfig(NamedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _OPTIMIZER_NUMBERS:
-            value = self.options.get(name, 0)
+        for name, value in self.options.items():
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
-        for name, value in self.options.items():
-            # A list has several numbers, such as `betas`.
-            is_finite = all(map(_is_finite, value if isinstance(value, list | tuple) else (value,)))
-            key = f"optimizer.options.{name}"
-            require(is_finite, f"{key} is {value!r}", "finite numbers", f"correct {key}")
+            require(name not in _OPTIMIZER_NUMBERS or is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
+            values = value if isinstance(value, list | tuple) else (value,)  # such as `betas`
+            require(all(map(_is_finite, values)), f"{key} is {value!r}", "finite numbers", f"correct {key}")
 
 
 @dataclass(frozen=True, kw_only=True)

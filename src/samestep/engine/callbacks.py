@@ -78,13 +78,13 @@ class TrainingValues(Callback):
 
     def __init__(self, metrics: Sequence[Metric | LossMetric]) -> None:
         self._metrics = metrics
+        self._droppable = [m for m in metrics if isinstance(m, CountMetric | FunctionMetric | TorchMetric)]
         self._sum = self._count = 0.0
         self._drops = list[Callable[[], None]]()  # of the present step
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
         self._drop_step()
-        own = (metric for metric in self._metrics if isinstance(metric, CountMetric | FunctionMetric | TorchMetric))
-        self._drops = [metric.mark() for metric in own]
+        self._drops = [metric.mark() for metric in self._droppable]
 
     def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
         if not microbatch.size:

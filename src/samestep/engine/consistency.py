@@ -53,7 +53,7 @@ class ConsistencyCheck:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         world: World,
         every: int | None,
         averaged: AveragedWeights | None = None,
@@ -124,7 +124,7 @@ class ConsistencyCheck:
             for name, buffer in module.named_buffers(recurse=False):
                 if self._every is not None or name not in module._non_persistent_buffers_set:
                     tensors[f"buffer {path}.{name}" if path else f"buffer {name}"] = buffer
-        state = optimizer_tensors(parameters, self._optimizer)
+        state = {} if self._optimizer is None else optimizer_tensors(parameters, self._optimizer)
         tensors |= {f"optimizer {key} of {name}": value for (name, key), value in state.items()}
         tensors |= self._average
         if self._history is not None and self._buffers.names:

@@ -70,9 +70,9 @@ class SyncBatchNormRunner(SequentialRunner):
         tree = MicrobatchTree(batch.microbatches, batch.size)
         self._begin_exchange(batch, tree)
         nodes = [node for cover in tree.covers(self.world.shares) for node in cover]
-        is_single = all(len(cover) <= 1 for cover in tree.covers(self.world.shares))
-        is_single = is_single and not self.forward.gathers and all(stop - start == 1 for start, stop in nodes)
-        if is_single and self._is_checked:
+        has_single = all(len(cover) <= 1 for cover in tree.covers(self.world.shares))
+        has_single = has_single and all(stop - start == 1 for start, stop in nodes)
+        if has_single and not self.forward.gathers and self._is_checked:
             require_no_hooks(self.model)  # as in lockstep, on any number of ranks
             return super().compute(batch, position, save=save)
         self.strategy.uses_replicas = True

@@ -131,8 +131,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self._loop is None:
             if self._trained is None:
-                missing = "a training iteration without a prepared model", "one model with trained parameters"
-                raise integration_error(*missing, "accelerator.prepare(model, optimizer, loader)")
+                raise integration_error(
+                    "a training iteration without a prepared model",
+                    "one model with trained parameters",
+                    "accelerator.prepare(model, optimizer, loader)",
+                )
             steps = self._position.steps
             self._loop = MicrobatchLoop(self._trained, world=self.world, seed=self.seed, buffers=self._buffers)
             self._loop.engine.steps = steps
@@ -316,9 +319,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def check_trigger(self) -> bool:
         """Return whether a process has called `set_trigger` since the last true result; a collective."""
-        flag: torch.Tensor | None = self.flag_tensor  # type: ignore[has-type]
-        own = flag is not None and bool(flag)
-        is_set = any(flag for (flag,) in gather_numbers(self.world, [own]))
+        is_set = any(flag for (flag,) in gather_numbers(self.world, [bool(self.flag_tensor)]))  # type: ignore[has-type]
         if is_set:
             self.flag_tensor = None
         return is_set

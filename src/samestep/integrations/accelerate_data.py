@@ -34,7 +34,7 @@ class Iteration:
     Attributes:
         loader: the loader.
         is_training: the iteration computes steps.
-        length: in an evaluation, how often the body of this process runs.
+        length: in an evaluation, the number of iterations of the body on this process.
         is_filler: the current samples are computed a second time, and do not count.
         has_inner_loop: another iteration has ended since the current samples.
     """
@@ -89,7 +89,8 @@ class PreparedLoader:
     def __len__(self) -> int:
         """Number of optimizer steps in an epoch; of a loader that is used for evaluation alone, number of batches.
 
-        In the body of an evaluation, how often the body runs; otherwise the same on any number of processes.
+        In the body of an evaluation, the number of its iterations on this process; otherwise the same on any number of
+        processes.
         """
         owner = self._accelerator
         current = next((iteration for iteration in reversed(owner.iterations) if iteration.loader is self), None)
@@ -99,7 +100,7 @@ class PreparedLoader:
         is_trained = self.is_stepped or owner.is_training or not self._is_evaluated
         if is_trained and not self._is_too_small:
             return len(self.loader)
-        return math.ceil(len(self._evaluation_order()) / (self._torch_loader.batch_size or 1))
+        return len(self._torch_loader)
 
     @property
     def _is_too_small(self) -> bool:

@@ -36,13 +36,10 @@ def require_supported_state(accelerator: accelerate.Accelerator) -> None:
     Raises:
         InputError: there is one.
     """
-    if accelerator.distributed_type not in _TYPES or accelerator.device.type not in ("cpu", "cuda"):
-        raise _unsupported(f"distributed_type={accelerator.distributed_type.value} on {accelerator.device.type}")
+    require_replication(accelerator.state)
     require_no_accumulation(accelerator.gradient_accumulation_steps)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise _unsupported(f"mixed_precision={accelerator.mixed_precision!r}", "bf16, or no mixed precision")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise _unsupported("compilation by Accelerate (dynamo_backend)")
     loading = accelerator.dataloader_config
     refused = {
         "dispatch_batches": bool(loading.dispatch_batches),
@@ -55,6 +52,20 @@ def require_supported_state(accelerator: accelerate.Accelerator) -> None:
         raise _unsupported("DistributedDataParallelKwargs", "no DDP: gradients are reduced in a fixed order")
     if not accelerator.device_placement:
         raise _unsupported("device_placement=False")
+
+
+def require_replication(state: accelerate.state.AcceleratorState) -> None:
+    """Refuse other parallelism than replication, and compilation, also from the environment or `accelerate config`.
+
+    Raises:
+        InputError: there is one.
+    """
+    if state.distributed_type not in _TYPES or state.device.type not in ("cpu", "cuda"):
+        raise _unsupported(f"distributed_type={state.distributed_type.value} on {state.device.type}")
+    if state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise _unsupported(f"dynamo_backend={state.dynamo_plugin.backend.value}")
+    if getattr(state, "parallelism_config", None) is not None:
+        raise _unsupported("parallelism_config")
 
 
 def require_no_accumulation(steps: int) -> None:

@@ -232,7 +232,7 @@ class SamestepStrategy(DDPStrategy):
         self._arguments = args[1:], kwargs
         self._gradients.follow()
         engine.steps = trainer.global_step
-        with self._log.batch(is_training=True):
+        with self._log.batch(is_training=True), self._step_of_module():
             result = engine.step(batch.global_batch, forward=self._forward, save=self._signals.requests_requeue)
         self._signals.end_step(result)
         # Lightning sets gradients to None, or to zero in place, before it calls `backward`.
@@ -310,7 +310,7 @@ class SamestepStrategy(DDPStrategy):
     def _forward(self, _: torch.nn.Module, data: Any) -> Any:
         """Return the loss of the current microbatch, as the forward function of the engine."""
         positional, named = self._arguments
-        with self.precision_plugin.train_step_context(), self._step_of_module():
+        with self.precision_plugin.train_step_context():
             output = self._module.training_step(self._transferred(data), *positional, **named)
         if output is None:
             raise integration_error(
@@ -355,13 +355,13 @@ class SamestepStrategy(DDPStrategy):
                 '"max_size" and "max_size_cycle"',
             )
         computed, step = list[LocalOutputs](), getattr(self._module, name)
-        with self._log.batch(is_training=False), preserved_generators(self._ranks.device), context:
+        log = self._log.batch(is_training=False)
+        with log, preserved_generators(self._ranks.device), context, self._step_of_module():
             for microbatch in batch.global_batch.local_microbatches:
                 begin = batch.global_batch.begin.samples
                 seed_generators(microbatch_seed("evaluation", self._seed, begin, microbatch.number), self._ranks.device)
                 self._log.begin_microbatch(microbatch)
-                with self._step_of_module():
-                    outputs = step(self._transferred(microbatch.data), *others, **kwargs)
+                outputs = step(self._transferred(microbatch.data), *others, **kwargs)
                 computed.append(LocalOutputs(microbatch, outputs, None))
         return computed
 

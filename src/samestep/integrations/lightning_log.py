@@ -145,10 +145,10 @@ class BatchLog(Callback):
         first, *others = all_gather(own, self._world)
         for rank, values in enumerate(others, start=1):
             for name in sorted({*first, *values}):
-                mine, other = (f"as {logged[name]}" if name in logged else "not" for logged in (first, values))
-                if mine != other:
+                text, other = (f"as {logged[name]}" if name in logged else "not" for logged in (first, values))
+                if text != other:
                     raise integration_error(
-                        f"a hook logged {name!r} {mine} on rank 0, and {other} on rank {rank}",
+                        f"a hook logged {name!r} {text} on rank 0, and {other} on rank {rank}",
                         "equal values on every rank; a hook has the microbatches of its own rank alone",
                         f"self.log({name!r}, ...) in the step, which combines all microbatches; with "
                         "rank_zero_only=True for a value of one rank, such as a time",
@@ -156,7 +156,7 @@ class BatchLog(Callback):
 
 
 def _possible_names(key: str) -> set[str]:
-    """Return the names with which a value can have been logged whose key is in `callback_metrics`."""
+    """Return the names under which a value with this key of `callback_metrics` can have been logged."""
     name, _, _ = key.partition("/dataloader_idx_")
     return {name, name.removesuffix("_step"), name.removesuffix("_epoch")}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,8 +50,8 @@ def refused_sync() -> Iterator[None]:
     """
     sync = Metric.sync
 
-    def refuse(metric: Metric, *arguments: Any, **named: Any) -> None:
-        if inspect.signature(sync).bind(metric, *arguments, **named).arguments.get("should_sync", True):
+    def refuse(metric: Metric, *_: Any, should_sync: bool = True, **__: Any) -> None:
+        if should_sync:
             on_step, name = metric.dist_sync_on_step, type(metric).__name__
             raise integration_error(
                 f"{name}(dist_sync_on_step=True)" if on_step else f"{name}.compute() in a step",

@@ -34,7 +34,7 @@ class TrainingSignals:
         vars(self._connector).update(self._handlers)
 
     def end_step(self, result: StepResult) -> None:
-        """Begin what a rank has requested."""
+        """Apply the requests of all ranks."""
         if result.stop:
             # Lightning raises `SIGTERMException` after the hooks and the validation that follow the batch.
             self._stops = self._connector.received_sigterm = True

@@ -46,7 +46,7 @@ def global_loader(
         InputError: the loader has no batches or no length, or its sampler or collate function depends on the rank.
     """
     _require_default_workers(loader)
-    require_pure_collation(loader.collate_fn)
+    _require_pure_collation(loader.collate_fn)
     options: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
@@ -93,7 +93,7 @@ def _require_default_workers(loader: DataLoader[Any]) -> None:
         )
 
 
-def require_pure_collation(collate: Any) -> None:
+def _require_pure_collation(collate: Any) -> None:
     """Refuse a collate function with a seed or a generator of its own.
 
     Its random numbers would depend on the microbatches that this process, or one of its workers, has collated before.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -31,6 +30,8 @@ from samestep.engine.buffer_values import Rule
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
+from samestep.engine.sync_batch_norm_layers import norm_layers
+from samestep.integrations.accelerate_options import require_replication
 from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.optimizer_stand_in import GradientsOnly
 from samestep.integrations.torch_loader import integration_error
@@ -42,7 +43,6 @@ from samestep.integrations.transformers_data import (
 )
 from samestep.integrations.transformers_metrics import MicrobatchMetrics
 from samestep.integrations.transformers_options import (
-    require_supported_accelerator,
     require_supported_arguments,
     require_supported_class,
 )
@@ -102,7 +102,7 @@ class SamestepTrainerMixin(_Trainer):
         require_supported_arguments(self.args)
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        require_supported_accelerator(accelerator)
+        require_replication(accelerator.state)
         accelerator.prepare_data_loader = lambda loader, *_, **__: loader
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
         # Each microbatch counts its own tokens, and the engine divides by the number of all.
@@ -117,8 +117,7 @@ class SamestepTrainerMixin(_Trainer):
         number = self._microbatches
         assert self.model is not None
         # In any mode: models of `from_pretrained` are in evaluation mode until the first step.
-        has_batch_norm = any(isinstance(module, _BatchNorm) for module in self.model.modules())
-        if number == "auto" and not has_batch_norm:
+        if number == "auto" and not norm_layers(self.model):
             number = auto_microbatches(self._global_batch_size, batch_norm=False)
         loader = trainer_loader(super().get_train_dataloader(), self.args, self._world, self._global_batch_size, number)
         self._position.loader = loader
@@ -264,11 +263,8 @@ class SamestepTrainerMixin(_Trainer):
 
     def _compare_ranks(self) -> None:
         """Compare parameters and buffers of the model between ranks; a collective."""
-        model = self.model
-        assert model is not None
-        if any(True for _ in model.parameters()):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # without a state
-            ConsistencyCheck(model, optimizer, self._world, None).compare(self.state.global_step)
+        assert self.model is not None
+        ConsistencyCheck(self.model, None, self._world, None).compare(self.state.global_step)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationDataLoader:
         size = self._global_batch_size

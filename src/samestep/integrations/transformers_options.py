@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
 
 from samestep.integrations.torch_loader import integration_error
 
@@ -18,7 +16,6 @@ _UPDATES_IN_BACKWARD = (
     *("lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise"),
     *("galore_adafactor_layerwise", "apollo_adamw_layerwise"),
 )
-_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Their `training_step` only enters a context, which the step of a global batch enters too.
 _OFFLOADING_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 
@@ -30,10 +27,8 @@ def require_supported_class(kind: type, mixin: type) -> None:
         InputError: a class between the mixin and `transformers.Trainer` has such a method.
     """
     classes = kind.__mro__
-    own, bases = (
-        classes[: classes.index(mixin)],
-        classes[classes.index(mixin) + 1 : classes.index(transformers.Trainer)],
-    )
+    first, last = classes.index(mixin), classes.index(transformers.Trainer)
+    own, bases = classes[:first], classes[first + 1 : last]
     replaced = {"training_step": bases, "get_batch_samples": bases, "_get_num_items_in_batch": (*own, *bases)}
     for name, owner in ((name, owner) for name, owners in replaced.items() for owner in owners if name in vars(owner)):
         is_of_trl = owner.__module__.startswith("trl.") and owner.__name__ in _OFFLOADING_TRAINERS
@@ -43,26 +38,6 @@ def require_supported_class(kind: type, mixin: type) -> None:
                 "a trainer whose loss is that of compute_loss, for each microbatch",
                 "override compute_loss; and count_items for a mean over something else than samples or labels",
             )
-
-
-def require_supported_accelerator(accelerator: Accelerator) -> None:
-    """Refuse settings of `accelerate launch` and `accelerate config`, which training arguments do not show.
-
-    Raises:
-        InputError: there is one.
-    """
-    state = accelerator.state
-    refused = {
-        f"distributed_type={state.distributed_type.value}": state.distributed_type not in _TYPES,
-        f"dynamo_backend={state.dynamo_plugin.backend.value}": state.dynamo_plugin.backend != DynamoBackend.NO,
-        "parallelism_config": getattr(state, "parallelism_config", None) is not None,
-    }
-    for name in (name for name, is_set in refused.items() if is_set):
-        raise integration_error(
-            f"Accelerate with {name}, from its environment variables or configuration",
-            "replication of a model that is not compiled, one microbatch after another",
-            "leave the option out of accelerate launch and accelerate config, or start the script with torchrun",
-        )
 
 
 def require_supported_arguments(args: transformers.TrainingArguments) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.batch import map_tensors, tensors_of
+from samestep.data.batch import map_tensors
 from samestep.data.structure import TensorSpec, describe
 from samestep.distributed.world import World, all_gather
 from samestep.engine.gather import LocalOutputs, gather_outputs
@@ -43,13 +43,8 @@ def join_predictions(computed: Sequence[LocalOutputs], world: World) -> tuple[An
     specs = list(zip(*(row.tensors for row in rows), strict=True))
     widths = [max(spec.shape[1] if len(spec.shape) > 1 else 0 for spec in column) for column in specs]
     own = [_with_rows(entry, widths) for entry in computed]
-    if world.size == 1:  # a gather would copy each tensor several times
-        columns = zip(*(tensors_of((entry.outputs, entry.targets)) for entry in own), strict=True)
-        joined = iter([torch.cat(column) for column in columns])
-        pair = map_tensors((own[0].outputs, own[0].targets), lambda _: next(joined))
-    else:
-        gathered = gather_outputs(own, world)
-        pair = gathered.outputs, gathered.targets
+    gathered = gather_outputs(own, world)
+    pair = gathered.outputs, gathered.targets
     starts = [0, *accumulate(row.size for row in rows)][:-1]
     is_scalar = iter([column[0].is_scalar for column in specs])
     outputs, targets = map_tensors(pair, lambda tensor: tensor[starts] if next(is_scalar) else tensor)

@@ -19,7 +19,7 @@ from samestep.report_limits import class_name, message_of
 
 Event = Mapping[str, Any]
 _STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")
-NOT_METRICS = ("event", "step", "epoch", "samples")  # values of events
+NOT_METRICS = ("event", "step", "epoch", "samples")  # keys of events that are no metrics
 
 
 class Logger(Protocol):
@@ -58,7 +58,7 @@ class MetricLogger(Logger):
 
 @runtime_checkable
 class LogsProgress(Protocol):
-    """Logger that shows the progress within a long operation."""
+    """Logger that shows the progress within a long operation; an object without this method is a logger too."""
 
     def log_progress(self, label: str, done: int, total: int) -> None:
         """Log that `done` of `total` steps or batches are complete."""

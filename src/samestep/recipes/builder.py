@@ -204,7 +204,7 @@ def has_batch_norm(recipe: Recipe) -> bool:
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model, _ = build_model(recipe, splits.classes, splits.model_options)
-    except (RuntimeError, RecipeError):  # a model that reads values while it is built, or invalid options
+    except (RuntimeError, RecipeError):  # a model that reads values while it is built; `call` converts its errors
         model, _ = build_model(recipe, splits.classes, splits.model_options)
     return uses_batch_statistics(model)
 

@@ -18,7 +18,7 @@ import torch
 import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
 from samestep.data.loader_workers import MANY_WORKERS
@@ -40,11 +40,9 @@ from samestep.recipes.class_evaluation import evaluate_by_class
 from samestep.recipes.recipe_files import (
     DatasetInfo,
     load_recipe,
-    make_saved_recipe,
     recipe_data,
     shipped_recipes,
     update_recipe,
-    with_saved_weight,
     write_dataset_info,
 )
 from samestep.recipes.weights import load_all
@@ -97,18 +95,18 @@ def predict(
             fix="remove --out",
             code="E_OPTION_CONFLICT",
         )
-    pictures = _picture_paths(files, out) if out is not None else []
+    pictures = [None] * len(files) if out is None else _picture_paths(files, out)
     answers = []
     with _model_for_inference(recipe, options, info, checkpoint) as (model, device):
-        for number, file in enumerate(files):
+        for file, picture in zip(files, pictures, strict=True):
             inputs = map_tensors(task.read(file), lambda tensor: tensor.unsqueeze(0))
             outputs = call_model(model, move(inputs, device))
             outputs = map_tensors(outputs, lambda tensor: tensor[0].float().cpu())
             answers.append({"file": str(file), **task.describe(outputs)})
-            if out is not None and task.picture is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                task.picture(file, outputs).save(pictures[number])
-                answers[-1]["picture"] = str(pictures[number])
+            if picture is not None and task.picture is not None:
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                task.picture(file, outputs).save(picture)
+                answers[-1]["picture"] = str(picture)
     return answers
 
 
@@ -181,7 +179,6 @@ def train(
         changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
         notes = [f"continuing with changed code: {change}" for change in changes]
         with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
-            recipe = recipe if checkpoint is None else _with_saved_weight(recipe, checkpoint)
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
         held, folder = HeldFolder(run), CheckpointFolder(run / "checkpoints", options.keep)
@@ -206,7 +203,7 @@ def train(
         if checkpoint is not None:
             trainer.resume(checkpoint)
         if world.is_main:
-            _write_start(run, built, recipe, _environment(built, world, recipe, options, first_step))
+            _write_start(run, built, recipe, options, first_step, is_new=checkpoint is None)
         for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
         if built.cache_note:
@@ -217,17 +214,14 @@ def train(
         return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
 
 
-def _write_start(run: Path, built: Built, recipe: Recipe, facts: dict[str, Any]) -> None:
+def _write_start(
+    run: Path, built: Built, recipe: Recipe, options: RunOptions, first_step: int, *, is_new: bool
+) -> None:
     """Write the facts of a start, with which the next start is compared, and the epochs of a resumed run."""
-    append_start(run, facts)
+    append_start(run, _environment(built, built.engine.world, recipe, options, first_step))
     write_dataset_info(built.dataset_info, run)
-    update_recipe(run / "recipe.yaml", recipe)
-
-
-def _with_saved_weight(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """Return the recipe with the foreground weight of the checkpoint; a restart has the recipe of the first start."""
-    saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
-    return with_saved_weight(recipe, saved)
+    if not is_new:
+        update_recipe(run / "recipe.yaml", recipe)
 
 
 def _log_failure(run: Path, options: RunOptions, *, is_new: bool) -> RunLogger:

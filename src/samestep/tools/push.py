@@ -69,17 +69,6 @@ class ModelRepository:
     metrics: dict[str, float]
 
 
-def require_one_destination(repository: str | None, out: Path | None) -> None:
-    """Raise an `InputError` unless either a repository or an output folder is given."""
-    if (repository is None) == (out is None):
-        raise InputError(
-            "push with neither a repository nor --out" if repository is None else f"{repository} with --out {out}",
-            expected="a repository, or --out for the files alone",
-            fix="samestep push RUN USER/NAME",
-            code="E_OPTION_CONFLICT",
-        )
-
-
 def write_repository(run: Path, which: str, certificate: Path | None, out: Path) -> ModelRepository:
     """Write the files of a checkpoint into the empty folder `out`. No code of the recipe is executed.
 

@@ -98,6 +98,20 @@ def require_option(name: str, value: object, is_valid: bool, expected: str, exam
         raise DataError(f"{key} is {value!r}", expected=expected, fix=f"--set {key}={example}", code="E_VALUE")
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least `least`; `true` of YAML is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def require_count(name: str, value: object, least: int, example: int) -> None:
+    """Require that `data.options.NAME` is an integer of at least `least`.
+
+    Raises:
+        DataError: `value` is something else.
+    """
+    require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
+
+
 def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path") -> None:
     """Require that a file or a folder exists.
 

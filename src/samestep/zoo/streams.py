@@ -12,8 +12,7 @@ from samestep.data.streams.formats.open import open_source
 from samestep.data.streams.mixture import MixtureSource
 from samestep.data.streams.source import FileSource
 from samestep.errors import DataError
-from samestep.zoo.options import call, require_option
-from samestep.zoo.splits import is_count
+from samestep.zoo.options import call, is_count, require_count, require_option
 
 Convert = Callable[[Any, str], Any]  # from a sample and its place, for errors, to a sample of the dataset
 _SOURCE_KEYS = {"path", "weight"}
@@ -73,7 +72,7 @@ def open_stream(
     Raises:
         InputError: an option is invalid, or the files cannot be read.
     """
-    require_option("window", window, is_count(window), "window >= 1", 4096)
+    require_count("window", window, 1, 4096)
     if (path is None) == (sources is None):
         raise DataError(
             f"data.options has {'neither path nor' if path is None else 'both path and'} sources",

@@ -257,12 +257,13 @@ def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(
     weight = state_of(run)["recipe"]["loss"]["options"]["foreground_weight"]
     assert weight > 1
     evaluations = []
-    for _ in range(2):
+    for is_inverted in (False, True):
+        if is_inverted:
+            for mask in (data / "masks").iterdir():
+                Image.eval(Image.open(mask), lambda value: 255 - value).save(mask)
         capsys.readouterr()
         assert here("eval", run, "--json", cwd=tmp_path) == EXIT_DONE
         evaluations.append(answer(capsys)["loss"])
-        for mask in (data / "masks").iterdir():
-            Image.eval(Image.open(mask), lambda value: 255 - value).save(mask)
     assert evaluations[0] == evaluations[1]
     assert here(*command, "--or-resume", cwd=tmp_path) == EXIT_DONE
     assert here("resume", run, "--set", "epochs=2", "--workers", 0, cwd=tmp_path) == EXIT_DONE

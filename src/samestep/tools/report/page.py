@@ -129,9 +129,9 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     progress = f"{events.step / steps_in_epoch:.3g} of {epochs} epochs" if steps_in_epoch and epochs else ""
     facts = []
     kind, shown = ("last", run.last) if run.best is None else ("best", run.best)
-    best, last = run.evaluation_values(shown), run.evaluation_values(run.last)
-    if run.deciding in best and shown:
-        value, last_value = (format_metric(run.deciding, values.get(run.deciding, nan)) for values in (best, last))
+    values, last = run.evaluation_values(shown), run.evaluation_values(run.last)
+    if run.deciding in values and shown:
+        value, last_value = (format_metric(run.deciding, each.get(run.deciding, nan)) for each in (values, last))
         detail = "" if last_value == value else f"; last {last_value}"
         facts.append((f"{kind} {run.deciding.replace('_', ' ')}", value, f"at step {shown['step']:,}{detail}"))
     if "loss" in last and run.deciding != "loss":

@@ -214,16 +214,19 @@ class Run:
 
         A custom loop marks evaluations only if it passes them to its checkpoints.
         """
-        events, best = list(self.events.evaluations.values()), None
+        events = list(self.events.evaluations.values())
         marked = next((event for event in reversed(events) if event.get("is_best") is True), None)
         if marked is not None or self.deciding is None:
             return marked
-        with suppress(InputError):  # the direction is unknown
+        try:
             rule = BestRule.of(self.deciding, self.recipe.get("best_mode"))
-            for event in events:
-                values = self.evaluation_values(event)
-                if rule.by in values and rule.is_best(values, self.evaluation_values(best).get(rule.by)):
-                    best = event
+        except InputError:  # the direction is unknown
+            return None
+        best, value = None, None
+        for event in events:
+            values = self.evaluation_values(event)
+            if rule.by in values and rule.is_best(values, value):
+                best, value = event, values[rule.by]
         return best
 
     @property

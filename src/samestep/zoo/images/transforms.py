@@ -18,8 +18,7 @@ from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.crops import CenterCrop, PlainCrop, RandomCrop, RandomFlip, limit_aspect_ratio
 from samestep.zoo.images.decoders import Decoder, as_image
 from samestep.zoo.images.source import ImageSource
-from samestep.zoo.options import call
-from samestep.zoo.splits import is_count
+from samestep.zoo.options import call, is_count
 
 make_torchvision_importable()
 

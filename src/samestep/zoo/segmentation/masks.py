@@ -15,8 +15,8 @@ from PIL import Image
 from samestep.errors import DataError
 from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
-from samestep.zoo.options import require_option, require_path
-from samestep.zoo.splits import is_count, train_validation_split
+from samestep.zoo.options import is_count, require_option, require_path
+from samestep.zoo.splits import train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
 
@@ -209,8 +209,9 @@ class MaskCode:
                 fix=f"correct the mask, or set data.options.mask_values or ignore_values{threshold}",
                 code="E_MASK",
             )
-        is_mixed = all(value not in self._ignored and (packed == value).any() for value in (1, 255))
-        if self._is_default_binary and is_mixed:
+        if self._is_default_binary and all(
+            value not in self._ignored and (packed == value).any() for value in (1, 255)
+        ):
             raise DataError(
                 f"{name} has both of the values 1 and 255",
                 expected="0 and either 1 or 255 in a binary mask",

@@ -19,7 +19,7 @@ from PIL import Image
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
-from samestep.zoo.options import require_option
+from samestep.zoo.options import require_count, require_option
 from samestep.zoo.segmentation.masks import (
     IGNORED,
     ClassNumbers,
@@ -31,7 +31,7 @@ from samestep.zoo.segmentation.masks import (
     split_pairs,
 )
 from samestep.zoo.segmentation.volume_files import VOLUME_SUFFIXES, read_array, read_array_shape
-from samestep.zoo.splits import Splits, Task, require_count
+from samestep.zoo.splits import Splits, Task
 
 Voxels = NDArray[numpy.float32]
 Sample = tuple[torch.Tensor, torch.Tensor]

@@ -13,17 +13,8 @@ from typing import Any
 import torch
 
 from samestep.errors import DataError, InputError
-from samestep.zoo.options import require_option, require_path
-from samestep.zoo.splits import (
-    Answer,
-    Splits,
-    Task,
-    hash_fraction,
-    is_count,
-    require_count,
-    require_fraction,
-    train_validation_split,
-)
+from samestep.zoo.options import is_count, require_count, require_option, require_path
+from samestep.zoo.splits import Answer, Splits, Task, hash_fraction, require_fraction, train_validation_split
 from samestep.zoo.text.sentences import PADDING, Sample, collate_padded
 from samestep.zoo.text.token_cache import CACHE, Document, Tokens, cached_tokens, read_document
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
-from samestep.zoo.options import require_option
+from samestep.zoo.options import is_count, require_option
 from samestep.zoo.splits import Splits, Task
 from samestep.zoo.streams import open_files, open_stream
 from samestep.zoo.text.language import count_tokens, language_task
@@ -39,7 +39,7 @@ def load_stream_tokens(
     Raises:
         InputError: the files cannot be read, or an option is invalid.
     """
-    is_size = vocabulary is None or (isinstance(vocabulary, int) and vocabulary >= 2)
+    is_size = vocabulary is None or is_count(vocabulary, 2)
     require_option("vocabulary", vocabulary, is_size, "a number of tokens, at least 2, or null", 50257)
     if vocabulary is None:
         encoder = read_tokenizer(tokenizer)
