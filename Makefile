@@ -84,6 +84,7 @@ clean:
 # On Linux constraints.txt asks for torch's CPU build. Where no index that pip knows has it, the default
 # build of the same version is taken, and this says so. The torchvision of the public index is built for CUDA and cannot
 # be imported next to the CPU build; the .pth file declares the missing operators in every program of .venv.
+# Compiles the sources: each test starts processes, which write no caches where PYTHONDONTWRITEBYTECODE is set.
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
 	cp constraints.txt .venv/constraints.txt
 	$(PIP) install -q --no-deps -c .venv/constraints.txt torch || { \
@@ -92,5 +93,5 @@ clean:
 	$(PIP) install -q -c .venv/constraints.txt -e '.[dev]'
 	echo 'import samestep.torchvision_import as fix; fix.install_import_hook()' \
 	  > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/samestep-torchvision.pth"
-	$(PY) -m compileall -q src  # each test starts processes; where PYTHONDONTWRITEBYTECODE is set, they write no caches
+	$(PY) -m compileall -q src
 	@touch $@
