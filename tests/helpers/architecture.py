@@ -35,7 +35,7 @@ DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
 # Modules that may import pickle, with reasons: the first sends functions and results between processes of one launch,
 # as multiprocessing does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
 PICKLE_USERS = {f"{PACKAGE}.launcher.pickling", f"{PACKAGE}.zoo.paddle"}
-FILE_LINES = 400
+FILE_LINES = 500
 FUNCTION_LINES = 60
 
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
