@@ -127,6 +127,9 @@ class GraphAccelerator(TorchDispatchMode):
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         self._generator.set_state(state)
 
+    def is_available(self) -> bool:
+        return False  # torch's optimizers (2.14) query the capture of a real accelerator otherwise
+
     def get_device_name(self, device: torch.device) -> str:
         return "simulated accelerator"
 
