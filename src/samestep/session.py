@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DeviceKind, Reduction, StrategyConfig, resolve_mesh
-from samestep.distributed.allocator import keep_freed_memory
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -34,12 +33,11 @@ from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
-from samestep.distributed.process_groups import build_world
 from samestep.distributed.rendezvous import wait_for_ranks
+from samestep.distributed.resources import keep_freed_memory
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.store_prefix import job_prefix
-from samestep.distributed.world import RunContext, World
+from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
@@ -388,7 +386,7 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         if store is None:
             address, port = worker.place.address, worker.place.port
             store = dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(job_prefix(read_environment().token), store)
+        store = dist.PrefixStore(read_environment().job_prefix, store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
         )

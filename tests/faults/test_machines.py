@@ -22,7 +22,7 @@ from helpers.surroundings import (
 )
 from helpers.system import TESTS, Running, arguments_of, here, steps_saved, weights
 from samestep.checkpoint.lock import FolderLock
-from samestep.distributed.port_file import publish_port, wait_for_port
+from samestep.distributed.rendezvous import publish_port, wait_for_port
 from samestep.errors import InputError
 
 RECIPE = TESTS / "helpers" / "faulty.yaml"

@@ -1,4 +1,4 @@
-"""Functions run in ranks by `unit/distributed/test_gather.py`."""
+"""Functions run in ranks by `unit/distributed/test_world.py`."""
 
 from typing import Any
 

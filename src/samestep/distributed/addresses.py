@@ -1,4 +1,4 @@
-"""Network addresses: resolution, sockets that listen, and the interface of an address."""
+"""Network addresses: resolution, sockets that listen, the loopback interface, and the interface of an address."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import socket
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import psutil
@@ -13,6 +14,8 @@ import psutil
 from samestep.errors import InputError
 
 _CONNECT_SECONDS = 5.0
+_LOOPBACK = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
+_LOOPBACK_SECONDS = 2.0
 
 
 def is_loopback(address: str) -> bool:
@@ -21,6 +24,37 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+@cache
+def loopback_address() -> str:
+    """Return the address of the loopback interface: 127.0.0.1, or ::1 on a machine without IPv4.
+
+    Raises:
+        InputError: the interface is missing or down.
+    """
+    problem: OSError | None = None
+    for address, family in _LOOPBACK.items():
+        try:
+            with (
+                socket.create_server((address, 0), family=family) as listener,
+                socket.create_connection(listener.getsockname()[:2], timeout=_LOOPBACK_SECONDS),
+            ):
+                return address
+        except OSError as error:
+            problem = problem or error
+    raise InputError(
+        f"the loopback interface does not work: {problem}",
+        expected="ranks on one machine communicate by 127.0.0.1 or ::1",
+        fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
+        code="E_LOOPBACK",
+    )
+
+
+def free_loopback_socket() -> socket.socket:
+    """Return a listening socket on a free port of the loopback interface."""
+    address = loopback_address()
+    return socket.create_server((address, 0), family=_LOOPBACK[address], backlog=128)
 
 
 def accepts_connections(address: str, port: int) -> bool:

@@ -1,8 +1,11 @@
 """Collective check: all ranks confirm that they issue the same operation before it communicates.
 
 Operations of this package begin with a small all-reduce of a hash of their name and facts. A step that follows the
-same step as before adds its hash to its statistics instead: no message of its own. If hashes differ, ranks exchange the
-texts, and every rank raises an error. `OperationMonitor` finds ranks that wait in different operations.
+same step as before adds the step hash to its statistics instead: no message of its own. If hashes differ, ranks
+exchange the texts, and every rank raises an error.
+
+A rank that waits for others in its step cannot receive an error through the messages of the step. `OperationMonitor`, a
+thread, therefore stores an operation that lasts more than a second in the job's store, and reads those of the others.
 
 An enabled check covers collectives of the user too. Every rank numbers its operations and stores a description of each
 in the job's store, then reads those of the other ranks under the same number.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -24,22 +28,118 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.interception import call_site, intercept_collectives
-from samestep.distributed.majority import odd_ranks
-from samestep.distributed.operation_monitor import OperationMonitor
-from samestep.distributed.status import RankStatus, ranks_text
+from samestep.distributed.rendezvous import wait_for_keys
+from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 
 # Time for the other ranks to store their operation once two ranks differ.
 _DESYNC_SECONDS = 2.0
 # Less than the launcher gives to the other ranks after the first failure.
 _READERS_SECONDS = 0.5
-_WAIT = timedelta(seconds=1)  # then the difference of pending operations is read
+_WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
 _HASH_BITS = 20  # sums of squares over 2**12 ranks are exact in float64
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
 _RULE = "every rank issues the same steps, evaluations and collectives in the same order"
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
 _LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
-_TEXT_BYTES = 4000  # of a rank's text in an error
+# Of a rank's text in an error; limits of its parts.
+_TEXT_BYTES, _LINE_BYTES, _FACTS_BYTES = 4000, 500, 3000
+
+
+@dataclass(frozen=True, eq=False)
+class PendingOperation:
+    """An operation that a rank has begun.
+
+    Attributes:
+        number: operations of the rank until this one; equal on every rank of a healthy run.
+        name: name of the operation.
+        facts: properties that are equal on every rank.
+        line: source line of the call.
+        began: monotonic clock of the process.
+    """
+
+    number: int
+    name: str
+    facts: Mapping[str, str]
+    line: str = ""
+    began: float = 0.0
+
+    def to_text(self, line: str, facts_bytes: int = _FACTS_BYTES) -> str:
+        """Return the stored form, with long texts cut."""
+        facts = {key: ascii(value)[1:-1][: facts_bytes // len(self.facts)] for key, value in self.facts.items()}
+        return json.dumps([self.number, self.name, facts, line[-_LINE_BYTES:]])
+
+    @classmethod
+    def from_text(cls, data: bytes) -> PendingOperation:
+        """Parse the stored form."""
+        return cls(*json.loads(data))
+
+
+class OperationMonitor:
+    """Compares operations of the calling thread that last long with those of the other ranks.
+
+    Attributes:
+        difference: the operations of the ranks that wait, by rank, once two of the same number differ; None otherwise.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
+        self._job_store, self._rank, self._size = store, rank, size
+        self._thread_id = threading.get_ident()
+        self._ended = threading.Event()
+        self._pending: PendingOperation | None = None
+        self._number = 0
+        self.difference: dict[int, PendingOperation] | None = None
+        # A daemon thread: the store may be lost.
+        self._thread = threading.Thread(target=self._run, name="samestep-operation-monitor", daemon=True)
+        if size > 1:
+            self._thread.start()
+
+    def begin(self, name: str, facts: Mapping[str, str]) -> None:
+        """Record the operation of this rank."""
+        self._number += 1
+        self._pending = PendingOperation(self._number, name, facts, began=time.monotonic())
+
+    def finish(self) -> None:
+        """Record that this rank is in no operation."""
+        self._pending = None
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_WAIT_SECONDS)
+
+    def _run(self) -> None:
+        store, stored = None, None
+        while not self._ended.wait(_MAX_POLL_SECONDS):
+            pending = self._pending
+            if pending is None or time.monotonic() - pending.began < _WAIT_SECONDS:
+                continue
+            try:
+                if store is None:  # a connection of its own: a blocking read of another thread would delay this one
+                    store = dist.PrefixStore("samestep/operations", self._job_store.clone())  # type: ignore[attr-defined]
+                if stored is not pending:
+                    line = call_site(sys._current_frames().get(self._thread_id))
+                    store.set(str(self._rank), pending.to_text(line))
+                    stored = pending
+                rows = self._read(store, pending.number)
+                if not _differ(rows):
+                    continue
+                self.difference = rows
+                self._ended.wait(_MAX_POLL_SECONDS)  # for further ranks
+                self.difference = self._read(store, pending.number)
+            except dist.DistError:
+                return  # the store ended with its process; ranks and launcher detect that themselves
+            return
+
+    def _read(self, store: dist.Store, number: int) -> dict[int, PendingOperation]:
+        ranks = [rank for rank in range(self._size) if store.check([str(rank)])]
+        rows = {rank: PendingOperation.from_text(store.get(str(rank))) for rank in ranks}
+        return {rank: row for rank, row in rows.items() if row.number == number}
+
+
+def _differ(rows: Mapping[int, PendingOperation]) -> bool:
+    return len({json.dumps([row.name, row.facts]) for row in rows.values()}) > 1
 
 
 @dataclass(frozen=True)
@@ -185,26 +285,22 @@ class CollectiveCheck:
         self._monitor.begin(name, facts)
         if len(set(self._rows(torch.tensor([_hash_of(name, facts)])).flatten().tolist())) == 1:
             return
-        short = {key: ascii(value)[1:-1][: _TEXT_BYTES // 4 // len(facts)] for key, value in facts.items()}
-        data = json.dumps([name, call_site()[-_TEXT_BYTES // 8 :], short]).encode()
+        data = PendingOperation(0, name, facts).to_text(call_site(), _TEXT_BYTES // 4).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        by_rank = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
-        raise self._difference({rank: (name, line, facts) for rank, (name, line, facts) in enumerate(by_rank)})
+        rows = [PendingOperation.from_text(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
+        raise self._difference(dict(enumerate(rows)))
 
-    def _difference(
-        self, rows: Mapping[int, tuple[str, str, Mapping[str, str]]]
-    ) -> RankDesyncError | RankMismatchError:
+    def _difference(self, rows: Mapping[int, PendingOperation]) -> RankDesyncError | RankMismatchError:
         """Return the error for names, source lines and facts that differ between ranks."""
-        names = {name for name, _, _ in rows.values()}
+        names = {row.name for row in rows.values()}
         if len(names) > 1:
-            return self._desync_error({rank: Entry(name, line, 0) for rank, (name, line, _) in rows.items()})
-        return _mismatch_error(names.pop(), {rank: facts for rank, (_, _, facts) in rows.items()})
+            return self._desync_error({rank: Entry(row.name, row.line, 0) for rank, row in rows.items()})
+        return _mismatch_error(names.pop(), {rank: row.facts for rank, row in rows.items()})
 
     def _raise_difference(self, cause: Exception) -> None:
         if self._monitor.difference is not None:
-            rows = {rank: (row.name, row.line, row.facts) for rank, row in self._monitor.difference.items()}
-            raise self._difference(rows) from cause
+            raise self._difference(self._monitor.difference) from cause
 
     def _rows(self, own: torch.Tensor) -> torch.Tensor:
         """Gather integers, one row per rank, in a group that is separate from collectives of the script."""
@@ -214,7 +310,7 @@ class CollectiveCheck:
             # Each element has one summand other than zero.
             work = dist.all_reduce(rows, group=self._group, async_op=True)
             try:
-                work.wait(_WAIT)
+                work.wait(timedelta(seconds=_WAIT_SECONDS))
             except RuntimeError as error:
                 while not work.is_completed():  # not failed
                     if self._monitor.difference is not None:
@@ -291,10 +387,8 @@ class CollectiveCheck:
     def _wait_for_readers(self, store: dist.Store) -> None:
         """Give the other ranks a moment to read the same entries: the store may end with rank 0's process."""
         store.set(f"seen/{self._rank}", "")
-        keys = [f"seen/{rank}" for rank in range(self._size)]
-        deadline = time.monotonic() + _READERS_SECONDS
-        while self._rank == 0 and not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if self._rank == 0:
+            wait_for_keys(store, [f"seen/{rank}" for rank in range(self._size)], _READERS_SECONDS)
 
     def _desync_error(self, entries: dict[int, Entry]) -> RankDesyncError:
         odd = odd_ranks({rank: entry.operation for rank, entry in entries.items()})

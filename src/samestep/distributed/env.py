@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
 from samestep.errors import InputError
@@ -40,6 +43,11 @@ class Environment:
     device_order: str | None = None  # order in which CUDA numbers devices
     gloo_interface: str | None = None  # network interface of gloo
     share_gpu: bool = False  # several ranks may use one GPU
+
+    @property
+    def job_prefix(self) -> str:
+        """Prefix of all keys of the job in a store; the token cannot be read from the prefix."""
+        return f"samestep/{hashlib.sha256(self.token.encode()).hexdigest() if self.token is not None else 'no-token'}"
 
 
 def read_environment() -> Environment:
@@ -135,6 +143,14 @@ def relevant_variables() -> dict[str, str]:
 def environment_copy() -> dict[str, str]:
     """Return the whole environment."""
     return dict(os.environ)
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it cannot be read."""
+    try:
+        return dict(psutil.Process(process).environ())
+    except (psutil.Error, OSError):  # the process has ended or belongs to another user, or there is no /proc
+        return {}
 
 
 def prepare_torch_environment(*, loopback: bool, interface: str | None = None) -> None:

@@ -6,10 +6,9 @@ Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/laun
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Literal
 
 from samestep.distributed.addresses import is_loopback
@@ -38,8 +37,6 @@ FIRST_PORT, PORTS = 15000, 10000
 _HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]\s]+\])+")
 _RANGES = re.compile(r"\[([^\[\]]+)\]")
 _NUMBERS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
-_LOOPBACK = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
-_LOOPBACK_SECONDS = 2.0
 _variables_error = partial(InputError, code="E_LAUNCH_VARIABLES")
 
 
@@ -247,34 +244,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
-
-
-@cache
-def loopback_address() -> str:
-    """Return the address of the loopback interface: 127.0.0.1, or ::1 on a machine without IPv4.
-
-    Raises:
-        InputError: the interface is missing or down.
-    """
-    problem: OSError | None = None
-    for address, family in _LOOPBACK.items():
-        try:
-            with (
-                socket.create_server((address, 0), family=family) as listener,
-                socket.create_connection(listener.getsockname()[:2], timeout=_LOOPBACK_SECONDS),
-            ):
-                return address
-        except OSError as error:
-            problem = problem or error
-    raise InputError(
-        f"the loopback interface does not work: {problem}",
-        expected="ranks on one machine communicate by 127.0.0.1 or ::1",
-        fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
-        code="E_LOOPBACK",
-    )
-
-
-def free_loopback_socket() -> socket.socket:
-    """Return a listening socket on a free port of the loopback interface."""
-    address = loopback_address()
-    return socket.create_server((address, 0), family=_LOOPBACK[address], backlog=128)

@@ -1,7 +1,8 @@
-"""Processors and control group limits of this process."""
+"""Processors and control group limits of this process, and the memory that its allocator keeps."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +12,11 @@ from typing import TypeVar
 
 # Version 1 of control groups writes a number near 2^63 for "no limit".
 _NO_LIMIT = 1 << 60
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_KEPT_BYTES = 2**28
+# The largest value of the threshold that glibc adapts. Larger blocks are mapped: in the heap they could fragment it.
+_MAPPED_BYTES = 2**25
 T = TypeVar("T", int, float)
 
 
@@ -125,3 +131,16 @@ def read_processors() -> Processors:
     # macOS has no affinity.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
     return Processors(online, allowed, read_cgroup_limits().cpus)
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep 256 MiB of freed memory for all threads; return whether the C library accepted it.
+
+    Each step allocates and frees tensors of equal sizes. With its defaults, glibc returns their memory to the system,
+    which fills it with zeros again, page by page: up to a tenth of a step. Threads that start later use one heap: with
+    heaps of their own, memory that one thread has freed would not serve another one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    return mallopt is not None and bool(
+        mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_ARENA_MAX, 1)
+    )

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 # Terminals and batch systems send these to a whole process group to end it.
@@ -59,6 +61,22 @@ class StopRequest:
         self.number = self.number or number
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
+
+
+@contextmanager
+def handled_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle signals inside the block, except those that the process ignores, as under nohup.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def open_terminals() -> list[int]:

@@ -1,4 +1,4 @@
-"""Per-rank status in shared memory, readable by the launcher.
+"""Per-rank status in shared memory, readable by the launcher; texts and majorities of ranks.
 
 A rank writes a few numbers and a line of text into a slot when an operation of all ranks begins or ends: some
 microseconds per step. Reading needs no cooperation, so the last status of a rank that hangs, was stopped by a signal or
@@ -13,7 +13,8 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
@@ -270,3 +271,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def odd_ranks(values: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks whose value differs from the majority's; empty without a strict majority, as of two ranks."""
+    for value, count in Counter(values.values()).most_common(1):
+        if 2 * count > len(values):
+            return [rank for rank, other in values.items() if other != value]
+    return []

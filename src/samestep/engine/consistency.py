@@ -13,8 +13,7 @@ import torch
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.collective_check import BATCH, DATASET
-from samestep.distributed.majority import odd_ranks
-from samestep.distributed.status import ranks_text
+from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
 from samestep.engine.buffer_values import MicrobatchBuffers
 from samestep.engine.ema import AveragedWeights

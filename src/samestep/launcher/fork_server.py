@@ -15,10 +15,7 @@ from typing import Any
 
 import psutil
 
-from samestep.distributed.env import (
-    FORK_SERVER,
-    variables_of_subprocess,
-)
+from samestep.distributed.env import FORK_SERVER, environment_of, variables_of_subprocess
 from samestep.distributed.signals import GROUP_SIGNALS
 
 SETUP = "samestep.launcher.fork_server_setup"  # the first module that the server imports
@@ -76,14 +73,6 @@ def _abandon(server: Any) -> None:
 def _variables_of_new(process: int) -> dict[str, str]:
     """Return the environment of a process that has just been started: it is empty until `execve` has ended."""
     deadline = time.monotonic() + _START_SECONDS
-    while not (variables := variables_of(process)) and psutil.pid_exists(process) and time.monotonic() < deadline:
+    while not (variables := environment_of(process)) and psutil.pid_exists(process) and time.monotonic() < deadline:
         time.sleep(_START_POLL_SECONDS)
     return variables
-
-
-def variables_of(process: int) -> dict[str, str]:
-    """Return the environment of a process; empty if it cannot be read."""
-    try:
-        return dict(psutil.Process(process).environ())
-    except (psutil.Error, OSError):  # the process has ended or belongs to another user, or there is no /proc
-        return {}

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from samestep.distributed.addresses import interface_of, listen, resolve
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
-from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
-from samestep.distributed.store_prefix import job_prefix
+from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import StoppedError
 from samestep.launcher.hosts import (
@@ -86,12 +85,8 @@ def join_hosts(config: HostsConfig, processes: int, limit: float) -> Iterator[Ho
             group.listener.close()
 
 
-@contextmanager
-def _stop_by_signal(activity: str) -> Iterator[None]:
-    """Raise a `StoppedError` at the first stop signal in the block; worker groups install handlers of their own.
-
-    Does nothing outside the main thread, where Python allows no handlers.
-    """
+def _stop_by_signal(activity: str) -> AbstractContextManager[None]:
+    """Raise a `StoppedError` at the first stop signal in the block; worker groups install handlers of their own."""
     terminals, is_stopped = open_terminals(), False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -105,14 +100,7 @@ def _stop_by_signal(activity: str) -> Iterator[None]:
                 fix="start the command on all hosts again",
             )
 
-    is_main = threading.current_thread() is threading.main_thread()
-    stops = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN] if is_main else []
-    before = {number: signal.signal(number, stop) for number in stops}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_signals(STOP_SIGNALS, stop)
 
 
 def _admit_hosts(
@@ -183,7 +171,7 @@ def _problem(config: HostsConfig, hello: dict[str, Any], counts: dict[int, int])
     """Return why a host cannot be admitted, if so."""
     if hello.get("protocol") != _PROTOCOL:
         return "it runs another version of Samestep"
-    if hello["token"] != job_prefix(read_environment().token):
+    if hello["token"] != read_environment().job_prefix:
         return "it has another SAMESTEP_TOKEN"
     if tuple(hello["hosts"]) != config.addresses:
         return f"it has --hosts {','.join(hello['hosts'])}, the first host {','.join(config.addresses)}"
@@ -210,7 +198,7 @@ def _arrive(
     resolve(address, config.port)
     hello = {
         "protocol": _PROTOCOL,
-        "token": job_prefix(read_environment().token),
+        "token": read_environment().job_prefix,
         "hosts": config.addresses,
         "host": config.rank,
         "processes": processes,

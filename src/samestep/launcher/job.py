@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.addresses import accepts_connections, is_loopback, listen, resolve
+from samestep.distributed.addresses import (
+    accepts_connections,
+    free_loopback_socket,
+    is_loopback,
+    listen,
+    loopback_address,
+    resolve,
+)
 from samestep.distributed.env import prepare_torch_environment, read_environment
-from samestep.distributed.launcher_detection import Rendezvous, free_loopback_socket, loopback_address
-from samestep.distributed.port_file import publish_port, wait_for_port
-from samestep.distributed.rendezvous import wait_for_ranks
-from samestep.distributed.store_prefix import job_prefix
+from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.rendezvous import publish_port, wait_for_keys, wait_for_port, wait_for_ranks
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
-from samestep.launcher.launcher_watch import watch_launcher
+from samestep.launcher.orphans import watch_launcher
 from samestep.launcher.software import require_same_software
 from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import HANG_AFTER
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
 _CONNECT_POLL_SECONDS = 0.1
-_REPORT_POLL_SECONDS = 0.02
 # Time that a rank which lost another waits for the report of the lost rank.
 _SETTLE_SECONDS = 1.0
 # Time that rank 0 gives the others to read its report, because the store may end with rank 0.
@@ -128,7 +132,7 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
         with _job_store(rendezvous, timeout) as (tcp, address):
-            store = dist.PrefixStore(job_prefix(read_environment().token), tcp)
+            store = dist.PrefixStore(read_environment().job_prefix, tcp)
             # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on
             # several machines each agent counts its own.
             earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
@@ -241,10 +245,3 @@ def report_failure(job: Job, failure: Failure) -> tuple[bool, int]:
         if job.rank == 0:
             wait_for_keys(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _READERS_SECONDS)
     return is_first, code
-
-
-def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until all keys are set, at most for some seconds."""
-    deadline = time.monotonic() + seconds
-    while keys and not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(_REPORT_POLL_SECONDS)

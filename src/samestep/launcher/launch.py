@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
+from samestep.distributed.addresses import free_loopback_socket
 from samestep.distributed.env import (
     HASH_SEED,
     SHARE_GPU,
@@ -23,7 +24,6 @@ from samestep.distributed.env import (
     silence_torch_warnings,
     variables_of_subprocess,
 )
-from samestep.distributed.launcher_detection import free_loopback_socket
 from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError
 from samestep.launcher.failure import RankError, StoppedError

@@ -1,26 +1,37 @@
-"""Processes that a rank has left running."""
+"""Orphans: processes of ranks that have ended, and ranks whose launcher has ended.
+
+The launcher of Samestep ends the processes that a rank has left running. A rank that another launcher started ends with
+that launcher.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
 
-from samestep.distributed.env import (
-    FORK_SERVER,
-)
-from samestep.launcher.fork_server import ForkServer, variables_of
+from samestep.distributed.env import FORK_SERVER, environment_of
+from samestep.distributed.launcher_detection import Rendezvous
+from samestep.errors import EXIT_FAILED
+from samestep.launcher.fork_server import ForkServer
 from samestep.units import plural
 
 # Time that a process whose rank has ended has to end: by itself, after SIGTERM, and after SIGKILL.
 _END_SECONDS = 1.0
 _END_POLL_SECONDS = 0.05
 _SHOWN_PROCESSES, _SHOWN_CHARACTERS = 5, 60
+# Time for a step and its checkpoint after the request to stop that follows the end of the launcher.
+_STOP_SECONDS = 6.0
+_LAUNCHER_POLL_SECONDS = 1.0
+_watched: list[int] = []
 
 
 def end_orphans(server: ForkServer) -> str | None:
@@ -54,7 +65,9 @@ def _wait_for_end(processes: Callable[[], list[psutil.Process]]) -> list[psutil.
 
 def _orphans(server: ForkServer) -> list[psutil.Process]:
     """Return the marked processes that do not descend from a rank of another launch that still runs."""
-    marked = [process for process in psutil.process_iter() if variables_of(process.pid).get(FORK_SERVER) == server.mark]
+    marked = [
+        process for process in psutil.process_iter() if environment_of(process.pid).get(FORK_SERVER) == server.mark
+    ]
     descendants = {server.pid}
     with suppress(psutil.NoSuchProcess):
         descendants |= {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
@@ -76,3 +89,57 @@ def _names(processes: Sequence[psutil.Process]) -> str:
             command = ascii(shlex.join(process.cmdline()))[1:-1]  # without control characters
             names.append(f"{process.pid} ({command[:_SHOWN_CHARACTERS]})")
     return f"{plural(len(processes), 'process')}: {', '.join(names)}"
+
+
+def watch_launcher(rendezvous: Rendezvous) -> None:
+    """End this process when the process that started the ranks of this machine ends; further calls have no effect.
+
+    The process receives SIGTERM, which requests a stop with a checkpoint inside of `samestep.start()`, and ends some
+    seconds later in any case. Ranks that were started by hand are not watched: they may outlive a shell.
+    """
+    if _watched or rendezvous.rank_variable is None:
+        return
+    launcher = _nearest_ancestor_without(rendezvous.rank_variable)
+    if launcher is not None:
+        _watched.append(launcher)
+        name = "samestep-external-launcher-watch"
+        threading.Thread(target=_watch, args=(launcher, rendezvous), name=name, daemon=True).start()
+
+
+def _nearest_ancestor_without(variable: str) -> int | None:
+    """Return the nearest ancestor that lacks an environment variable; shells between launcher and rank have it.
+
+    None if that is the first process of a container, which no other process outlives.
+    """
+    for process in psutil.Process().parents():
+        if variable not in environment_of(process.pid):  # unreadable of another user, such as slurmstepd
+            return int(process.pid) if process.pid > 1 else None
+    return None
+
+
+def _watch(launcher: int, rendezvous: Rendezvous) -> None:
+    _wait_for_process(launcher)
+    if rendezvous.local_rank == 0:
+        with suppress(OSError, ValueError):  # the reader of standard error may be gone, too
+            print(
+                f"error: the process {launcher} of {rendezvous.launcher} has ended, and its ranks end with it "
+                "[E_LAUNCHER_GONE]\n"
+                f"  expected: {rendezvous.launcher} runs until its ranks have ended\n"
+                "  fix:      start the same command again: it resumes from the newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_SECONDS)
+    os._exit(EXIT_FAILED)
+
+
+def _wait_for_process(process: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        with suppress(OSError):  # ended already, or a kernel older than 5.3
+            descriptor = os.pidfd_open(process)
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+            return
+    while psutil.pid_exists(process):
+        time.sleep(_LAUNCHER_POLL_SECONDS)

@@ -27,12 +27,12 @@ import psutil
 import torch.distributed as dist
 
 from samestep.distributed.addresses import accepts_connections
+from samestep.distributed.rendezvous import wait_for_keys
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job, report_failure, wait_for_keys
-from samestep.launcher.slow_ranks import SlowRanks
-from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog, hang_failure
+from samestep.launcher.job import Job, report_failure
+from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, SlowRanks, Watchdog, hang_failure
 from samestep.launcher.worker import exit_process
 from samestep.report_limits import bounded
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import socket
 import sys
-import time
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -15,11 +14,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from samestep.distributed.rendezvous import wait_for_keys
 from samestep.distributed.status import ranks_text
 from samestep.errors import InputError, RunError
 from samestep.report_limits import printable
 
-_POLL_SECONDS = 0.005
 _MAX_NAMED = 5  # groups of ranks in one error
 
 
@@ -87,14 +86,10 @@ def _differences(rows: list[tuple[str, dict[str, str]]]) -> list[str]:
 
 
 def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
-    # No blocking read: Python would handle no signal meanwhile.
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"the versions of all ranks did not arrive within {timeout.total_seconds():g} s",
-                expected="every rank sends its versions at the start",
-                fix="read the output of the other ranks",
-                code="E_RENDEZVOUS",
-            )
-        time.sleep(_POLL_SECONDS)
+    if not wait_for_keys(store, keys, timeout.total_seconds()):
+        raise RunError(
+            f"the versions of all ranks did not arrive within {timeout.total_seconds():g} s",
+            expected="every rank sends its versions at the start",
+            fix="read the output of the other ranks",
+            code="E_RENDEZVOUS",
+        )

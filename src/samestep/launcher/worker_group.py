@@ -5,10 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -17,12 +16,19 @@ from pathlib import Path
 from socket import socket
 from types import FrameType
 
-from samestep.distributed.signals import STOP_SIGNALS, open_terminals, redirect_to_null
+from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
 from samestep.launcher.hosts import HostGroup
-from samestep.launcher.slow_ranks import SlowRanks
-from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_failure, waits_for_loader
+from samestep.launcher.watchdog import (
+    Hang,
+    RankState,
+    SlowRanks,
+    StackFile,
+    Watchdog,
+    hang_failure,
+    waits_for_loader,
+)
 from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
 RANK_NAME = "samestep-rank-"
@@ -108,18 +114,9 @@ class WorkerGroup:
         if self._stop_requests:
             self._forward_stop()
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
+    def signals(self) -> AbstractContextManager[None]:
         """Forward stop signals to the workers for the duration of the block. Does nothing outside the main thread."""
-        is_main = threading.current_thread() is threading.main_thread()
-        stops = (signal.SIGINT, *STOP_SIGNALS) if is_main else ()
-        numbers = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-        before = {number: signal.signal(number, self._handle) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handled_signals((signal.SIGINT, *STOP_SIGNALS), self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._stop_requests += 1

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from samestep.distributed.majority import odd_ranks
-from samestep.distributed.status import ranks_text
+from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
 from samestep.engine.weighted_checksum import checksum
 from samestep.errors import DataError

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from samestep.distributed.addresses import interface_of, listen
+from samestep.distributed.addresses import free_loopback_socket, interface_of, listen
 from samestep.errors import InputError
 
 
@@ -36,3 +36,10 @@ def test_port_in_use_is_named() -> None:
 def test_interface_of_the_loopback_address_is_the_loopback_interface() -> None:
     assert interface_of("127.0.0.1") in ("lo", "lo0")
     assert interface_of("192.0.2.77") is None
+
+
+def test_socket_listens_on_loopback_only() -> None:
+    with free_loopback_socket() as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        assert port > 0

@@ -8,7 +8,6 @@ from samestep.distributed.launcher_detection import (
     Rendezvous,
     find_rendezvous,
     first_host,
-    free_loopback_socket,
     is_loopback,
 )
 from samestep.errors import InputError
@@ -236,10 +235,3 @@ def test_invalid_list_has_no_first_host(hosts: str) -> None:
     with pytest.raises(InputError, match="is invalid") as caught:
         first_host(hosts)
     assert "MASTER_ADDR" in str(caught.value)
-
-
-def test_socket_listens_on_loopback_only() -> None:
-    with free_loopback_socket() as listener:
-        address, port = listener.getsockname()
-        assert address == "127.0.0.1"
-        assert port > 0

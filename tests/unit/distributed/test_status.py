@@ -9,7 +9,7 @@ import pytest
 
 from helpers.shared_memory import abandoned, require_none_left
 from helpers.system import until
-from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, ranks_text
+from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, odd_ranks, ranks_text
 
 
 @pytest.fixture
@@ -143,3 +143,20 @@ def test_text_of_ranks() -> None:
     assert ranks_text([2]) == "rank 2"
     assert ranks_text([0, 3]) == "ranks 0 and 3"
     assert ranks_text([0, 1, 3]) == "ranks 0, 1 and 3"
+
+
+@pytest.mark.parametrize(
+    ("values", "odd"),
+    [
+        ("aaaa", []),
+        ("aaba", [2]),
+        ("baaa", [0]),
+        ("abcaa", [1, 2]),
+        ("ab", []),
+        ("aabb", []),
+        ("aabc", []),
+        ("abc", []),
+    ],
+)
+def test_odd_ranks_differ_from_a_strict_majority(values: str, odd: list[int]) -> None:
+    assert odd_ranks(dict(enumerate(values))) == odd

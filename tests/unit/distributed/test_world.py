@@ -1,13 +1,27 @@
-"""Errors of collectives: only a lost connection means that another rank has ended."""
+"""Collectives of a world.
+
+Only a lost connection means that another rank has ended. Values of `all_gather` and `reduce_dict` arrive unchanged on
+every rank.
+"""
+
+import json
+import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import samestep
-from samestep.errors import PeerLostError
-from samestep.launcher.failure import Failure
+from samestep.distributed.world import World
+from samestep.errors import EXIT_INPUT, InputError, PeerLostError
+from samestep.launcher.failure import Failure, RankError
+from samestep.launcher.launch import launch
 from samestep.strategies.ddp import _CommStream
+from workers import gather as ranks_gather
+from workers.gather import COUNTS, VALUES
 
 LOST = [
     dist.DistNetworkError("The client socket has timed out after 5000ms"),
@@ -58,3 +72,86 @@ def test_error_of_the_communication_thread_is_raised_with_its_type(error: Except
         assert raised.value is error
     finally:
         stream.end()
+
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = launch(ranks_gather.run_all, processes=RANKS)
+    return results
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_rank_receives_the_values_of_all_ranks(results: dict[str, list[Any]], name: str) -> None:
+    assert results[name] == [VALUES[name]] * RANKS
+
+
+def test_means_are_over_all_counted_items(results: dict[str, list[Any]]) -> None:
+    """Ranks have 3, 0 and 5 samples; the value of the rank without samples does not count, even if it is NaN."""
+    assert all(means == results["means"][0] for means in results["means"]), "the same bits on every rank"
+    means = results["means"][0]
+    assert list(means) == ["a", "b"]
+    assert means["a"] == (3 * 1.0 + 5 * 4.0) / 8
+    assert means["b"] == pytest.approx((3 * 0.1 + 5 * 0.3) / 8)
+    assert sum(COUNTS) == 8
+
+
+def test_means_without_counts_are_plain(results: dict[str, list[Any]]) -> None:
+    assert results["plain means"] == [{"rank": 1.0}] * RANKS
+    assert results["no values"] == [{}] * RANKS
+
+
+def test_different_keys_and_zero_counts_are_rejected_on_every_rank(results: dict[str, list[Any]]) -> None:
+    keys, counts, shapes = results["rejected"][0]
+    assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0"
+    assert counts == "reduce_dict: the counts of all ranks sum to 0"
+    assert shapes == "reduce_dict: rank 1 has the shapes [2], rank 0 has [1]"
+    assert results["rejected"] == [[keys, counts, shapes]] * RANKS
+
+
+def test_tensors_are_gathered_averaged_and_summed(results: dict[str, list[Any]]) -> None:
+    assert results["tensors"] == [results["tensors"][0]] * RANKS, "the same on every rank"
+    tensors = results["tensors"][0]
+    assert tensors["received"] == [[], [[0.0, 1.0]], [[0, 1], [2, 3]]]
+    assert tensors["mean"] == {"scores": [1.0, 2 * 5 / 8], "total": 2 * 5 / 8}
+    assert tensors["sum"] == {"scores": [3.0, 3.0], "total": 3.0}
+    assert tensors["numbers"] == {"correct": 30}
+
+
+def test_invalid_value_of_one_rank_ends_the_run() -> None:
+    with pytest.raises(RankError, match="E_NOT_JSON") as failed:
+        launch(ranks_gather.gather_a_set, processes=RANKS)
+    assert failed.value.exit_code == EXIT_INPUT
+
+
+@pytest.mark.parametrize("value", [{1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
+def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
+    with pytest.raises(InputError, match="E_NOT_JSON"):
+        samestep.all_gather(value, alone)
+
+
+def test_cycle_is_rejected(alone: World) -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    with pytest.raises(InputError, match="E_NOT_JSON"):
+        samestep.all_gather(cyclic, alone)
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the world has no state between examples
+@given(value=plain)
+def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
+    (received,) = samestep.all_gather(value, alone)
+    assert json.dumps(received) == json.dumps(value)
+
+
+def test_infinities_and_nan_arrive_unchanged(alone: World) -> None:
+    (received,) = samestep.all_gather([math.inf, -math.inf, math.nan], alone)
+    assert received[:2] == [math.inf, -math.inf]
+    assert math.isnan(received[2])
+    assert math.isnan(samestep.reduce_dict({"a": math.nan}, alone)["a"])

@@ -1,4 +1,4 @@
-"""Watchdog: culprits of a hang, and stacks of another process."""
+"""Watchdog: culprits of a hang, slow ranks, and stacks of another process."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from samestep.distributed.status import StatusSnapshot
-from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, hang_text, parse_stack
+from samestep.launcher.watchdog import Hang, RankState, SlowRanks, StackFile, Watchdog, hang_text, parse_stack
 
 LONG_AGO = -100.0
 WAITING = StatusSnapshot(7, LONG_AGO, activity="in engine.step 6, waiting in an all-reduce", is_waiting=True)
@@ -225,3 +225,36 @@ def test_crash_leaves_a_stack(tmp_path: object, number: signal.Signals) -> None:
         process.join()
         assert process.exitcode == -number
         assert "crash" in stacks.crash()[-1]
+
+
+def slow(
+    monkeypatch: pytest.MonkeyPatch, *seconds: float, microbatches: tuple[int, ...] = (10, 10, 10)
+) -> list[str | None]:
+    """Return the messages of four intervals with the given seconds per microbatch and rank."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    slow_ranks = SlowRanks()
+    messages = []
+    for interval in range(1, 5):
+        now += 60
+        statuses = [
+            StatusSnapshot(compute_seconds=interval * count * cost, microbatches=interval * count)
+            for cost, count in zip(seconds, microbatches, strict=True)
+        ]
+        messages.append(slow_ranks.message({rank: RankState(status) for rank, status in enumerate(statuses)}))
+    return messages
+
+
+def test_slow_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third, fourth = slow(monkeypatch, 0.1, 0.3, 0.1)
+    assert (first, second, fourth) == (None, None, None), "a single interval does not suffice"
+    assert third == ("rank 1 is slow: 0.300 s per microbatch, data included; the other ranks need 0.100 s and wait")
+
+
+def test_rank_with_more_microbatches_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow(monkeypatch, 0.1, 0.1, 0.1, microbatches=(10, 30, 10)) == [None] * 4
+
+
+def test_similar_ranks_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow(monkeypatch, 0.1, 0.12, 0.1) == [None] * 4
+    assert slow(monkeypatch, 0.0001, 0.001, 0.0001) == [None] * 4

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.started import as_mpirun, as_srun
-from samestep.distributed.launcher_detection import find_rendezvous, free_loopback_socket
+from samestep.distributed.addresses import free_loopback_socket
+from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import Processors
 from samestep.errors import InputError
 from samestep.tools.doctor.environment import (

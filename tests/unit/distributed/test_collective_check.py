@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from samestep.distributed.operation_monitor import OperationMonitor, PendingOperation
+from samestep.distributed.collective_check import OperationMonitor, PendingOperation
 
 Monitors = list[OperationMonitor]
 
@@ -38,7 +38,7 @@ def test_every_waiting_rank_finds_another_operation(monitors: Monitors) -> None:
         assert difference[2].name == "engine.evaluate"
         assert {rank: row.number for rank, row in difference.items()}.items() >= {2: 2}.items()
         assert any(row.name == "engine.step 2" for row in difference.values())
-        assert difference[2].line.startswith("tests/unit/distributed/test_operation_monitor.py:")
+        assert difference[2].line.startswith("tests/unit/distributed/test_collective_check.py:")
 
 
 def test_other_facts_of_one_operation_are_a_difference(monitors: Monitors) -> None:
