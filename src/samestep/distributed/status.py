@@ -23,7 +23,7 @@ from typing import Any
 # Odd while the slot is being written. The same even number before and after a read proves a consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
-_NUMBERS = struct.Struct("<QdQdQq??H")
+_NUMBERS = struct.Struct("<QdQdQq???H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
 # Precedes a disk operation in an activity.
@@ -45,6 +45,7 @@ class StatusSnapshot:
         checkpoints: checkpoints written by this rank.
         is_waiting: the rank waits for other ranks.
         is_finished: the rank has left `samestep.start()`.
+        is_script: the rank runs a script, not a function.
         activity: current activity, such as `in engine.step 7`.
     """
 
@@ -56,6 +57,7 @@ class StatusSnapshot:
     checkpoints: int = 0
     is_waiting: bool = False
     is_finished: bool = False
+    is_script: bool = False
     activity: str = ""
 
 
@@ -153,6 +155,10 @@ class RankStatus:
     def checkpoint_saved(self) -> None:
         """Count a written checkpoint."""
         self._update(checkpoints=self._values["checkpoints"] + 1)
+
+    def begin_script(self) -> None:
+        """Record that this rank runs a script."""
+        self._update(is_script=True)
 
     def finish(self) -> None:
         """Record the end of `samestep.start()`; the rank is not watched after this."""

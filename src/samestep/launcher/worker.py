@@ -112,14 +112,11 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         value = _call(worker_spec)
         packed = pack(value) if rank == 0 else b""
     except SystemExit as error:
-        from samestep.launcher.job import process_state
-
         # By Python's rules None is 0, and text is 1 and part of the report.
         is_code = error.code is None or isinstance(error.code, int)
         message = "" if is_code else message_of(error.code)
-        exit_code = int(error.code or 0) if is_code else 1
-        failure = Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=process_state.is_script)
-        channel.send(failure)
+        exit_code, is_script = int(error.code or 0) if is_code else 1, status.snapshot.is_script
+        channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script))
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))
@@ -192,6 +189,7 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
     place = worker_spec.place
     host_store(worker_spec, _SCRIPT_TIMEOUT)
     process_state.is_script = True
+    worker_spec.rank_status.begin_script()
     set_environment(
         {
             **dict.fromkeys(("RANK", "ROLE_RANK"), str(worker_spec.rank)),

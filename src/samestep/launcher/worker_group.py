@@ -232,8 +232,9 @@ class WorkerGroup:
         return any(isinstance(worker.result, Failure) for worker in self._workers)
 
     def _exit_failure(self, worker: _Worker) -> Failure:
-        activity, _, _ = self._board.read(worker.rank).activity.partition(", waiting in ")
-        return Failure.of_exit(worker.rank, worker.process.exitcode or 0, activity, worker.stacks.crash())
+        status, exit_code = self._board.read(worker.rank), worker.process.exitcode or 0
+        activity, _, _ = status.activity.partition(", waiting in ")
+        return Failure.of_exit(worker.rank, exit_code, activity, worker.stacks.crash(), is_script=status.is_script)
 
     def _check_progress(self) -> None:
         states = {worker.rank: self._state(worker) for worker in self._workers}

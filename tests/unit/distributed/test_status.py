@@ -60,6 +60,9 @@ def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     assert (board.read(0).checkpoints, board.read(0).is_finished) == (1, False)
     status.finish()
     assert board.read(0).is_finished
+    assert not board.read(0).is_script
+    status.begin_script()
+    assert board.read(0).is_script
 
 
 def test_long_text_is_truncated(board: StatusBoard) -> None:
