@@ -106,7 +106,8 @@ class RankStatus:
             yield
             return
         self._is_inside = True
-        self._update(operations=self._values["operations"] + 1, activity=f"in {name}")
+        # A process may enter a second world after the end of the first.
+        self._update(operations=self._values["operations"] + 1, activity=f"in {name}", is_finished=False)
         try:
             yield
         finally:
@@ -161,7 +162,7 @@ class RankStatus:
         self._update(is_script=True)
 
     def finish(self) -> None:
-        """Record the end of `samestep.start()`; the rank is not watched after this."""
+        """Record the end of `samestep.start()`; the rank is not watched until its next operation."""
         self._update(is_finished=True, activity="after the end of samestep.start()")
 
     def _update(self, **changes: Any) -> None:
