@@ -39,6 +39,7 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 5.0  # limit of the time until a new connection has sent its first message
 _PROTOCOL = "samestep-hosts-1"
+_HELLO_TYPES = {"protocol": str, "token": str, "hosts": list, "host": int, "processes": int}
 
 
 @contextmanager
@@ -162,19 +163,21 @@ def _hello(connection: socket.socket) -> dict[str, Any] | None:
             data += part
     try:
         kind, hello = json.loads(data)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         return None
-    return hello if kind == "hello" and isinstance(hello, dict) else None
+    if kind != "hello" or not isinstance(hello, dict):
+        return None
+    return hello if all(isinstance(hello.get(name), kind) for name, kind in _HELLO_TYPES.items()) else None
 
 
 def _problem(config: HostsConfig, hello: dict[str, Any], counts: dict[int, int]) -> str | None:
     """Return why a host cannot be admitted, if so."""
-    if hello.get("protocol") != _PROTOCOL:
+    if hello["protocol"] != _PROTOCOL:
         return "it runs another version of Samestep"
     if hello["token"] != read_environment().job_prefix:
         return "it has another SAMESTEP_TOKEN"
     if tuple(hello["hosts"]) != config.addresses:
-        return f"it has --hosts {','.join(hello['hosts'])}, the first host {','.join(config.addresses)}"
+        return f"it has --hosts {','.join(map(str, hello['hosts']))}, the first host {','.join(config.addresses)}"
     if hello["host"] in counts:
         return f"--host-rank {hello['host']} has arrived already"
     return None

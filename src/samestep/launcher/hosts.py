@@ -104,7 +104,10 @@ class Link:
             self.is_closed = not data
             self.received += len(data)
             *lines, self._buffer = (self._buffer + data).split(b"\n")
-            self._messages.extend(Message(*json.loads(line)) for line in lines if line)
+            try:
+                self._messages.extend(Message(*json.loads(line)) for line in lines if line)
+            except (ValueError, TypeError):  # the port belongs to another program
+                self.is_closed = True
         while self._messages:
             yield self._messages.popleft()
 

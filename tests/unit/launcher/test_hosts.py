@@ -201,8 +201,23 @@ def test_other_commands_are_refused_by_name() -> None:
     assert refusal(protocol="samestep-hosts-0") == "it runs another version of Samestep"
 
 
-def test_connection_without_a_hello_is_ignored() -> None:
-    assert answer(b"GET / HTTP/1.1\r\n\r\n") is None
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", b"5\n", b"[" * 60_000 + b"\n", b'["hello", {}]\n', b'["hello", {"host": "1"}]\n'],
+    ids=["HTTP", "number", "brackets", "empty hello", "incomplete hello"],
+)
+def test_connection_without_a_hello_is_ignored(data: bytes) -> None:
+    assert answer(data) is None
+
+
+def test_port_of_another_program_is_not_the_first_host() -> None:
+    with socket.create_server((HOSTS[0], 0)) as listener, ThreadPoolExecutor(1) as pool:
+        second = pool.submit(on_hosts, 1, limit=SHORT, port=listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            with pytest.raises(RunError, match="has admitted no host within 1 s"):
+                second.result()[0].result()
 
 
 def test_silent_host_is_lost() -> None:
