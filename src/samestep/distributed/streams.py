@@ -56,6 +56,12 @@ def lost_output() -> OSError | None:
     return output.error if isinstance(output, _Output) else None
 
 
+def report_line(line: str) -> None:
+    """Print a line on standard error, in any process: the user's program may have closed it, or its reader be gone."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
 class _Output(io.FileIO):
     """Writer to a descriptor; `error` is the first error other than a closed pipe."""
 

@@ -10,7 +10,6 @@ import os
 import select
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import psutil
 
 from samestep.distributed.env import FORK_SERVER, environment_of
 from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.fork_server import ForkServer
 from samestep.units import plural
@@ -120,15 +120,12 @@ def _nearest_ancestor_without(variable: str) -> int | None:
 def _watch(launcher: int, rendezvous: Rendezvous) -> None:
     _wait_for_process(launcher)
     if rendezvous.local_rank == 0:
-        with suppress(OSError, ValueError):  # the reader of standard error may be gone, too
-            print(
-                f"error: the process {launcher} of {rendezvous.launcher} has ended, and its ranks end with it "
-                "[E_LAUNCHER_GONE]\n"
-                f"  expected: {rendezvous.launcher} runs until its ranks have ended\n"
-                "  fix:      start the same command again: it resumes from the newest checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
+        report_line(
+            f"error: the process {launcher} of {rendezvous.launcher} has ended, and its ranks end with it "
+            "[E_LAUNCHER_GONE]\n"
+            f"  expected: {rendezvous.launcher} runs until its ranks have ended\n"
+            "  fix:      start the same command again: it resumes from the newest checkpoint"
+        )
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_SECONDS)
     os._exit(EXIT_FAILED)

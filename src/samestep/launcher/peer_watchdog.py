@@ -29,6 +29,7 @@ import torch.distributed as dist
 from samestep.distributed.addresses import accepts_connections
 from samestep.distributed.rendezvous import wait_for_keys
 from samestep.distributed.status import RankStatus, StatusSnapshot
+from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure
@@ -130,8 +131,7 @@ class PeerWatchdog:
                 f"  expected: {self._store_host} runs until all ranks have ended\n"
                 f"  fix:      read the output of {self._store_host}, and start the same command again"
             )
-            with suppress(OSError, ValueError):  # the reader of standard error may be gone, too
-                print(bounded(text), file=sys.stderr, flush=True)
+            report_line(bounded(text))
         return True
 
     @property
@@ -157,7 +157,7 @@ class PeerWatchdog:
             self._is_ending.set()
             self._report_and_exit(Failure.of_ended_process(gone, states[gone].status.activity))
         elif self._job.rank == 0 and (message := self._slow_ranks.message(states)):
-            print(message, file=sys.stderr, flush=True)
+            report_line(message)
 
     def _read_states(self) -> dict[int, RankState]:
         ranks = range(self._job.size)
@@ -188,7 +188,7 @@ class PeerWatchdog:
     def _report_and_exit(self, failure: Failure) -> NoReturn:
         is_first, code = report_failure(self._job, failure)
         if is_first:
-            print(failure.reported(None).text, file=sys.stderr, flush=True)
+            report_line(failure.reported(None).text)
         exit_process(code)
 
     def _gone_rank(self, states: dict[int, RankState]) -> int | None:
@@ -219,7 +219,7 @@ class PeerWatchdog:
             seconds = timer.seconds_without_change((self._answers, status.last_change))
             if seconds >= self._hang_after:
                 if self._job.rank == self._reporter:
-                    print(bounded(self._store_report(seconds, status)), file=sys.stderr, flush=True)
+                    report_line(bounded(self._store_report(seconds, status)))
                 exit_process(EXIT_FAILED)
 
     def _store_report(self, seconds: float, status: StatusSnapshot) -> str:
