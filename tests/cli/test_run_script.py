@@ -136,6 +136,18 @@ def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None
 
 
 @pytest.mark.slow
+def test_failure_after_a_signal_is_not_restarted(tmp_path: Path) -> None:
+    path = script(tmp_path, f'{WAITS}    raise OSError("no space for the result")\n')
+    with Running("run", "--processes", 2, "--max-restarts", 1, path, cwd=tmp_path) as running:
+        running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
+        running.kill_group(signal.SIGTERM)
+        done = running.wait(10)
+    assert done.code == 1
+    assert "OSError: no space for the result [E_RANK_FAILED]" in done.err.splitlines()[0]
+    assert "restart" not in done.err
+
+
+@pytest.mark.slow
 def test_closed_terminal_stops_the_script(tmp_path: Path) -> None:
     outer, inner = pty.openpty()
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path, terminal=inner) as running:
@@ -173,6 +185,23 @@ def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFix
     assert title == "error: rank 0 ended with exit code 2, before the script ended [E_RANK_EXITED]"
     assert expected == "  expected: the script ends with exit code 0 in every rank"
     assert "argparse" in fix
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("import os\nos._exit(0)\n", 0),
+        ("import os, samestep\nwith samestep.start():\n    pass\nos._exit(0)\n", 0),
+        ("import os, samestep\nwith samestep.start():\n    os._exit(0)\n", 1),
+    ],
+    ids=["without a world", "after the world", "inside the world"],
+)
+def test_script_that_ends_its_process_with_exit_code_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int
+) -> None:
+    assert here("run", "--processes", 1, script(tmp_path, text), cwd=tmp_path) == code
+    title = "error: rank 0 ended with exit code 0 after samestep.start(), before the script ended [E_RANK_EXITED]\n"
+    assert capsys.readouterr().err.startswith(title if code else "")
 
 
 def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,13 @@ class Failure:
         message: str = "",
         *,
         is_script: bool = False,
+        has_begun: bool = True,
     ) -> Failure:
         """Return the failure for a process that ended without a report.
 
         A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal, outermost first.
-        `message` is the text of `sys.exit("text")`. With `is_script`, the process ran a script, not a function.
+        `message` is the text of `sys.exit("text")`. With `is_script`, the process ran a script, not a function. Without
+        `has_begun`, the process ended in the imports before the function.
         """
         by_signal = -exit_code if exit_code < 0 else None
         if by_signal is not None:
@@ -109,6 +111,10 @@ class Failure:
             name = next((known.name for known in signal.Signals if known == by_signal), f"signal {by_signal}")
             problem, fix, code = f"was killed by {name}{_spaced(activity)}", _SIGNAL_FIXES.get(name), "E_RANK_KILLED"
             expected = None
+        elif not has_begun:
+            problem, code = f"ended with exit code {exit_code}, before the function began", "E_RANK_EXITED"
+            expected = "each rank, a new process, can import the script that launches, and the module of the function"
+            fix = 'see the exception above, if any; a script calls samestep.launch() below `if __name__ == "__main__":`'
         else:
             end = "the script ended" if is_script else "the function returned"
             problem = f"ended with exit code {exit_code}{_spaced(activity)}, before {end}"
@@ -199,12 +205,14 @@ def first_cause(failures: list[Failure]) -> Failure:
 class RankError(SamestepError):
     """A rank failed; `str()` is the report of that rank.
 
-    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the ranks.
+    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the ranks. `is_stopping`:
+    a signal had requested the end of the run before.
     """
 
-    def __init__(self, failure: Failure, steps: int = 0, checkpoints: int = 0) -> None:
+    def __init__(self, failure: Failure, steps: int = 0, checkpoints: int = 0, *, is_stopping: bool = False) -> None:
         super().__init__(failure.text.removeprefix("error: "), code=failure.code)
         self.failure, self.steps, self.checkpoints = failure, steps, checkpoints
+        self.is_stopping = is_stopping
         self.exit_code = failure.exit_code
 
     def with_next_step(self, text: str) -> RankError:

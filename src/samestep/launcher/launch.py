@@ -25,6 +25,7 @@ from samestep.distributed.env import (
     variables_of_subprocess,
 )
 from samestep.distributed.status import StatusBoard
+from samestep.distributed.streams import report_line
 from samestep.errors import InputError
 from samestep.launcher.failure import RankError, StoppedError
 from samestep.launcher.fork_server import SETUP, ForkServer, start_server
@@ -35,7 +36,7 @@ from samestep.launcher.pickling import portable, unpack
 from samestep.launcher.preflight import require_machine
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
 from samestep.launcher.worker import WorkerSpec
-from samestep.launcher.worker_group import RANK_NAME, LaunchConfig, WorkerGroup, report_line
+from samestep.launcher.worker_group import RANK_NAME, LaunchConfig, WorkerGroup
 
 __all__ = ["LaunchConfig", "RankError", "StoppedError", "launch"]
 
@@ -173,7 +174,7 @@ def _require_valid(processes: int, config: LaunchConfig) -> None:
         raise InputError(
             "samestep.launch() was called in a rank that samestep has started",
             expected="a process that is not a rank",
-            fix="call the function directly in ranks, instead of launch",
+            fix='call the function directly in ranks; in a script, launch below `if __name__ == "__main__":`',
             code="E_LAUNCH",
         )
 

@@ -30,7 +30,7 @@ class RestartPolicy:
         return self.processes < self._maximum
 
     def restart(self, error: RankError, step: int) -> str | None:
-        """Record a restart and return a message for the user; None if the run must not be restarted.
+        """Record a restart and return a message for the user; None if the run must not be restarted, or is to end.
 
         A lost rank (killed or hanging) is dropped down to the minimum. An exception after the same number of completed
         optimizer steps twice is taken for permanent.
@@ -39,7 +39,7 @@ class RestartPolicy:
         is_lost = failure.by_signal is not None or failure.kind == "hang"
         is_repeated = not is_lost and self._last == (failure.kind, step)
         is_permanent = failure.exit_code != EXIT_FAILED or failure.kind in _PERMANENT or is_repeated
-        is_permanent = is_permanent or failure.code == E_DISK_HANG
+        is_permanent = is_permanent or failure.code == E_DISK_HANG or error.is_stopping
         if is_permanent or self._done >= self._limit:
             return None
         self._last = (failure.kind, step)

@@ -99,23 +99,18 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_spec.stacks.install()
-    _name_process(worker_spec.rank, worker_spec.size)
-    if worker_spec.log is not None:
-        _redirect_output(worker_spec.log)
-    # A rank that waits for the reader of its output must continue before it counts as hung.
-    limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
-    protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
-    set_environment(worker_spec.environment)
-    prepare_torch_environment(loopback=worker_spec.place.is_on_one_host, interface=worker_spec.place.interface)
     rank, status = worker_spec.rank, worker_spec.rank_status
+    status.heartbeat()  # the rank has started
     try:
+        _set_up(worker_spec)
         value = _call(worker_spec)
         packed = pack(value) if rank == 0 else b""
     except SystemExit as error:
         # By Python's rules None is 0, and text is 1 and part of the report.
         is_code = error.code is None or isinstance(error.code, int)
         message = "" if is_code else message_of(error.code)
-        exit_code, is_script = int(error.code or 0) if is_code else 1, status.snapshot.is_script
+        # The system keeps one byte of the code: 255 for -1.
+        exit_code, is_script = int(error.code or 0) & 0xFF if is_code else 1, status.snapshot.is_script
         channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script))
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
@@ -128,6 +123,18 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         worker.kill()
     threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     channel.send(RankResult(packed, tuple(thread.name for thread in threads if not thread.daemon)))
+
+
+def _set_up(worker_spec: WorkerSpec) -> None:
+    """Set the name, the output and the environment of this process."""
+    _name_process(worker_spec.rank, worker_spec.size)
+    if worker_spec.log is not None:
+        _redirect_output(worker_spec.log)
+    # A rank that waits for the reader of its output must continue before it counts as hung.
+    limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
+    protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
+    set_environment(worker_spec.environment)
+    prepare_torch_environment(loopback=worker_spec.place.is_on_one_host, interface=worker_spec.place.interface)
 
 
 def _name_process(rank: int, size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -18,7 +17,9 @@ from types import FrameType
 
 from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
+from samestep.distributed.streams import report_line
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
+from samestep.launcher.fork_server import is_running
 from samestep.launcher.hosts import HostGroup
 from samestep.launcher.watchdog import (
     Hang,
@@ -91,10 +92,12 @@ class WorkerGroup:
     def __init__(self, status_board: StatusBoard, config: LaunchConfig) -> None:
         self._board, self._config = status_board, config
         self._workers: list[_Worker] = []
+        self._server = 0  # process id of the fork server
         self._watchdog = Watchdog(config.hang_after)
         self._slow_ranks = SlowRanks()
-        self._stop_requests = 0  # number of requests to end the run
-        self.stop_signal: int | None = None  # signal of the first request, if a signal made it
+        self._is_stopping = False  # the ranks have been requested to end
+        self._stop_requests = 0  # number of signals that request the end of the run
+        self.stop_signal: int | None = None  # the first of them
         self._deadline = float("inf")  # time at which running workers are killed
         self._exceeds_grace = False
         self._exit_began: float | None = None  # since then all running ranks have returned, and cannot exit
@@ -111,7 +114,8 @@ class WorkerGroup:
         finally:
             send.close()
         self._workers.append(_Worker(worker_spec.rank, process, receive, worker_spec.stacks))
-        if self._stop_requests:
+        self._server = worker_spec.server
+        if self._is_stopping:
             self._forward_stop()
 
     def signals(self) -> AbstractContextManager[None]:
@@ -133,6 +137,7 @@ class WorkerGroup:
             report_line("\nstopping after this step; press Ctrl-C again to stop at once")
 
     def _forward_stop(self) -> None:
+        self._is_stopping = True
         for worker in self._workers:
             if worker.is_running and isinstance(worker.result, RankResult):
                 worker.process.kill()  # the function has returned: threads of the user keep the process alive
@@ -179,7 +184,8 @@ class WorkerGroup:
 
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""
-        if failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers):
+        is_lost = failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers)
+        if is_lost and not is_running(self._server):  # otherwise it is the exit code of the ranks
             return Failure.of_fork_server(failures[0].activity)
         return first_cause(failures) if failures else None
 
@@ -195,7 +201,7 @@ class WorkerGroup:
             if worker.is_running:
                 self._abandon(worker)
             if worker.result is None:
-                worker.result = replace(self._exit_failure(worker), is_consequence=True)
+                worker.result = self._exit_result(worker, is_consequence=True)
 
     def _abandon(self, worker: _Worker) -> None:
         """Leave a process that the kernel does not end before its disk or driver answers."""
@@ -219,7 +225,8 @@ class WorkerGroup:
             if failure is not cause:
                 failure.append_to_log(log_dir)
         statuses = [self._board.read(worker.rank) for worker in self._workers]
-        raise RankError(cause.reported(log_dir), max(status.steps for status in statuses), statuses[0].checkpoints)
+        steps, checkpoints = max(status.steps for status in statuses), statuses[0].checkpoints
+        raise RankError(cause.reported(log_dir), steps, checkpoints, is_stopping=self._stop_requests > 0)
 
     def _collect_results(self) -> bool:
         """Collect results and exits; return whether a worker has failed."""
@@ -228,18 +235,28 @@ class WorkerGroup:
                 has_ended = not worker.is_running  # before the read: a result sent last is in the channel by then
                 worker.result = worker.receive()
                 if worker.result is None and has_ended:
-                    worker.result = self._exit_failure(worker)
+                    worker.result = self._exit_result(worker)
         return any(isinstance(worker.result, Failure) for worker in self._workers)
 
-    def _exit_failure(self, worker: _Worker) -> Failure:
+    def _exit_result(self, worker: _Worker, *, is_consequence: bool = False) -> RankResult | Failure:
+        """Return the result of a process that has ended without one."""
         status, exit_code = self._board.read(worker.rank), worker.process.exitcode or 0
+        if status.is_script and exit_code == 0 and (status.is_finished or not status.operations):
+            return RankResult(b"", ())  # a script may end by os._exit(0), but not inside of samestep.start()
         activity, _, _ = status.activity.partition(", waiting in ")
-        return Failure.of_exit(worker.rank, exit_code, activity, worker.stacks.crash(), is_script=status.is_script)
+        failure = Failure.of_exit(
+            worker.rank,
+            exit_code,
+            activity,
+            worker.stacks.crash(),
+            is_script=status.is_script,
+            has_begun=status.last_change > 0,
+        )
+        return replace(failure, is_consequence=is_consequence)
 
     def _check_progress(self) -> None:
         states = {worker.rank: self._state(worker) for worker in self._workers}
-        if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._stop_requests:
-            self._stop_requests = 1
+        if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._is_stopping:
             self._forward_stop()
         self._watch(states)
         self._end_stuck_exits(states)
@@ -297,9 +314,3 @@ class WorkerGroup:
             with suppress(OSError):  # a system without /proc, or a process that has just ended
                 process_state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return RankState(self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state)
-
-
-def report_line(line: str) -> None:
-    """Print a line on standard error."""
-    with suppress(OSError):  # in a user's process, whose standard error can be a closed pipe
-        print(line, file=sys.stderr, flush=True)

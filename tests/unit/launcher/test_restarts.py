@@ -7,8 +7,11 @@ from samestep.launcher.failure import Failure, RankError
 from samestep.launcher.restarts import RestartPolicy
 
 
-def failed(kind: str | None = None, *, by_signal: int | None = None, exit_code: int = 1) -> RankError:
-    return RankError(Failure(1, 0.0, "error: rank 1 ended\nmore", exit_code, kind=kind, by_signal=by_signal))
+def failed(
+    kind: str | None = None, *, by_signal: int | None = None, exit_code: int = 1, is_stopping: bool = False
+) -> RankError:
+    failure = Failure(1, 0.0, "error: rank 1 ended\nmore", exit_code, kind=kind, by_signal=by_signal)
+    return RankError(failure, is_stopping=is_stopping)
 
 
 def test_restarts_up_to_the_limit() -> None:
@@ -29,6 +32,11 @@ def test_permanent_failure_is_not_restarted(kind: str) -> None:
 
 def test_invalid_input_is_not_restarted() -> None:
     assert RestartPolicy(5, 4, 4).restart(failed("InputError", exit_code=2), 5) is None
+
+
+@pytest.mark.parametrize(("kind", "by_signal"), [("OSError", None), (None, 9)])
+def test_failure_after_a_request_to_stop_is_not_restarted(kind: str | None, by_signal: int | None) -> None:
+    assert RestartPolicy(5, 4, 4).restart(failed(kind, by_signal=by_signal, is_stopping=True), 5) is None
 
 
 def test_same_failure_at_the_same_step_is_restarted_once() -> None:

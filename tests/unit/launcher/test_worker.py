@@ -1,11 +1,19 @@
-"""Names of ranks in lists of processes."""
+"""Worker processes: names in lists of processes, and reports of early ends."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import samestep
+from samestep.launcher.failure import RankError
+from samestep.launcher.launch import LaunchConfig, run_workers
 
 RANKS = 3
 
@@ -25,3 +33,50 @@ def test_ranks_have_names() -> None:
     if find_spec("setproctitle") is not None:
         titles = [line.strip("\0") for _, line, _ in processes]
         assert titles == [f"samestep rank {rank} of {RANKS}" for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("end", [sys.exit, os._exit])
+def test_negative_exit_code_is_neither_a_signal_nor_the_end_of_the_fork_server(end: Callable[[int], None]) -> None:
+    with pytest.raises(RankError) as caught:
+        samestep.launch(end, -1, processes=1)
+    assert caught.value.code == "E_RANK_EXITED"
+    assert caught.value.value.startswith("rank 0 ended with exit code 255, before the function returned")
+
+
+def test_invalid_log_folder_is_named() -> None:
+    with pytest.raises(RankError) as caught:
+        samestep.launch(time.sleep, 0, processes=2, log_dir=Path("/proc/none"))
+    assert caught.value.value.startswith("rank 1 failed: FileNotFoundError: [Errno 2]")
+    assert "/proc/none" in caught.value.value
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_script_that_ranks_cannot_import(failing: bool, tmp_path: Path) -> None:
+    text = "import samestep\ndef value():\n    return 1\n"
+    text += 'if __name__ != "__main__":\n    raise OSError("no data")\n' if failing else ""
+    (tmp_path / "train.py").write_text(f"{text}samestep.launch(value, processes=1)\n", encoding="utf-8")
+    command = [sys.executable, tmp_path / "train.py"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert ("OSError: no data" if failing else "InputError: samestep.launch() was called in a rank") in done.stderr
+    assert "rank 0 ended with exit code 1, before the function began [E_RANK_EXITED]" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`')
+
+
+def killed_at_the_end() -> None:
+    """Rank 1 is killed after the request to end at a checkpoint."""
+    with samestep.start(device="cpu") as world:
+        world.context.status.checkpoint_saved()
+        while not world.stop_requested:
+            time.sleep(0.01)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+
+
+def test_kill_after_the_launcher_has_requested_the_end_is_a_failure() -> None:
+    config = LaunchConfig(60.0, stop_at_checkpoint=True)
+    with pytest.raises(RankError) as caught:
+        run_workers(killed_at_the_end, processes=2, launch_config=config)
+    assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_KILLED", 1)
+    assert not caught.value.is_stopping
