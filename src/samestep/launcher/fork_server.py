@@ -9,7 +9,6 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -58,13 +57,6 @@ def start_server() -> ForkServer:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pid = int(server._forkserver_pid)
     return ForkServer(pid, _variables_of_new(pid).get(FORK_SERVER, ""))
-
-
-def is_running(process: int) -> bool:
-    """Return whether a process runs; one that has ended may still be a zombie."""
-    with suppress(psutil.Error):
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _abandon(server: Any) -> None:

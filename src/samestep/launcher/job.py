@@ -31,7 +31,7 @@ from samestep.launcher.failure import Failure
 from samestep.launcher.orphans import watch_launcher
 from samestep.launcher.software import require_same_software
 from samestep.launcher.source_files import SourceFiles
-from samestep.launcher.watchdog import HANG_AFTER
+from samestep.launcher.watchdog import HANG_AFTER, start_time
 
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
@@ -194,11 +194,9 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
 
 
 def _mpi_job() -> str:
-    """Return a name with number and start time (proc(5)) of the process that started all ranks of this machine."""
+    """Return a name with number and start time of the process that started all ranks of this machine."""
     parent = os.getppid()
-    stat = Path(f"/proc/{parent}/stat")
-    start = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "0"
-    return f"mpi-{parent}-{start}"
+    return f"mpi-{parent}-{start_time(parent) or '0'}"
 
 
 def _hint(rendezvous: Rendezvous) -> str:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch.distributed as dist
 
 from samestep.distributed.addresses import accepts_connections
@@ -33,7 +32,16 @@ from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure
-from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, SlowRanks, Watchdog, hang_failure
+from samestep.launcher.watchdog import (
+    Hang,
+    ProgressTimer,
+    RankState,
+    SlowRanks,
+    Watchdog,
+    hang_failure,
+    is_running,
+    start_time,
+)
 from samestep.launcher.worker import exit_process
 from samestep.report_limits import bounded
 
@@ -198,7 +206,7 @@ class PeerWatchdog:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
             is_local = machine and self._processes.get(rank, [""])[0] == machine
-            if not is_local or states[rank].status.is_finished or _is_running(*self._processes[rank][1:3]):
+            if not is_local or states[rank].status.is_finished or is_running(*self._processes[rank][1:3]):
                 self._gone_since.pop(rank, None)
             elif time.monotonic() - self._gone_since.setdefault(rank, time.monotonic()) >= _GONE_SECONDS:
                 return rank
@@ -237,23 +245,15 @@ class PeerWatchdog:
 
 
 def _process_identity() -> list[Any]:
-    """Return machine and namespace of processes, number and time of creation of this process, and its host.
+    """Return machine and namespace of processes, number and start time of this process, and its host.
 
-    The machine is empty if unknown.
+    The machine is empty if unknown. The start time does not depend on the clock, which may be set during a run.
     """
     machine = ""
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
         machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
-    return [machine, os.getpid(), psutil.Process().create_time(), socket.gethostname()]
-
-
-def _is_running(process: int, created: float) -> bool:
-    """Return whether a process runs; another process can have its number."""
-    with suppress(psutil.Error):
-        current = psutil.Process(process)
-        return bool(current.create_time() == created and current.status() != psutil.STATUS_ZOMBIE)
-    return False
+    return [machine, os.getpid(), start_time(os.getpid()), socket.gethostname()]
 
 
 def _stack(thread: int) -> list[str]:

@@ -36,6 +36,7 @@ _PROCESS_STATES = {
     "T": "stopped by a signal (SIGSTOP, a debugger)",
     "D": "waits in the kernel, which no signal ends: for a disk, a network file system or a driver",
 }
+_START_TIME = 19  # place of the start time among the fields after the command
 _WAITING = ", waiting in "
 _TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 
@@ -104,6 +105,27 @@ class Hang:
         """Whether a rank waits for others, in a collective of Samestep or of the user."""
         frames = self.stacks.get(rank, ())[-3:]
         return self.states[rank].status.is_waiting or any(_TORCH_DISTRIBUTED in frame for frame in frames)
+
+
+def process_stat(process: int) -> list[str]:
+    """Return the fields of /proc/PID/stat (proc(5)) from the letter of the state on.
+
+    They are missing for a process that has ended, and on a system without /proc.
+    """
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def start_time(process: int) -> str:
+    """Return the start of a process in clock ticks since the start of the machine; empty if unknown."""
+    return next(iter(process_stat(process)[_START_TIME:]), "")
+
+
+def is_running(process: int, started: str | None = None) -> bool:
+    """Return whether a process runs, with the start time if one is given: another process can have its number."""
+    fields = process_stat(process)
+    return bool(fields) and fields[0] not in "ZX" and started in (None, fields[_START_TIME])
 
 
 class ProgressTimer:

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -19,7 +19,6 @@ from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_ter
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
-from samestep.launcher.fork_server import is_running
 from samestep.launcher.hosts import HostGroup
 from samestep.launcher.watchdog import (
     Hang,
@@ -28,6 +27,8 @@ from samestep.launcher.watchdog import (
     StackFile,
     Watchdog,
     hang_failure,
+    is_running,
+    process_stat,
     waits_for_loader,
 )
 from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
@@ -309,8 +310,6 @@ class WorkerGroup:
             worker.has_reported_threads = True
 
     def _state(self, worker: _Worker) -> RankState:
-        process_state = ""
-        if worker.is_running:
-            with suppress(OSError):  # a system without /proc, or a process that has just ended
-                process_state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = process_stat(worker.process.pid) if worker.is_running and worker.process.pid else []
+        process_state = fields[0] if fields else ""
         return RankState(self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state)
