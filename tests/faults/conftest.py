@@ -1,4 +1,4 @@
-"""Rows of the fault page from the tests of surroundings."""
+"""Rows of the fault page from the tests of surroundings, and runs without a fault."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import pytest
 
 from helpers.fault_page import PAGE, Row, area_rows, write_area
 from helpers.surroundings import RecordFault
+from helpers.system import here, weights
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +16,14 @@ def area(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     yield rows
     if request.config.getoption("--faults-page"):
         write_area(request.path.stem.removeprefix("test_"), rows)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Weights of a run of the recipe of a file without a fault."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    assert here("train", request.module.RECIPE, "--name", "a", cwd=path) == 0
+    return weights(path / "runs/a")
 
 
 @pytest.fixture

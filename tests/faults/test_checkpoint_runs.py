@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.recorded import read_calls
+from helpers.recorded import count_calls
 from helpers.system import Done, Running, events, here, samestep, state_of, steps_saved, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -30,11 +30,6 @@ def final_events(run: Path) -> dict[str, object]:
     return {kind: {e["step"]: [e[key] for key in keys[kind]] for e in events(run, kind)} for kind in keys}
 
 
-def calls(folder: Path) -> int:
-    """Return the number of training calls of the loss that rank 0 has started, in all runs of a folder."""
-    return sum(len(microbatches) for rank, microbatches in map(read_calls, folder.glob("seen-*")) if rank == 0)
-
-
 def hold(folder: Path, call: int) -> Callable[[], None]:
     """Block rank 0 in a call of the loss until the returned function is called."""
     (folder / "hold").write_text(f"0 {call}", encoding="utf-8")
@@ -55,7 +50,7 @@ def test_second_run_in_the_same_directory_is_refused_without_changes(tmp_path: P
     release = hold(tmp_path, 13)  # step 7, of one of two ranks
     arguments = ("train", RECIPE, "--name", "a", *BLOCKING, "--processes", 2, "--checkpoint-every", 5)
     with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
+        running.until(lambda: count_calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
         processes = running.processes()
         before = (run / "events.jsonl").read_bytes(), (run / "environment.json").read_bytes()
         second = samestep("resume", run, "--processes", 2, cwd=tmp_path)
@@ -76,7 +71,7 @@ def test_killed_run_does_not_keep_the_lock(tmp_path: Path, undisturbed: Path) ->
     release = hold(tmp_path, 13)
     arguments = ("train", RECIPE, "--name", "a", *BLOCKING, "--processes", 2, "--checkpoint-every", 5)
     with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
+        running.until(lambda: count_calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
         running.kill(signal.SIGKILL)
         running.wait(10)
         release()
@@ -93,7 +88,7 @@ def test_failed_background_save_ends_the_run_with_one_report(tmp_path: Path, und
     release = hold(tmp_path, 13)
     arguments = ("train", RECIPE, "--name", "a", *BLOCKING, "--processes", 2, "--checkpoint-every", 5)
     with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
+        running.until(lambda: count_calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
         (run / "checkpoints").rename(run / "away")
         (run / "checkpoints").touch()
         release()
@@ -137,7 +132,7 @@ def test_data_error_is_reported_first_with_the_failed_save_as_a_note(tmp_path: P
     release = hold(tmp_path, 1)
     data = ("--set", "data.name=helpers.recorded:load_unreadable", "data.options={}")
     with Running("train", RECIPE, "--name", "a", *data, cwd=tmp_path) as running:
-        running.until(lambda: calls(tmp_path) == 1, "the first step")
+        running.until(lambda: count_calls(tmp_path) == 1, "the first step")
         (run / "checkpoints").touch()
         release()
         done = running.wait(60)

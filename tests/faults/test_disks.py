@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.machines import faulty_disk, small_disk
+from helpers.recorded import count_calls
 from helpers.surroundings import RecordFault, require_bounded, require_single_report, wait_for_end
 from helpers.system import TESTS, Running, events, here, steps_saved, until, weights
 
@@ -26,18 +27,6 @@ UNANSWERED = {
     "rename of a checkpoint": ("checkpoints", "rename_folder"),
     "write of events.jsonl": ("events.jsonl", "write"),
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    path = tmp_path_factory.mktemp("undisturbed")
-    assert here("train", RECIPE, "--name", "a", cwd=path) == 0
-    return weights(path / "runs/a")
-
-
-def calls(path: Path) -> int:
-    """Return the calls of the training loss on rank 0."""
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in path.glob("seen-0-*"))
 
 
 def train(path: Path, variables: dict[str, str], *options: object, runs: str = "runs") -> Running:
@@ -104,7 +93,7 @@ def test_disk_that_never_answers(
     trigger, hold, run = tmp_path / "dead", tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("0 20", encoding="utf-8")
     with train(tmp_path, faulty_disk(tmp_path, part, f"{call}=0", trigger=trigger), *HANG) as running:
-        running.until(lambda: calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
+        running.until(lambda: count_calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
         trigger.touch()
         hold.unlink()
         began = time.monotonic()
@@ -133,7 +122,7 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
     with small_disk(tmp_path) as disk:
         run = disk / "runs/a"
         with train(tmp_path, {}, *HANG, runs=str(disk / "runs")) as running:
-            running.until(lambda: calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
+            running.until(lambda: count_calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
             hold.unlink()
             began = time.monotonic()

@@ -69,14 +69,6 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Weights of a run without a fault."""
-    path = tmp_path_factory.mktemp("undisturbed")
-    assert here("train", RECIPE, "--name", "a", "--loggers", "jsonl", cwd=path) == 0
-    return weights(path / "runs/a")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("workers", [0, 1])

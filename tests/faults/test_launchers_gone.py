@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.recorded import count_calls
 from helpers.started import as_mpirun, as_srun, as_torchrun, free_port, python, ranks
 from helpers.surroundings import END_SECONDS, RecordFault
 from helpers.system import COMMAND, TESTS, Running, here, state_of, until, weights
@@ -34,13 +35,6 @@ with samestep.start() as world:
 """
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    path = tmp_path_factory.mktemp("undisturbed")
-    assert here(*TRAIN, cwd=path) == 0
-    return weights(path / "runs/a")
-
-
 def launcher(name: str) -> list[str]:
     """Return a command that starts two ranks of the command that follows."""
     if name == "torchrun":
@@ -49,10 +43,6 @@ def launcher(name: str) -> list[str]:
     of_rank = as_srun("815") if name == "srun" else as_mpirun
     variables: list[Mapping[str, str]] = [of_rank(rank, 2) for rank in range(2)]
     return [sys.executable, "-c", LAUNCHER, json.dumps(variables), *COMMAND]
-
-
-def calls(path: Path) -> int:
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in path.glob("seen-0-*"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +61,7 @@ def test_ranks_end_with_their_launcher(
     hold, run = tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("0 20", encoding="utf-8")
     with Running(*TRAIN, "--checkpoint-every", 3, cwd=tmp_path, command=launcher(name)) as running:
-        running.until(lambda: calls(tmp_path) == 20, "call 20")
+        running.until(lambda: count_calls(tmp_path) == 20, "call 20")
         running.kill(signal.SIGKILL)
         began = time.monotonic()
         if not is_stuck:

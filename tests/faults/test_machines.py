@@ -38,13 +38,6 @@ OTHER_USER = 65534
 SECONDS = 2
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    path = tmp_path_factory.mktemp("undisturbed")
-    assert here(*TRAIN, cwd=path) == 0
-    return weights(path / "runs/a")
-
-
 @pytest.mark.parametrize("fault", REFUSED)
 def test_machine_that_cannot_run_ranks_is_refused(fault: str, tmp_path: Path, record_fault: RecordFault) -> None:
     setup, unshare, code = REFUSED[fault]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.recorded import count_calls
 from helpers.system import Running, arguments_of, events, state_of, until, weights, without_warnings
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -29,15 +30,11 @@ def ranks(place: Path) -> dict[int, int]:
     return {int(rank): int(process) for _, rank, process in (path.name.split("-") for path in place.glob("seen-*"))}
 
 
-def calls(place: Path, rank: int) -> int:
-    """How often a rank has called its training loss."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in place.glob(f"seen-{rank}-*"))
-
-
 def in_call(running: Running, place: Path, number: int, *, ranks: int) -> None:
     """Wait until rank 0 is in a call, and every other rank has begun."""
     running.until(
-        lambda: calls(place, 0) == number and all(calls(place, rank) for rank in range(ranks)), f"call {number}"
+        lambda: count_calls(place, 0) == number and all(count_calls(place, rank) for rank in range(ranks)),
+        f"call {number}",
     )
 
 
@@ -71,7 +68,7 @@ def test_rank_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
 def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Path) -> None:
     fault = ("--set", "loss.name=helpers.recorded:failing", "loss.options={rank: 1, call: 3}")
     with train(tmp_path, "--processes", 3, "--workers", 1, *fault) as running:
-        running.until(lambda: calls(tmp_path, 1) == 3, "the call that fails")
+        running.until(lambda: count_calls(tmp_path, 1) == 3, "the call that fails")
         done = running.wait(10)
         assert done.code == 1
         assert done.out == ""

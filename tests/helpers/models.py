@@ -1,9 +1,16 @@
-"""Small models shared by tests."""
+"""Small models shared by tests, and the hash of a model."""
 
+import hashlib
 import math
 
 import torch
 from torch import nn
+
+
+def digest(model: nn.Module) -> str:
+    """Return the SHA-256 of weights and buffers, in the order of their names."""
+    state = model.state_dict()
+    return hashlib.sha256(b"".join(state[name].cpu().numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
 def seeded(seed: int, kind: type[nn.Module], *arguments: object, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -173,6 +173,11 @@ def read_calls(path: Path) -> tuple[int, list[list[int]]]:
     return int(path.name.split("-")[1]), [[int(index) for index in line.split()] for line in lines]
 
 
+def count_calls(folder: Path, rank: int = 0) -> int:
+    """Return the number of training calls of the loss that a rank has started, in all runs of a folder."""
+    return sum(len(read_calls(path)[1]) for path in folder.glob(f"seen-{rank}-*"))
+
+
 def _record(indices: torch.Tensor) -> None:
     _calls.append(indices)
     with Path(f"seen-{dist.get_rank()}-{os.getpid()}").open("a", encoding="utf-8") as file:

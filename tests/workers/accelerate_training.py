@@ -1,6 +1,5 @@
 """Training with Accelerate's loop, with Samestep's own and with a plain one; each returns the hash of the weights."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
+from helpers.models import digest
 from samestep.distributed.env import set_environment
 from samestep.integrations.accelerate import Accelerator
 from samestep.launcher.job import rank_and_size
@@ -32,11 +32,6 @@ def objects() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_schedule
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-
-
-def digest(model: nn.Module) -> str:
-    tensors = model.state_dict().values()
-    return hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def cross_entropy(model: nn.Module, data: Any) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Rank functions for `zoo/images/test_bad.py` and `zoo/test_model_libraries.py`."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 import samestep
-from helpers.models import seeded
+from helpers.models import digest, seeded
 from samestep.config import BadSamples, Recipe, RunOptions
 from samestep.data.loader import Loader
 from samestep.distributed.world import World, all_gather
@@ -91,8 +90,3 @@ def built_from_own_files(recipes: list[Recipe]) -> None:
     """Build a different recipe on every rank."""
     with samestep.start(device="cpu") as world:
         build(recipes[world.rank], RunOptions(device="cpu", workers=0), world)
-
-
-def digest(model: nn.Module) -> str:
-    state = model.state_dict()
-    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()

@@ -1,6 +1,5 @@
 """Training with Lightning and with Samestep's own loop, on the ranks of `helpers.forked_ranks`."""
 
-import hashlib
 import inspect
 import warnings
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import samestep
+from helpers.models import digest
 from samestep.integrations.lightning import SamestepStrategy
 
 SAMPLES, BATCH, MICROBATCHES, EPOCHS, SEED, CLASSES = 1003, 64, 8, 2, 5, 4
@@ -43,11 +43,6 @@ def dataset(samples: int = SAMPLES) -> TensorDataset:
 def net() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, CLASSES))
-
-
-def digest(module: nn.Module) -> str:
-    tensors = [module.state_dict()[name] for name in sorted(module.state_dict())]
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def optimizer_of(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -1,6 +1,5 @@
 """Training with the trainer of Transformers, on the ranks of `helpers.forked_ranks`."""
 
-import hashlib
 import inspect
 import json
 import logging
@@ -13,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from helpers.models import digest
 from samestep.errors import SamestepError
 from samestep.integrations.transformers import SamestepTrainerMixin, Seq2SeqTrainer, Trainer
 
@@ -51,11 +51,6 @@ def model() -> nn.Module:
         max_position_embeddings=32,
     )
     return transformers.LlamaForCausalLM(config)
-
-
-def digest(module: nn.Module) -> str:
-    tensors = [module.state_dict()[name] for name in sorted(module.state_dict())]
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def arguments(folder: str, **options: Any) -> transformers.TrainingArguments:

@@ -1,4 +1,7 @@
-"""Set-up of the fork server, which imports this module first. In other processes the import does nothing."""
+"""Set-up of the fork server, which imports this module first.
+
+No other module may import it: descendants of the server inherit its variable, and would end at once.
+"""
 
 from __future__ import annotations
 
