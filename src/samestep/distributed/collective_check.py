@@ -153,7 +153,7 @@ class Entry:
     @classmethod
     def from_bytes(cls, data: bytes) -> Entry:
         """Parse the stored form."""
-        compared, operation, line = data.decode().split("\n")
+        compared, operation, line = data.decode().split("\n", 2)  # a path may contain a line break
         return cls(operation, line, int(compared))
 
     def __str__(self) -> str:
