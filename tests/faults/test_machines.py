@@ -17,6 +17,7 @@ from helpers.surroundings import (
     nothing_left_behind,
     require_bounded,
     require_single_report,
+    temporary_files,
     temporary_folder,
     wait_for_end,
 )
@@ -69,7 +70,7 @@ def test_narrow_container(tmp_path: Path, undisturbed: tuple[str, str], record_f
     assert not any(line.startswith("error: ") for line in done.err.splitlines())
     assert "--shm-size" in done.err
     assert weights(tmp_path / "runs/a") == undisturbed
-    assert not list(folder.iterdir())
+    assert not temporary_files(folder)
     for fault in (
         "a loopback interface without IPv4",
         "64 MB of shared memory with loader workers",
