@@ -128,7 +128,7 @@ def test_request_to_end_to_all_processes_ends_at_a_step_with_a_checkpoint(
         done = running.wait(10)
         assert done.code == 130
         assert "Traceback" not in done.err
-        assert done.err.count("stopping after this step") == (number == signal.SIGINT)
+        assert done.err.count("stopping; press Ctrl-C") == (number == signal.SIGINT)
         run = tmp_path / "runs" / "a"
         step = state_of(run)["step"]
         assert 4 <= step < 13

@@ -268,7 +268,9 @@ def raise_end(message: Message) -> None:
     if message.kind == "cause":
         raise RankError(failure_from(message.value))
     if message.kind == "stop":
-        raise StoppedError("stopped on another host", fix="resume from the newest checkpoint, if any")
+        raise StoppedError(
+            "stopped on another host", fix="resume the run if it has a checkpoint, or start the command again"
+        )
 
 
 def failure_values(failure: Failure) -> dict[str, Any]:

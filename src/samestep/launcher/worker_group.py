@@ -135,7 +135,7 @@ class WorkerGroup:
         if self._config.grace is not None and self._deadline == float("inf"):
             self._deadline, self._exceeds_grace = time.monotonic() + self._config.grace, True
         if number == signal.SIGINT:
-            report_line("\nstopping after this step; press Ctrl-C again to stop at once")
+            report_line("\nstopping; press Ctrl-C again to stop at once")
 
     def _forward_stop(self) -> None:
         self._is_stopping = True
@@ -217,7 +217,8 @@ class WorkerGroup:
         if self._stop_requests and cause.by_signal is not None and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL):
             late = f" within the grace time of {self._config.grace:g} s" if self._exceeds_grace else ""
             raise StoppedError(
-                f"stopped before the end of a step{late}", fix="resume from the newest checkpoint, if any"
+                f"stopped before the end of a step{late}",
+                fix="resume the run if it has a checkpoint, or start the command again",
             )
         log_dir = self._config.log_dir
         if any(failure.code == E_DISK_HANG for failure in failures):
