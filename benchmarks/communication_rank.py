@@ -160,7 +160,7 @@ def parameter_bytes() -> int:
 
 def narrow_bytes() -> int:
     """Return the bytes that `hook: powersgd` sends of one rank's gradients."""
-    from samestep.strategies.compression import _RANK, is_compressible
+    from samestep.strategies.fast_reduction import _RANK, is_compressible
 
     with torch.device("meta"):
         parameters = list(model().parameters())

@@ -5,8 +5,8 @@ import torch
 
 import samestep
 from samestep.launcher.launch import launch
-from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.compression import PowerSGD, compressed_all_reduce
+from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
+from samestep.strategies.reduction import flatten, unflatten
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from helpers.system import events, here
 from samestep import launch
 from samestep.config import StrategyConfig
 from samestep.launcher.failure import RankError
-from samestep.strategies.compression import is_compressible
+from samestep.strategies.fast_reduction import is_compressible
 from workers import ddp_options as ranks_ddp_options
 from workers.ddp_options import OPTIONS, flat, gradients_of
 

@@ -13,8 +13,8 @@ from samestep import launch
 from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
 from samestep.data.batch import move_next_to
 from samestep.errors import EXIT_INPUT, InputError
-from samestep.strategies.buckets import _buckets
 from samestep.strategies.device_map import DeviceMap, apply_device_map
+from samestep.strategies.reduction import _buckets
 from workers import devices as ranks_devices
 from workers.devices import (
     HALF,

@@ -21,8 +21,8 @@ from samestep.config.strategy import Hook
 from samestep.engine.shares import ShareBalancer
 from samestep.errors import InputError, PeerLostError, UnusedParameterError
 from samestep.microbatches import microbatch_bounds
-from samestep.strategies.buckets import flatten, unflatten
-from samestep.strategies.compression import PowerSGD, compressed_all_reduce
+from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
+from samestep.strategies.reduction import flatten, unflatten
 from workers.loader import gathered
 
 MICROBATCHES, BATCH, SAMPLES, STEPS = 8, 24, 96, 10

@@ -1,4 +1,4 @@
-"""Reduction of the gradients of microbatches: the interface, and the `exact` reduction in tree order.
+"""Reduction of the gradients of microbatches: flat buckets, the interface, and the `exact` reduction in tree order.
 
 A rank computes its microbatches one after another. Gradients of all but the last are accumulated locally; those of the
 last are added to them and reduced over ranks during its backward: one communication per step, for any number of
@@ -8,12 +8,16 @@ Floating-point addition is commutative but not associative: a sum has the same b
 same pairs are added. The order is a balanced binary tree over microbatches: the sum over `[lo, hi)` is the sum over
 the first half plus that over the second half, `mid = lo + (hi - lo) // 2`. A rank adds the subtrees of its own
 microbatches; ranks then communicate to add the rest of the tree. Microbatches without samples are omitted.
+
+A bucket is the gradients of some parameters as one flat tensor, each in the memory order of its parameter. This is the
+order of DDP's buckets (torch's "gradient layout contract"): for a channels-last parameter it differs from the order of
+the shape.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +27,6 @@ import torch.distributed as dist
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import Shares, owned_microbatches, rank_count
-from samestep.strategies.buckets import flatten, reduce_gradients, unflatten
 
 Node = tuple[int, int]
 Additions = tuple[tuple[Node, tuple[Node, ...]], ...]  # sums with their operands
@@ -33,6 +36,7 @@ Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 _COLLECTIVE = "a tree all-reduce"
 # Up to this size, the number of messages costs more than their length (measured on loopback with 4 ranks).
 _SMALL_BYTES = 2**20
+_BUCKET_ELEMENTS = 4 * 2**20  # of a message outside of DDP
 
 
 class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
@@ -262,6 +266,49 @@ def _exchange(world: World, sent: Messages, received: Messages) -> None:
 
 Parameter = torch.nn.Parameter
 Tensors = list[torch.Tensor]
+
+
+def flatten(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors with the shapes of `parameters` as one flat tensor."""
+    return torch.cat([_in_memory_order(t, p) for t, p in zip(tensors, parameters, strict=True)])
+
+
+def unflatten(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of `flat` with the shapes and strides of `parameters`."""
+    values = flat.split([parameter.numel() for parameter in parameters])
+    # Strides of a copy: those of the parameter, unless it has holes or overlaps.
+    copies = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+    return [
+        value.as_strided(copy.size(), copy.stride(), value.storage_offset())
+        for value, copy in zip(values, copies, strict=True)
+    ]
+
+
+def _in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.is_contiguous():
+        return tensor.reshape(-1)
+    copy = torch.empty_like(parameter, requires_grad=False).copy_(tensor)
+    return copy.as_strided((copy.numel(),), (1,), copy.storage_offset())
+
+
+def reduce_gradients(parameters: Iterable[Parameter], reduce: Callable[[list[Parameter]], torch.Tensor]) -> None:
+    """Set `.grad` of each parameter, bucket by bucket; `reduce` returns the flat sum of the gradients of a bucket."""
+    for bucket in _buckets(parameters):
+        for parameter, gradient in zip(bucket, unflatten(reduce(bucket), bucket), strict=True):
+            parameter.grad = gradient
+
+
+def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """Split parameters, in order, into buckets of one dtype and device, so that no message is as large as the model."""
+    bucket: list[Parameter] = []
+    for parameter in parameters:
+        is_full = sum(p.numel() for p in bucket) + parameter.numel() > _BUCKET_ELEMENTS
+        if bucket and (is_full or (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
 
 
 class Reduction(ABC):

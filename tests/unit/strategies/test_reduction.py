@@ -1,4 +1,4 @@
-"""Tree over microbatches: the same pairs are added for any number of ranks."""
+"""Tree over microbatches: the same pairs are added for any number of ranks; flat gradients in buckets, and views of them."""
 
 import gc
 import weakref
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, arange, channels_last, equal, float32, randn
 
 from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
-from samestep.strategies.reduction import MicrobatchTree, Node, children
+from samestep.strategies.reduction import MicrobatchTree, Node, children, flatten, unflatten
 
 Sum = Any  # a microbatch's number, or a pair of sums
 
@@ -224,3 +225,37 @@ def test_merge_keeps_no_reference_to_its_values() -> None:
         assert followed() is None
     finally:
         gc.enable()
+
+
+SHAPES = st.lists(st.integers(0, 4), min_size=4, max_size=4)
+LAYOUTS = st.sampled_from(["contiguous", "channels last", "transposed", "with holes"])
+
+
+def parameter(shape: list[int], layout: str) -> Tensor:
+    tensor = randn(*shape)
+    if layout == "channels last":
+        return tensor.contiguous(memory_format=channels_last)
+    if layout == "transposed":
+        return tensor.transpose(0, 3)
+    return randn(*shape[:3], 2 * shape[3])[..., ::2] if layout == "with holes" else tensor
+
+
+@given(st.lists(st.tuples(SHAPES, LAYOUTS, LAYOUTS), min_size=1, max_size=5))
+def test_round_trip(cases: list[tuple[list[int], str, str]]) -> None:
+    parameters = [parameter(shape, layout) for shape, layout, _ in cases]
+    tensors = [
+        parameter(list(p.shape), layout).reshape(p.shape) for p, (*_, layout) in zip(parameters, cases, strict=True)
+    ]
+    flat = flatten(tensors, parameters)
+    assert flat.shape == (sum(p.numel() for p in parameters),)
+    for tensor, view, p in zip(tensors, unflatten(flat, parameters), parameters, strict=True):
+        assert equal(view, tensor)
+        assert view.shape == p.shape
+
+
+def test_elements_are_in_memory_order() -> None:
+    weights = arange(8, dtype=float32).reshape(1, 2, 2, 2).contiguous(memory_format=channels_last)
+    assert flatten([weights], [weights]).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    (view,) = unflatten(weights.permute(0, 2, 3, 1).reshape(-1), [weights])
+    assert equal(view, weights)
+    assert view.stride() == weights.stride()

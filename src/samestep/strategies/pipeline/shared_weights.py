@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from samestep.distributed.world import World
-from samestep.strategies.buckets import flatten, unflatten
+from samestep.strategies.reduction import flatten, unflatten
 
 
 @dataclass

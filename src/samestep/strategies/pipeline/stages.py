@@ -1,4 +1,4 @@
-"""Pipeline stages of one rank: execution of their graphs under a schedule of torch."""
+"""Pipeline stages of one rank: execution of their graphs, and of each stage under a schedule of torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,99 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.pipelining import PipelineStage
 
 from samestep.config import StrategyConfig
 from samestep.distributed.world import World, all_gather
 from samestep.errors import PeerLostError
-from samestep.strategies.pipeline.layout import ReceivedTensor, SentTensor
-from samestep.strategies.pipeline.message_format import MessageFormat
+from samestep.strategies.pipeline.messages import MessageFormat, ReceivedTensor, SentTensor
 from samestep.strategies.pipeline.partition import Partition, bind_inputs, stage_error
 from samestep.strategies.pipeline.schedule import Schedule, build_schedule
 from samestep.strategies.pipeline.shared_weights import SharedWeights
-from samestep.strategies.pipeline.stage import Stage, Tensors
-from samestep.strategies.sliced_tensor import checked_forward
+from samestep.strategies.tensor_slices import checked_forward
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Stage(PipelineStage):
+    """A stage of this rank. Random states travel next to activations, in the same order on both ranks."""
+
+    def __init__(
+        self,
+        stages: PipelineStages,
+        weights: list[nn.Parameter],
+        stage: int,
+        count: int,
+        metadata: tuple[Tensors, Tensors],
+        *,
+        training: bool,
+    ) -> None:
+        """Metadata are the inputs and outputs on the meta device."""
+        inputs, outputs = metadata
+        super().__init__(
+            _StageModule(stages, weights, stage, is_last=stage == count - 1, training=training),
+            stage,
+            count,
+            stages.world.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=stages.world.group,
+        )
+        self._stages, self._training = stages, training
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receive operations of a forward."""
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        states = self._stages.receive_buffer(self.stage_index, fwd_chunk_id, training=self._training)
+        return operations if states is None else [*operations, self._operation(dist.irecv, states, -1)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the send operations of a forward."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        states = self._stages.states_to_send(self.stage_index, fwd_chunk_id)
+        return operations if states is None else [*operations, self._operation(dist.isend, states, 1)]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Compute the backward of a microbatch; without `full_backward`, the gradients of inputs alone."""
+        if not self._training:  # some schedules call this method in an evaluation too
+            return
+        # Not in two halves: a rank that waits for a second half could block the first halves of others.
+        full = full_backward or self._stages.sends_gradients(self.stage_index)
+        if full:
+            self._stages.begin_backward(self.stage_index, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full, last_backward=last_backward)
+        if full:
+            self._stages.end_backward(self.stage_index, bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the gradients of weights, the second half of a backward."""
+        if self._stages.sends_gradients(self.stage_index):
+            return
+        self._stages.begin_backward(self.stage_index, bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._stages.end_backward(self.stage_index, bwd_chunk_id)
+
+    def _operation(self, operation: Any, tensor: torch.Tensor, offset: int) -> dist.P2POp:
+        peer = (self.stage_index + offset) % self.group_size
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+
+class _StageModule(nn.Module):
+    """One stage as a module for torch's schedules, with the parameters that the stage uses."""
+
+    def __init__(
+        self, stages: PipelineStages, weights: list[nn.Parameter], stage: int, *, is_last: bool, training: bool
+    ) -> None:
+        super().__init__()
+        self._stages, self._stage, self._is_last, self._is_training = stages, stage, is_last, training
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, *received: torch.Tensor, chunk: torch.Tensor) -> Tensors | torch.Tensor:
+        outputs = self._stages.forward(self._stage, int(chunk), received, training=self._is_training)
+        return outputs[0] if self._is_last else outputs
+
 
 _MAX_SCHEDULES = 8  # each owns receive buffers; texts of many lengths would create many
 _MAX_REPETITIONS = 2  # next to one per stage: a restored layout can change that of the stage before
@@ -77,6 +159,8 @@ class StageWork(Protocol):
 
 class PipelineStages:
     """Stages of one rank. Stage s is on rank s modulo the number of ranks of the pipeline.
+
+    A slot is the index of a microbatch in a run, a chunk its position in the schedule.
 
     Attributes:
         world: ranks of one pipeline, the first stage's first.
@@ -228,7 +312,7 @@ class PipelineStages:
         return self.shared.sends(stage)
 
     def begin_backward(self, stage: int, chunk: int) -> None:
-        """Receive the gradients of shared weights from later stages."""
+        """Receive the gradients of shared weights from later stages; not for a backward of inputs alone."""
         self.shared.receive(stage, self._slots[chunk])
 
     def end_backward(self, stage: int, chunk: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from samestep.strategies.sliced_tensor import SlicedTensor
+from samestep.strategies.tensor_slices import SlicedTensor
 
 
 def digest(tensor: torch.Tensor) -> str:

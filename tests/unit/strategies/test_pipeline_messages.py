@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.strategies.pipeline.layout import ReceivedTensor, SentTensor, contiguous_layout, layout_of, with_layout
+from samestep.strategies.pipeline.messages import ReceivedTensor, SentTensor, contiguous_layout, layout_of, with_layout
 
 VALUES = torch.arange(120.0).view(4, 5, 6)
 FORMS = {

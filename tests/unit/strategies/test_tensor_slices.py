@@ -17,9 +17,8 @@ from samestep.distributed.world import RunContext, World
 from samestep.engine.compatible_options import require_compatible
 from samestep.engine.model_transforms import transform_model
 from samestep.errors import InputError
-from samestep.strategies.sliced_tensor import SlicedTensor, checked_forward
-from samestep.strategies.slicing import Slicing, add, aligned, divide, join, spread
 from samestep.strategies.tensor_parallel import slice_model
+from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, aligned, checked_forward, divide, join, spread
 
 SLICES = 3
 
