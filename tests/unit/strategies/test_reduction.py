@@ -1,4 +1,4 @@
-"""Tree over microbatches: the same pairs are added for any number of ranks; flat gradients in buckets, and views of them."""
+"""Reduction: the same pairs are added for any number of ranks; buckets are flat gradients, with views of them."""
 
 import gc
 import weakref
