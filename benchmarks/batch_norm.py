@@ -22,7 +22,7 @@ from step_models import build_dataset, build_model, build_optimizer
 import samestep
 from samestep.config import BatchNorm, StepConfig
 from samestep.distributed.world import World, all_gather
-from samestep.engine.sync_batch_norm_layers import norm_layers
+from samestep.engine.sync_batch_norm import norm_layers
 
 WORDS: tuple[BatchNorm, ...] = ("microbatch", "sync")
 Result = dict[str, Any]

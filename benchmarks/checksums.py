@@ -16,7 +16,7 @@ from machine import Spread, describe_machine, machine_line, markdown_table, save
 from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
-from samestep.engine.state_checksum import state_checksum
+from samestep.engine.checksum import state_checksum
 from samestep.microbatches import Cursor
 
 HERE = Path(__file__).parent

@@ -33,8 +33,8 @@ from samestep.data.epochs import epochs
 from samestep.data.loader import Loader
 from samestep.distributed.logging import logger
 from samestep.distributed.world import RunContext, all_gather
+from samestep.engine.checksum import checksum
 from samestep.engine.engine import Engine
-from samestep.engine.weighted_checksum import checksum
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode

@@ -22,11 +22,11 @@ from samestep.config.validation import require
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.distributed.world import all_gather
+from samestep.engine.checksum import checksum_event
 from samestep.engine.engine import Engine
+from samestep.engine.fast_merging import SEPARATE
 from samestep.engine.learning_rate import apply_schedule
-from samestep.engine.merged import SEPARATE
 from samestep.engine.shares import ShareBalancer
-from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger

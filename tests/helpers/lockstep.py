@@ -4,10 +4,9 @@ import torch
 from torch import nn
 
 from samestep.distributed.world import World
+from samestep.engine.data_parallel import replicate
 from samestep.engine.microbatch_threads import Threads, Track, run_in_lockstep
-from samestep.engine.replicas import replicate
-from samestep.engine.statistics_exchange import StatisticsExchange
-from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers
+from samestep.engine.sync_batch_norm import StatisticsExchange, norm_layers, synchronized_layers
 from samestep.strategies.reduction import MicrobatchTree
 
 CPU = torch.device("cpu")

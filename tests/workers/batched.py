@@ -1,4 +1,4 @@
-"""Rank functions for `unit/engine/test_batched.py`: steps whose microbatches are computed together or one by one."""
+"""Rank functions for `unit/engine/test_exact_batching.py`: microbatches computed together or one by one."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import samestep
 from helpers.batches import batch_of
 from samestep.config import StepConfig
 from samestep.distributed.world import all_gather
-from samestep.engine.batched import BatchedRunner
 from samestep.engine.engine import Engine
+from samestep.engine.exact_batching import BatchedRunner
 from samestep.zoo.text.models import GPT
 
 SAMPLES, CLASSES, LENGTH, STEPS = 16, 11, 8, 4

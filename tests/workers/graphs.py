@@ -1,4 +1,4 @@
-"""Steps with CUDA graphs, for `unit/engine/test_graphs.py`, and rank functions of DDP with simulated graphs."""
+"""Steps with CUDA graphs, for `unit/engine/test_cuda_graphs.py`, and rank functions of DDP with simulated graphs."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,7 +16,6 @@ from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
 from samestep.distributed.rng import seed_generators
 from samestep.distributed.world import all_gather
-from samestep.engine import graphs
 from samestep.engine.engine import Engine
 from samestep.zoo.text.models import GPT
 from workers.batched import MODELS as ROW_MODELS
@@ -111,7 +110,7 @@ def run(name: str, strategy: StrategyName, cuda_graphs: str) -> list[list[Any]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         # The graphs alone are simulated: torch's DDP does not accept a CPU as an accelerator.
-        patch.setattr(graphs, "is_accelerator", lambda device: True)
+        patch.setattr(cuda_graphs, "is_accelerator", lambda device: True)
         patch.setattr(torch, "get_device_module", lambda kind=None: accelerator)
         with accelerator:
             result = train(world, name, 8, cuda_graphs=cuda_graphs)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from helpers.ten_steps import STEPS, outcome, resume_training, steps_of, train
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
-from samestep.engine.state_checksum import state_checksum
+from samestep.engine.checksum import state_checksum
 
 World = samestep.World
 MICROBATCHES, BATCH, SAMPLES = 5, 20, 91  # microbatches of 4 samples; the last batch of an epoch has 11

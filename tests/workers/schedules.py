@@ -1,4 +1,4 @@
-"""Training loop with one of torch's schedulers, for `unit/engine/test_scheduler.py`."""
+"""Training loop with one of torch's schedulers, for `unit/engine/test_learning_rate.py`."""
 
 import hashlib
 from collections.abc import Callable

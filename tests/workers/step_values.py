@@ -1,4 +1,4 @@
-"""Rank function for `unit/engine/test_step_values.py`."""
+"""Rank function for `unit/engine/test_step_stats.py`."""
 
 import math
 from collections.abc import Callable, Iterator

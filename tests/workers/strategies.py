@@ -10,8 +10,8 @@ from torch import nn
 
 import samestep
 from helpers.models import seeded
+from samestep.engine.build import build_strategy
 from samestep.microbatches import microbatch_bounds
-from samestep.strategies.build import build_strategy
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters

@@ -1,4 +1,4 @@
-"""Rank functions for `unit/engine/test_model_transforms.py`, `test_ema.py` and `parity/test_small_batches.py`."""
+"""Rank functions for `unit/engine/test_build.py`, `test_ema.py` and `parity/test_small_batches.py`."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rank functions for `unit/engine/test_witness.py`: steps with flipped bits in gradients, and correct steps."""
+"""Rank functions for `unit/engine/test_corruption_witness.py`: steps with and without flipped bits in gradients."""
 
 import random
 from collections.abc import Callable

@@ -20,26 +20,20 @@ from itertools import chain
 import torch
 
 from samestep.distributed.world import World, all_gather
-from samestep.engine.attributes import ModuleAttributes
-from samestep.engine.buffer_values import (
+from samestep.engine.buffer_rules import (
     Kind,
-    ParameterCheck,
     Place,
     Rule,
-    any_differs,
+    StateVector,
     as_number,
     as_tensor,
-    bytes_of,
     changed_state_error,
-    copies,
-    copy_tensors,
-    hash_of,
     is_number,
     rules_of,
     unequal_state_error,
-    version_of,
 )
-from samestep.engine.state_vector import Snapshot, StateVector
+from samestep.engine.side_effects import ModuleAttributes, ParameterCheck
+from samestep.engine.tensor_bits import Snapshot, any_differs, bytes_of, copies, copy_tensors, hash_of, version_of
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
@@ -392,3 +386,68 @@ class ForwardState:
         rows = all_gather(own, world)
         unequal = [name for name in names if len({value for row in rows for value in row[name]}) > 1]
         raise unequal_state_error(unequal or list(names))
+
+
+class MicrobatchBuffers:
+    """Buffers of a model whose mean over microbatches ends a step of a pipeline.
+
+    These are persistent buffers of floating-point type, and counters: integers of one element, whose mean over equal
+    values is exact. Masks and tables are left alone.
+
+    Attributes:
+        control_length: 0; see `ForwardState`.
+    """
+
+    control_length = 0
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._locations = {
+            f"{path}.{name}" if path else name: (module, name)
+            for path, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set and _is_averaged(buffer)
+        }
+        self.names = list(self._locations)
+        self._start: list[torch.Tensor] = []
+        self._end = torch.empty(0)
+        self.length = sum(buffer.numel() for buffer in self._current())
+
+    def begin(self, microbatches: int = 1) -> None:
+        """Copy the buffers at the beginning of a step."""
+        self._start = [buffer.clone() for buffer in self._current()]
+
+    def restore(self) -> None:
+        """Set the buffers to their values at the beginning of the step."""
+        copy_tensors(self._current(), self._start)
+
+    def read(self) -> torch.Tensor:
+        """Return all buffers as one float64 vector of `length` elements."""
+        current = self._current()
+        if not current:
+            return torch.empty(0, dtype=torch.float64)
+        return torch.cat([buffer.detach().reshape(-1).double().to(current[0].device) for buffer in current])
+
+    def write(self, vector: torch.Tensor) -> None:
+        """Set the buffers from a vector as returned by `read`."""
+        current = self._current()
+        parts = zip(vector.split([buffer.numel() for buffer in current]), current, strict=True)
+        copy_tensors(current, [values.view_as(buffer) for values, buffer in parts])
+
+    def combine(
+        self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
+    ) -> None:
+        """Compute the values at the end of the step from the sum of the vectors of all microbatches."""
+        self._end = total / len(tree.filled)
+
+    def commit(self) -> None:
+        """Set the buffers to the values at the end of the step."""
+        self.write(self._end)
+
+    def _current(self) -> list[torch.Tensor]:
+        # Looked up by name each time: a module may replace a buffer by a new tensor.
+        return [getattr(module, name) for module, name in self._locations.values()]
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    is_counter = buffer.numel() == 1 and not buffer.is_complex() and buffer.dtype != torch.bool
+    return buffer.is_floating_point() or is_counter

@@ -1,44 +1,61 @@
-"""Construction of an engine's components, in the order in which a model is prepared, divided and wrapped."""
+"""Construction of an engine's components, in the order in which a model is prepared, divided and wrapped.
+
+The steps: devices, transforms of the model (TF32, memory format, activation checkpointing and compilation), division
+among ranks, reduction, strategy, runner.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from samestep.config import Reduction as ReductionName
 from samestep.config import StepConfig
+from samestep.config.validation import match_patterns
+from samestep.distributed.devices import is_accelerator, set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
-from samestep.engine.batched import BatchedRunner
-from samestep.engine.buffer_values import MicrobatchBuffers, Rule
-from samestep.engine.buffers import ForwardState
+from samestep.engine.buffer_rules import Rule
+from samestep.engine.buffers import ForwardState, MicrobatchBuffers
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.compatible_options import require_compatible
 from samestep.engine.consistency import ConsistencyCheck
+from samestep.engine.corruption_witness import Witness, require_witness_support
+from samestep.engine.cuda_graphs import with_graphs
 from samestep.engine.data_parallel import DataParallelRunner
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
+from samestep.engine.exact_batching import BatchedRunner
+from samestep.engine.fast_merging import MergedRunner, why_separate
 from samestep.engine.global_loss import GlobalLossRunner
-from samestep.engine.graphs import with_graphs
-from samestep.engine.loss import LossFunction
-from samestep.engine.merged import MergedRunner, why_separate
-from samestep.engine.microbatch import SequentialRunner, StepRunner
+from samestep.engine.loss import LossFunction, as_step_loss
 from samestep.engine.microbatch_forward import MicrobatchForward
-from samestep.engine.model_state import ModelState
-from samestep.engine.model_transforms import transform_model
-from samestep.engine.multi_loss import MultiLoss, as_step_loss
-from samestep.engine.outside_state import OutsideState
-from samestep.engine.pipeline import PipelineOutputs, PipelineRunner
+from samestep.engine.model_changes import ModelState
+from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.pipeline_runner import PipelineOutputs, PipelineRunner
+from samestep.engine.side_effects import OutsideState
+from samestep.engine.step_runner import SequentialRunner, StepRunner
 from samestep.engine.sync_batch_norm_runner import SyncBatchNormRunner
-from samestep.engine.witness import Witness, require_witness_support
 from samestep.errors import InputError
-from samestep.strategies.build import build_strategy, divide_model, move_to_devices
-from samestep.strategies.device_map import DeviceMap
+from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.device_map import DeviceMap, apply_device_map
+from samestep.strategies.fast_reduction import build_reduction
+from samestep.strategies.fsdp import FsdpStrategy, shard_model
 from samestep.strategies.local_parameters import LocalParameters, closure_error, replace_optimizer_parameters
-from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters
-from samestep.strategies.strategy import Strategy, require_plain_model
+from samestep.strategies.pipeline.strategy import PipelineStrategy, StageParameters, split_into_stages
+from samestep.strategies.strategy import (
+    DeferredStrategy,
+    SingleStrategy,
+    Strategy,
+    broadcast_model,
+    require_plain_model,
+)
+from samestep.strategies.tensor_parallel import slice_model
 
 
 class Components(NamedTuple):
@@ -246,3 +263,91 @@ def _build_buffers(
             code="E_INCOMPATIBLE",
         )
     return state
+
+
+def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.device) -> None:
+    """Set TF32, memory format, activation checkpointing and compilation, in place; parameter names stay unchanged.
+
+    Raises:
+        InputError: a pattern matches no module.
+    """
+    set_tf32(device, allowed=config.tf32)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in _checkpointed_modules(model, config.recompute):
+        module.forward = partial(_checkpointed_forward, module.forward)
+    if config.compile:
+        # Dropout draws the same numbers as without compilation. Kernels are compiled for one size each: the sizes seen
+        # earlier on a rank must not select the kernel.
+        torch._inductor.config.fallback_random = True
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        model.compile(dynamic=False)
+
+
+def _checkpointed_forward(forward: Any, *arguments: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+
+def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[torch.nn.Module]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = match_patterns(modules, patterns, key="step.recompute", kind="module", example="blocks.*")
+    # The outermost modules only: their children are recomputed with them.
+    return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
+    """Move a model to the device of this rank, or its modules to several; return the device map in that case.
+
+    Raises:
+        InputError: the strategy does not fit the model, or a device is missing.
+    """
+    if world.strategy.name == "device_map":
+        return apply_device_map(model, world)
+    if world.mesh_shape.shard == 1:  # FSDP moves each shard itself
+        model.to(world.device)
+    return None
+
+
+def divide_model(model: torch.nn.Module, world: World, config: StepConfig) -> LocalParameters:
+    """Divide a model among ranks according to the layout, in place: tensor axis, shard axis, pipeline axis.
+
+    Raises:
+        InputError: the layout does not fit the model.
+    """
+    if world.mesh_shape.splits_model and not world.strategy.meta:
+        broadcast_model(model, world)
+    column_slices = slice_model(model, world, config)
+    if world.mesh_shape.shard > 1:
+        shard_model(model, world, is_exact=config.reduction == "exact")
+    if world.mesh_shape.pipeline > 1:
+        return split_into_stages(model, world, column_slices)
+    return LocalParameters(model, world, column_slices)
+
+
+def build_strategy(
+    model: torch.nn.Module,
+    local_parameters: LocalParameters,
+    reduction: ReductionName,
+    world: World,
+) -> Strategy:
+    """Return the strategy for the layout of a world, after `divide_model`."""
+    if isinstance(local_parameters, StageParameters):
+        return PipelineStrategy(model, local_parameters, reduction, world)
+    parameters = list(local_parameters.names)
+    sums = build_reduction(reduction, world.data, parameters, world.strategy.hook)
+    if world.mesh_shape.shard > 1:
+        return FsdpStrategy(model, local_parameters, sums, world)
+    is_divided = world.mesh_shape.tensor > 1 or world.strategy.name == "device_map"
+    if world.size > 1 and (is_divided or _is_refused_by_ddp(model, world)):
+        return DeferredStrategy(model, local_parameters, sums, world)
+    if world.size == 1:
+        return SingleStrategy(world.mesh_shape.name, model, sums)
+    return DdpStrategy(model, parameters, sums, world)
+
+
+def _is_refused_by_ddp(model: torch.nn.Module, world: World) -> bool:
+    """Return whether the model has layers that DDP refuses, although the engine replaces their forward."""
+    has_layers = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+    return has_layers and not is_accelerator(world.device)

@@ -15,9 +15,9 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
-from samestep.engine.buffer_values import MicrobatchBuffers
+from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.checksum import checksum, mix, signed
 from samestep.engine.ema import AveragedWeights
-from samestep.engine.weighted_checksum import checksum, mix, signed
 from samestep.errors import InputError, RankMismatchError
 
 _MAX_LISTED = 3  # tensors in a report

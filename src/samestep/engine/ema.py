@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from samestep.engine.buffer_values import copy_tensors
+from samestep.engine.tensor_bits import copy_tensors
 from samestep.errors import InputError
 
 

@@ -18,19 +18,19 @@ from samestep.data.joint_batch import Batches, joint_batch
 from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import ModeWarnings
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_rules import Rule
 from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks, facts_of_step, settings_of
+from samestep.engine.corruption_witness import Witness
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
-from samestep.engine.loss import LossFunction
-from samestep.engine.microbatch import StepRunner
+from samestep.engine.loss import LossFunction, as_step_loss
 from samestep.engine.microbatch_forward import TRAINING, ForwardFunction
-from samestep.engine.multi_loss import MultiLoss, as_step_loss
+from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.non_finite import ends_run, is_finite, non_finite_error
+from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import StepResult, counts_of, reduce_requests
-from samestep.engine.witness import Witness
 from samestep.errors import InputError
 from samestep.metrics.metrics import Metrics, as_metrics
 from samestep.microbatches import most_owned

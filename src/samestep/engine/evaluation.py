@@ -1,4 +1,7 @@
-"""Evaluation that counts every sample once, with the same result on any number of ranks."""
+"""Evaluation that counts every sample once, with the same result on any number of ranks.
+
+An evaluation leaves modes, buffers and parameters of the model unchanged.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ from samestep.distributed.collective_check import BATCH
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import preserved_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffer_values import EvaluationState, written_in_evaluation_error
+from samestep.engine.buffer_rules import listed
 from samestep.engine.global_loss import GlobalLoss, part_of_loss
-from samestep.engine.loss import Loss, LossFunction, StepLoss
+from samestep.engine.loss import Loss, LossFunction, StepLoss, as_step_loss, no_loss
 from samestep.engine.microbatch_forward import EVALUATION, ForwardFunction, MicrobatchForward
-from samestep.engine.multi_loss import MultiLoss, as_step_loss, no_loss
-from samestep.engine.step_values import means
+from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.side_effects import ParameterCheck
+from samestep.engine.step_stats import means
+from samestep.engine.tensor_bits import copy_tensors
 from samestep.errors import InputError, RunError
 from samestep.metrics.counts import rounded_sum
 from samestep.metrics.metrics import LossMetric, Metric, Metrics, as_metrics, require_loss, require_outputs
@@ -42,6 +47,48 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training is not training:
                 module.train(training)
+
+
+class EvaluationState:
+    """Buffers and parameters of a model, which an evaluation leaves unchanged.
+
+    Attributes:
+        written: names of parameters that changed inside the block.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers = [
+            (module._buffers, key, buffer, buffer.clone())
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._parameters = ParameterCheck(model)
+        self._parameters.begin()
+        self.written: list[str] = []
+
+    def __enter__(self) -> EvaluationState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+        self.written = self._parameters.written()
+
+    def restore(self) -> None:
+        """Set all buffers to their values before the evaluation."""
+        for table, key, buffer, _ in self._buffers:
+            table[key] = buffer
+        copy_tensors([buffer for _, _, buffer, _ in self._buffers], [values for *_, values in self._buffers])
+
+
+def written_in_evaluation_error(names: Sequence[str]) -> InputError:
+    """Return the error of an evaluation that changes parameters."""
+    return InputError(
+        f"the forward of an evaluation changed {listed([f'parameter {name}' for name in names])}",
+        expected="an evaluation writes no parameters: the order of microbatches would decide the result",
+        fix="write parameters in the loop; nn.Embedding(max_norm=...) writes in every forward",
+        code="E_BUFFER",
+    )
 
 
 class EvaluationOutputs:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from samestep.data.batch import Microbatch, tensors_of
 from samestep.data.structure import TensorSpec, build, describe
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffer_values import bytes_of
+from samestep.engine.tensor_bits import bytes_of
 from samestep.errors import InputError
 
 Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors at which a backward begins, and their gradients

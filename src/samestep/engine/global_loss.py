@@ -20,9 +20,9 @@ from samestep.engine.batch_norm_checks import may_have_one_value, one_value_erro
 from samestep.engine.buffers import ForwardState
 from samestep.engine.gather import GlobalOutputs, LocalOutputs, Roots, gather_outputs
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import StepRunner
 from samestep.engine.microbatch_forward import TRAINING, MicrobatchForward
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
+from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import LocalStats, StepStats
 from samestep.strategies.reduction import MicrobatchTree
 

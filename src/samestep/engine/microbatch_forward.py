@@ -1,23 +1,23 @@
-"""Forward of a microbatch: random state, precision, model, loss, values for logging."""
+"""Forward of a microbatch: random state, precision, model or forward function, loss, values for logging."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from samestep.config import StepConfig
+from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
 from samestep.distributed.rng import Purpose, derive_seed, microbatch_seed, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.gather import LocalOutputs
-from samestep.engine.loss import ForwardResult, Loss, StepLoss, forward_result
-from samestep.engine.model_call import autocast, call_model
-from samestep.engine.outside_state import OutsideState
-from samestep.engine.step_values import StepValues, means
+from samestep.engine.loss import Loss, StepLoss, as_loss
+from samestep.engine.side_effects import OutsideState
+from samestep.engine.step_stats import StepValues, means
+from samestep.errors import InputError
 
 TRAINING: Purpose = "shard"  # these bytes are hashed into seeds
 EVALUATION: Purpose = "evaluation"
@@ -25,6 +25,43 @@ VALUE = "value"  # first part of the keys of values for logging
 
 ForwardFunction = Callable[[Any, Any], Any]  # from model and data of a microbatch to a loss or a mapping
 _ONE_TERM = StepLoss(torch.add)  # of a forward function, which computes the loss itself
+
+
+class ForwardResult(NamedTuple):
+    """Result of a forward function for one microbatch."""
+
+    loss: Loss | None
+    outputs: Any  # for metrics
+    targets: Any
+    values: dict[str, Loss]  # for logging
+
+
+def forward_result(value: Any, samples: int, *, needs_loss: bool) -> ForwardResult:
+    """Return the result of a forward function for a microbatch of `samples` samples.
+
+    Args:
+        value: a loss, or a mapping with `loss`, `outputs` and `targets` for metrics, and values for logging.
+        samples: number of samples.
+        needs_loss: whether a loss is required.
+
+    Raises:
+        InputError: there is no loss, or a value is no scalar.
+    """
+    fields = dict(value) if isinstance(value, Mapping) else {"loss": value}
+    outputs, targets = fields.pop("outputs", None), fields.pop("targets", None)
+    if needs_loss and fields.get("loss") is None:
+        raise InputError(
+            f"the forward function returned {'no loss' if 'loss' not in fields else 'None as the loss'}",
+            expected="a loss, or a mapping with the key 'loss'",
+            fix='return {"loss": loss, "outputs": outputs, "targets": targets}',
+            code="E_LOSS",
+        )
+    sums = {
+        name: as_loss(torch.tensor(float(item)) if isinstance(item, int | float) else item, samples, f"value {name!r}")
+        for name, item in fields.items()
+        if item is not None
+    }
+    return ForwardResult(sums.pop("loss", None), outputs, targets, sums)
 
 
 class MicrobatchForward:
@@ -171,3 +208,26 @@ class MicrobatchForward:
 
 def _without_samples(losses: Sequence[Loss]) -> list[Loss]:
     return [Loss(loss.sum * 0.0, 0.0) for loss in losses]
+
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """Return the autocast context of a precision."""
+    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def call_model(module: torch.nn.Module, inputs: Any) -> Any:
+    """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
+    positional, named = as_arguments(inputs)
+    return module(*positional, **named)
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

@@ -12,8 +12,7 @@ import torch
 
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.world import World
-from samestep.engine.loss import Loss, LossFunction, StepLoss, require_scalar
-from samestep.engine.torch_losses import recognized_loss
+from samestep.engine.loss import Loss, StepLoss, require_scalar
 from samestep.errors import InputError
 from samestep.metrics.counts import rounded_sum
 
@@ -147,32 +146,3 @@ class MultiLoss(StepLoss):
         return {"loss": rounded_sum(weighted)} | {
             f"loss_{term.name}": mean for term, mean in zip(self.terms, means, strict=True)
         }
-
-
-def no_loss(outputs: Any, targets: Any) -> NoReturn:
-    """Refuse a step or an evaluation without a loss."""
-    raise InputError(
-        "the engine has no loss",
-        expected="a loss, or a forward function that returns one",
-        fix="samestep.Engine(model, optimizer, loss, ...), or engine.step(batch, forward=...)",
-        code="E_LOSS",
-    )
-
-
-def as_step_loss(loss: LossFunction | MultiLoss | None) -> StepLoss:
-    """Return the loss of an engine as a `StepLoss`.
-
-    Raises:
-        InputError: the loss has parameters to train, or is one of PyTorch's that cannot be used.
-    """
-    if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
-        raise InputError(
-            f"the loss {type(loss).__name__} has parameters to train",
-            expected="all trained parameters belong to the model, whose gradients are reduced",
-            fix='put the loss into the model: nn.ModuleDict({"net": net, "loss": loss}), and call both in '
-            "engine.step(batch, forward=...)",
-            code="E_LOSS",
-        )
-    if loss is None:
-        return StepLoss(no_loss)
-    return loss if isinstance(loss, MultiLoss) else recognized_loss(loss) or StepLoss(loss)

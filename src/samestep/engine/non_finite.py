@@ -17,7 +17,7 @@ from samestep.errors import NonFiniteError
 from samestep.strategies.local_parameters import LocalParameters
 
 if TYPE_CHECKING:
-    from samestep.engine.microbatch import StepRunner
+    from samestep.engine.step_runner import StepRunner
 
 _MAX_LISTED = 8
 

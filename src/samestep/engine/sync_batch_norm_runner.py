@@ -12,17 +12,30 @@ import torch
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.engine.batch_norm_checks import one_value_errors
 from samestep.engine.callbacks import Callback
+from samestep.engine.data_parallel import (
+    Gradients,
+    Replica,
+    replicate,
+    require_no_hooks,
+    require_untouched,
+    set_gradients,
+)
 from samestep.engine.gather import LocalOutputs, Roots
 from samestep.engine.global_loss import NO_LOSS, GlobalLoss, OutputGradients
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import SequentialRunner
 from samestep.engine.microbatch_forward import TRAINING
 from samestep.engine.microbatch_threads import Threads, Track, run_in_lockstep
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
-from samestep.engine.replicas import Gradients, Replica, replicate, require_no_hooks, require_untouched, set_gradients
-from samestep.engine.statistics_exchange import AllGathers, Direction, Message, StatisticsExchange
+from samestep.engine.step_runner import SequentialRunner
 from samestep.engine.step_stats import LocalStats, StepStats
-from samestep.engine.sync_batch_norm_layers import norm_layers, synchronized_layers
+from samestep.engine.sync_batch_norm import (
+    AllGathers,
+    Direction,
+    Message,
+    StatisticsExchange,
+    norm_layers,
+    synchronized_layers,
+)
 from samestep.errors import InputError
 from samestep.strategies.reduction import MicrobatchTree
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from samestep.config import DeviceKind
 from samestep.distributed.devices import accelerator_module
 from samestep.distributed.world import World, gather_numbers
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_rules import Rule
 from samestep.engine.step_stats import StepResult
 from samestep.integrations.accelerate_data import Iteration, PreparedLoader
 from samestep.integrations.accelerate_gather import after_loop_error, gather_samples

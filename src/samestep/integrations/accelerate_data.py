@@ -18,7 +18,7 @@ from samestep.data.permutation import Order
 from samestep.data.samplers import drawn_order
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.buffer_values import EvaluationState, written_in_evaluation_error
+from samestep.engine.evaluation import EvaluationState, written_in_evaluation_error
 from samestep.integrations.lightning_data import SamestepDataLoader
 from samestep.integrations.torch_loader import global_loader, integration_error, order_options, order_seed
 from samestep.microbatches import Cursor

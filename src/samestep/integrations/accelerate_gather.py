@@ -10,7 +10,7 @@ import torch
 from samestep.data.batch import map_tensors, with_items
 from samestep.data.structure import TensorSpec
 from samestep.distributed.world import World, all_gather
-from samestep.engine.witness import Packed, pack, unpack
+from samestep.engine.nested_data import Packed, pack, unpack
 from samestep.errors import InputError
 from samestep.integrations.torch_loader import integration_error
 

@@ -29,7 +29,7 @@ from samestep.config import DeviceKind, StepConfig
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_rules import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs
 from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader

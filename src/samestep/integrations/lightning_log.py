@@ -18,7 +18,7 @@ from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.world import World, all_gather
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
-from samestep.engine.step_values import StepValues, ValueRow
+from samestep.engine.step_stats import StepValues, ValueRow
 from samestep.integrations.torch_loader import integration_error
 
 _SIGNATURE = inspect.signature(LightningModule.log)

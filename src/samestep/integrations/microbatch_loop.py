@@ -27,7 +27,7 @@ from samestep.data.loader import Loader
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_rules import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult

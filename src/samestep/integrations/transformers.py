@@ -26,11 +26,11 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffer_values import Rule
+from samestep.engine.buffer_rules import Rule
 from samestep.engine.consistency import ConsistencyCheck
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
-from samestep.engine.sync_batch_norm_layers import norm_layers
+from samestep.engine.sync_batch_norm import norm_layers
 from samestep.integrations.accelerate_options import require_replication
 from samestep.integrations.counted_loss import counted_loss
 from samestep.integrations.optimizer_stand_in import GradientsOnly

@@ -14,7 +14,7 @@ from samestep.config import Recipe
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.data.microbatch_dataset import SizedDataset
 from samestep.distributed.world import all_gather
-from samestep.engine.model_call import autocast, call_model
+from samestep.engine.microbatch_forward import autocast, call_model
 from samestep.errors import DataError, InputError, RunError
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.overlap import MAX_CLASSES, ConfusionMatrix

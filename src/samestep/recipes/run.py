@@ -26,7 +26,7 @@ from samestep.distributed.devices import set_tf32
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
-from samestep.engine.model_call import autocast, call_model
+from samestep.engine.microbatch_forward import autocast, call_model
 from samestep.engine.non_finite import skipped_most
 from samestep.engine.shares import ShareBalancer
 from samestep.errors import DataError, InputError

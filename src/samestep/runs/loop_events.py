@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.engine.callbacks import Callback
+from samestep.engine.checksum import checksum_event
 from samestep.engine.engine import Engine
-from samestep.engine.merged import SEPARATE
-from samestep.engine.state_checksum import checksum_event
+from samestep.engine.fast_merging import SEPARATE
 from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
 from samestep.loggers.logger import RunLogger

@@ -19,7 +19,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
-from samestep.engine.sync_batch_norm_layers import norm_layers
+from samestep.engine.sync_batch_norm import norm_layers
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world

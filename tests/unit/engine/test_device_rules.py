@@ -11,9 +11,9 @@ import samestep
 from helpers.batches import batch_of
 from helpers.models import seeded
 from samestep import launch
-from samestep.engine import microbatch
+from samestep.engine import step_runner
 from samestep.engine.engine import Engine
-from samestep.engine.sync_batch_norm_layers import LayerPosition, Message, sync_batch_norm
+from samestep.engine.sync_batch_norm import LayerPosition, Message, sync_batch_norm
 from workers import buckets
 
 
@@ -95,7 +95,7 @@ def test_step_is_marked_as_waiting_while_it_reads_from_the_device(
     alone: samestep.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank whose GPU waits for another rank is then not taken for the one that hangs."""
-    monkeypatch.setattr(microbatch, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(step_runner, "is_accelerator", lambda device: True)
     waiting: list[bool] = []
     status = alone.context.status
 

@@ -16,8 +16,8 @@ from helpers.models import seeded
 from helpers.waits import Waits
 from samestep.config import StepConfig
 from samestep.engine.buffers import ForwardState
+from samestep.engine.checksum import state_checksum
 from samestep.engine.engine import Engine
-from samestep.engine.state_checksum import state_checksum
 from samestep.microbatches import Cursor
 from samestep.strategies.reduction import ExactReduction, MicrobatchTree
 from samestep.strategies.strategy import SingleStrategy

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
 from samestep.distributed.world import RunContext, World
+from samestep.engine.build import transform_model
 from samestep.engine.compatible_options import require_compatible
-from samestep.engine.model_transforms import transform_model
 from samestep.errors import InputError
 from samestep.strategies.tensor_parallel import slice_model
 from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, aligned, checked_forward, divide, join, spread

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from samestep.engine.checksum import state_checksum
 from samestep.engine.engine import Engine
-from samestep.engine.state_checksum import state_checksum
 from samestep.microbatches import Cursor
 from samestep.tools.replay.launch import Replayed, ReplayRequest
 

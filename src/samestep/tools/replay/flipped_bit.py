@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from samestep.distributed.world import all_gather
+from samestep.engine.checksum import MODULUS, Part, signed, state_parts, weights_of, words_of
 from samestep.engine.engine import Engine
-from samestep.engine.state_checksum import state_parts
-from samestep.engine.weighted_checksum import MODULUS, Part, signed, weights_of, words_of
 from samestep.microbatches import Cursor
 from samestep.tools.replay.launch import Replayed, ReplayRequest
 

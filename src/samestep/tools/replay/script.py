@@ -11,8 +11,8 @@ from dataclasses import replace
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.logging import logger
 from samestep.engine.callbacks import Callback
+from samestep.engine.checksum import checksums_by_name
 from samestep.engine.engine import Engine
-from samestep.engine.state_checksum import checksums_by_name
 from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
 from samestep.launcher.job import ReplayedFolder, process_state, rank_and_size

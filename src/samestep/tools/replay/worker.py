@@ -13,8 +13,8 @@ from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
+from samestep.engine.checksum import checksums_by_name
 from samestep.engine.learning_rate import apply_schedule
-from samestep.engine.state_checksum import checksums_by_name
 from samestep.errors import InputError
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.builder import Built, build, start_world

@@ -8,8 +8,9 @@ import torch
 
 from samestep.data.batch import Microbatch
 from samestep.distributed.rng import generator_state, preserved_generators
-from samestep.engine.loss import Loss, LossFunction, has_rows, rows
-from samestep.engine.multi_loss import MultiLoss, as_step_loss
+from samestep.engine.loss import Loss, LossFunction, as_step_loss
+from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.nested_data import has_rows, rows
 
 # Far above the rounding of a float32 sum, far below the effect of a wrong divisor.
 _TOLERANCE = 1e-4

@@ -16,9 +16,9 @@ from samestep.config import StepConfig
 from samestep.data.batch import Microbatch, map_tensors
 from samestep.data.microbatch_dataset import MicrobatchDataset
 from samestep.distributed.rng import microbatch_seed, preserved_generators
-from samestep.engine.buffer_values import MicrobatchBuffers
+from samestep.engine.buffers import MicrobatchBuffers
 from samestep.engine.engine import Engine
-from samestep.engine.model_call import call_model
+from samestep.engine.microbatch_forward import call_model
 from samestep.tools.verify.digest import digest_any
 from samestep.tools.verify.trials import Interventions
 

@@ -13,7 +13,7 @@ from helpers.simulated_graphs import simulated_graphs
 from samestep import LossTerm, MultiLoss, cross_entropy, launch
 from samestep.config import StepConfig
 from samestep.distributed.devices import capture_graph
-from samestep.engine import graphs
+from samestep.engine import cuda_graphs
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
@@ -183,7 +183,7 @@ def test_hooks_callbacks_and_losses_exclude_graphs(world: samestep.World, option
 def test_options_exclude_graphs(
     world: samestep.World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(graphs, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "is_accelerator", lambda device: True)
     result = train(world, "convolutional net", samples=(SAMPLES,), cuda_graphs="auto", **options)
     assert (result.used, result.reason) == (False, reason)
     with pytest.raises(InputError, match=reason) as refusal:
@@ -221,7 +221,7 @@ def test_a_planted_difference_is_detected(world: samestep.World, monkeypatch: py
         return replay_with_a_difference, results
 
     model = ranks_graphs.ConvolutionalNet()
-    monkeypatch.setattr(graphs, "capture_graph", capture)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
     trained_result, _ = trained(world, lambda: model.apply(_reset))
     names = {"gradients": "gradient of net.0.bias"}
     assert (trained_result.used, trained_result.reason) == (False, f"other bits of {names.get(result, result)}")

@@ -6,7 +6,7 @@ from torch import nn
 
 import samestep
 from helpers.batches import batch_of, random_data
-from samestep.engine.buffer_values import MicrobatchBuffers
+from samestep.engine.buffers import MicrobatchBuffers
 from samestep.errors import InputError
 from samestep.recipes.parameter_groups import set_training_mode
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.engine import weighted_checksum as module
-from samestep.engine.weighted_checksum import MODULUS, Part, checksum, sum_of_parts, weights_of, words_of
+from samestep.engine import checksum as module
+from samestep.engine.checksum import MODULUS, Part, checksum, sum_of_parts, weights_of, words_of
 
 DTYPES = [
     torch.bool,

@@ -14,12 +14,11 @@ from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tens
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import one_value_errors
-from samestep.engine.buffer_values import EvaluationState, MicrobatchBuffers
-from samestep.engine.evaluation import EvaluationOutputs
+from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.evaluation import EvaluationOutputs, EvaluationState
 from samestep.engine.loss import Loss
-from samestep.engine.microbatch import StepRunner
-from samestep.engine.microbatch_forward import EVALUATION, TRAINING, MicrobatchForward
-from samestep.engine.model_call import as_arguments
+from samestep.engine.microbatch_forward import EVALUATION, TRAINING, MicrobatchForward, as_arguments
+from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import LocalStats
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from samestep import launch
-from samestep.engine.witness import pack, unpack, wrong_ranks
+from samestep.engine.corruption_witness import wrong_ranks
+from samestep.engine.nested_data import pack, unpack
 from workers import witness as ranks_witness
 
 ByRank = dict[str, list[Any]]

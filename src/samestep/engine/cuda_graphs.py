@@ -22,15 +22,14 @@ from samestep.distributed.devices import capture_graph, is_accelerator, rehearse
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import generator_state, microbatch_seed, seed_device, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.batched import BatchedRunner, Computed, first_difference
-from samestep.engine.buffer_values import any_differs, copy_tensors
 from samestep.engine.callbacks import Callback, Intervention
+from samestep.engine.exact_batching import BatchedRunner, Computed, first_difference
+from samestep.engine.fast_merging import MergedRunner
 from samestep.engine.loss import Loss
-from samestep.engine.merged import MergedRunner
-from samestep.engine.microbatch import SequentialRunner, StepRunner
 from samestep.engine.microbatch_forward import TRAINING
-from samestep.engine.model_call import hooked_part
-from samestep.engine.model_signature import ModelSignature
+from samestep.engine.model_changes import ModelSignature, hooked_part
+from samestep.engine.step_runner import SequentialRunner, StepRunner
+from samestep.engine.tensor_bits import any_differs, copy_tensors
 from samestep.errors import InputError
 from samestep.strategies.strategy import Strategy
 

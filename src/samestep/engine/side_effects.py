@@ -1,15 +1,27 @@
-"""Values in plain attributes of modules, which a training forward assigns or writes."""
+"""Side effects of a forward outside of buffers: attributes of modules, parameters, and variables outside of the model.
+
+Attributes get one value on all ranks. Writes to parameters, and to numbers and random generators outside of modules'
+buffers and attributes, are errors: a counter in a global variable, in a class or in the enclosing function, and a
+generator of the script, advance with each microbatch that a rank computes, so their values would depend on the number
+of ranks. For buffers, see `buffers`.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
+import numpy
 import torch
 
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
-from samestep.engine.buffer_values import bytes_of, version_of
+from samestep.engine.tensor_bits import bits_of, bytes_of, version_of
+from samestep.errors import InputError
 from samestep.units import format_bytes
 
 _LARGE_BYTES = 2**20
@@ -60,7 +72,7 @@ class ModuleAttributes:
         else:
             self._before = dict(self._read(self._tables, [*self._names, *self._watched]))
         names = set(self._before if self._names is None else self._names)
-        tensors = {name: value for name, value in self._before.items() if _is_state(value)}
+        tensors = {name: value for name, value in self._before.items() if _is_plain_tensor(value)}
         self._values = {name: value.clone() for name, value in tensors.items() if name in names}
         self._versions = {name: version_of(value) for name, value in tensors.items()}
         self._changed, self._ends = set(), {}
@@ -88,7 +100,9 @@ class ModuleAttributes:
         """
         tables = self._tables if module is None else {p: child.__dict__ for p, child in module.named_modules()}
         if self._names is None:
-            keys = (f"{path}.{key}" for path, table in tables.items() for key, v in table.items() if _is_state(v))
+            keys = (
+                f"{path}.{key}" for path, table in tables.items() for key, v in table.items() if _is_plain_tensor(v)
+            )
             now = dict(self._read(tables, {**self._before, **dict.fromkeys(keys)}))
             self._changed |= {name for name in {**self._values, **now} if self._is_changed(name, now.get(name))}
         else:
@@ -148,7 +162,7 @@ class ModuleAttributes:
 
     def commit(self) -> None:
         """Set the attributes to those at the end of the step."""
-        self._put({name: value for name, value in self._ends.items() if _is_plain(value) or _is_state(value)})
+        self._put({name: value for name, value in self._ends.items() if _is_plain(value) or _is_plain_tensor(value)})
 
     def _read(self, tables: dict[str, dict[str, Any]], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         for name in names:
@@ -161,20 +175,20 @@ class ModuleAttributes:
 
     def _is_changed(self, name: str, value: Any) -> bool:
         before = self._values.get(name)
-        if not _is_state(value):  # deleted, no tensor any longer, or an activation
+        if not _is_plain_tensor(value):  # deleted, no tensor any longer, or an activation
             return before is not None and value is None
         return before is None or before.dtype != value.dtype or not torch.equal(before, value.to(before.device))
 
     def _is_late(self, name: str, value: Any) -> bool:
         before = self._before.get(name, _MISSING)
-        if value is before or not (_is_plain(value) or _is_state(value)):
+        if value is before or not (_is_plain(value) or _is_plain_tensor(value)):
             return False
         return not (_is_number(value) and type(value) is type(before) and value == before)
 
     def _end(self, name: str, value: Any) -> Any:
         # A copy of a tensor that was written in place: `restore` writes the tensor again.
         is_written = value is self._before.get(name)
-        return value.clone() if is_written and _is_state(value) else value
+        return value.clone() if is_written and _is_plain_tensor(value) else value
 
     def _put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -185,7 +199,51 @@ class ModuleAttributes:
                 self._tables[path][key] = value
 
 
-def _is_state(value: Any) -> TypeGuard[torch.Tensor]:
+class ParameterCheck:
+    """Detects parameters that a forward writes.
+
+    Writes are detected by the versions and addresses of parameters. A write through `.data` changes neither; with
+    `digests`, hashes of all values are compared too.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, ignored: Iterable[str] = ()) -> None:
+        named = {} if model is None else dict(model.named_parameters())
+        # Parameters that are divided among ranks change while they are gathered.
+        is_whole = all(type(parameter.data) is torch.Tensor and not parameter.is_meta for parameter in named.values())
+        ignored = set(ignored)
+        self._parameters = {name: p for name, p in named.items() if name not in ignored} if is_whole else {}
+
+    def begin(self, *, digests: bool = False) -> None:
+        """Record all parameters."""
+        parameters = self._parameters.values()
+        self._versions = [parameter._version for parameter in parameters]
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+        self._digests = self._read_digests() if digests else []
+
+    def written(self, replica: torch.nn.Module | None = None) -> list[str]:
+        """Return the names of parameters that have changed since `begin`, also in a replica of the model."""
+        parameters = self._parameters.values()
+        versions, addresses = [p._version for p in parameters], [p.data_ptr() for p in parameters]
+        digests = self._read_digests() if self._digests else []
+        if replica is not None and self._parameters:
+            copies = dict(replica.named_parameters())
+            for number, (name, parameter) in enumerate(self._parameters.items()):
+                if copies[name].device == parameter.device:
+                    addresses[number] = copies[name].data_ptr()
+        if (versions, addresses, digests) == (self._versions, self._addresses, self._digests):
+            return []
+        now = zip(versions, addresses, digests or versions, strict=True)
+        before = zip(self._versions, self._addresses, self._digests or self._versions, strict=True)
+        return [name for name, new, old in zip(self._parameters, now, before, strict=True) if new != old]
+
+    def _read_digests(self) -> list[int]:
+        if not self._parameters:
+            return []
+        sums = [bits_of(parameter.detach()).sum(dtype=torch.int64) for parameter in self._parameters.values()]
+        return [int(total) for total in torch.stack([total.to(sums[0].device) for total in sums]).tolist()]
+
+
+def _is_plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor that a later step can use: without a graph, and no subclass."""
     return type(value) is torch.Tensor and not value.requires_grad and value.layout == torch.strided
 
@@ -204,7 +262,7 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
 
 def _description(value: Any) -> tuple[str, Any, list[int]]:
     """Return a value of the last rank as kind, value or type, and shape; `own` for one that stays on each rank."""
-    if _is_state(value):
+    if _is_plain_tensor(value):
         return "tensor", str(value.dtype).removeprefix("torch."), list(value.shape)
     return ("value", value, []) if _is_plain(value) else ("own", None, [])
 
@@ -219,3 +277,117 @@ def _received(value: torch.Tensor | None, name: str, shape: list[int], world: Wo
     data = bytes_of(value).to(world.device, copy=True)
     world.broadcast(data, world.size - 1)
     return data.view(dtype).view(shape)
+
+
+_LIBRARIES = ("torch.", "builtins", "abc", "typing", "collections")
+Variable = tuple[str, partial[Any]]  # name, and call that returns the present value
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+class OutsideState:
+    """The numbers and generators that the forward of a model and its loss can reach by name.
+
+    Covered are generators in attributes of modules; and global variables, variables of enclosing functions and class
+    attributes that are named in the classes of modules, in the loss and in the forward function. Torch's own modules
+    are left out. Without a model, nothing is required.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, loss: object = None) -> None:
+        self._is_active, self._places = model is not None, _places_of(loss)
+        self._function: tuple[object, list[Variable]] = None, []  # the last forward function and its places
+        classes: dict[type, None] = {}
+        for path, module in model.named_modules() if model is not None else ():
+            for key, value in module.__dict__.items():
+                if _is_generator(value):
+                    self._places.append((f"{path}.{key}" if path else key, partial(module.__dict__.get, key)))
+            classes |= {kind: None for kind in type(module).__mro__ if not kind.__module__.startswith(_LIBRARIES)}
+        for kind in classes:
+            for key, value in vars(kind).items():
+                if isinstance(value, FunctionType):
+                    self._places += _places_of(value)
+                elif _is_watched(value):
+                    self._places.append((f"{kind.__qualname__}.{key}", partial(vars(kind).get, key)))
+        self._places = list({(read.func, id(read.args[0])): (name, read) for name, read in self._places}.values())
+
+    def numbers(self) -> list[Any]:
+        """Return the present values of the numbers."""
+        return [value for _, read in self._places if _is_number(value := read())]
+
+    @contextmanager
+    def unchanged(self, function: object) -> Iterator[None]:
+        """Require that the block, the forward of a microbatch, leaves all unchanged.
+
+        Raises:
+            InputError: a number or a generator has changed.
+        """
+        if function != self._function[0]:  # bound methods are equal, and other objects each time
+            self._function = function, _places_of(function)
+        places = [*self._places, *self._function[1]] if self._is_active else []
+        before = [_snapshot(read()) for _, read in places]
+        yield
+        for (name, read), value in zip(places, before, strict=True):
+            if _snapshot(read()) != value:
+                raise _changed_error(name, read())
+
+
+def _places_of(function: object) -> list[Variable]:
+    """Return the variables outside of a function that its code names, if they hold a number or a generator."""
+    function = getattr(function, "func", function)  # of a partial function
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return []
+    code, variables = function.__code__, function.__globals__
+    places: list[Variable] = [
+        (name, partial(variables.get, name)) for name in sorted(_names(code)) if name in variables
+    ]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        places.append((name, partial(_contents, cell)))
+    return [(name, read) for name, read in places if _is_watched(read())]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, _GENERATORS) and value is not torch.default_generator
+
+
+def _is_watched(value: Any) -> bool:
+    return _is_number(value) or _is_generator(value)
+
+
+def _snapshot(value: Any) -> Any:
+    """Return a comparable copy of a number or of the state of a generator; None for other values."""
+    if _is_number(value):
+        return type(value), value
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _changed_error(name: str, value: Any) -> InputError:
+    is_generator = isinstance(value, _GENERATORS)
+    return InputError(
+        f"the forward of a microbatch {'draws from the generator' if is_generator else 'changes the variable'} {name}",
+        expected="random numbers of torch, random and numpy.random themselves, which are seeded for each microbatch"
+        if is_generator
+        else "a forward changes buffers and attributes of modules only, which are equal on all ranks",
+        fix="torch.randn(..., generator=None) or numpy.random.normal(...)"
+        if is_generator
+        else f"self.{name.rpartition('.')[2]} in a module, or change the variable after engine.step; return values for "
+        "logging in a mapping",
+        code="E_BUFFER",
+    )

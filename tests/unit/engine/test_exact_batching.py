@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import samestep
 from helpers.batches import batch_of
 from samestep import launch
-from samestep.engine import batched
+from samestep.engine import exact_batching
 from samestep.engine.engine import Engine
 from workers import batched as ranks_batched
 from workers.batched import SAMPLES, changed, train
@@ -18,11 +18,11 @@ from workers.batched import SAMPLES, changed, train
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[samestep.World]:
-    times = batched.BatchedRunner._times
+    times = exact_batching.BatchedRunner._times
     ranks_batched.use_always()
     with samestep.start(device="cpu") as one:
         yield one
-    batched.BatchedRunner._times = times  # type: ignore[method-assign]
+    exact_batching.BatchedRunner._times = times  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
@@ -110,14 +110,14 @@ def test_harmless_changes_keep_the_choice_until_they_are_frequent(world: sameste
 
 
 def test_a_planted_difference_in_a_gradient_is_detected(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = batched.BatchedForward.add
+    add = exact_batching.BatchedForward.add
 
     def flip(self: Any, microbatch: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if microbatch == 2 and gradient.dim() == 1:
             gradient.view(torch.int32)[3] ^= 1
         add(self, microbatch, parameter, gradient)
 
-    monkeypatch.setattr(batched.BatchedForward, "add", flip)
+    monkeypatch.setattr(exact_batching.BatchedForward, "add", flip)
     alone, _, _ = train(world, "perceptron", 4, together=False)
     assert train(world, "perceptron", 4, together=True) == (alone, False, "other bits of gradient of first.bias")
 
@@ -161,7 +161,7 @@ def test_moved_shares_repeat_the_decision(world: samestep.World) -> None:
 
 
 def test_memory_has_a_limit(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "MAX_BYTES", 1000)
+    monkeypatch.setattr(exact_batching, "MAX_BYTES", 1000)
     _, is_together, reason = train(world, "perceptron", 4, together=True)
     assert is_together is False
     assert reason is not None
@@ -169,6 +169,6 @@ def test_memory_has_a_limit(world: samestep.World, monkeypatch: pytest.MonkeyPat
 
 
 def test_slower_computation_is_not_used(world: samestep.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched.BatchedRunner, "_times", lambda self, parts, position: (1.0, 2.0))
+    monkeypatch.setattr(exact_batching.BatchedRunner, "_times", lambda self, parts, position: (1.0, 2.0))
     _, is_together, reason = train(world, "perceptron", 4, together=True)
     assert (is_together, reason) == (False, "together, they take 2000.0 ms, and 1000.0 ms one after another")

@@ -19,61 +19,20 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.config import StepConfig
-from samestep.data.batch import GlobalBatch, Microbatch, tensors_of
-from samestep.data.structure import TensorSpec, build, describe
+from samestep.data.batch import GlobalBatch, Microbatch
+from samestep.data.structure import TensorSpec
 from samestep.distributed.devices import device_identity, device_kind, is_accelerator
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
-from samestep.engine.buffer_values import bytes_of
-from samestep.engine.microbatch import StepRunner
+from samestep.engine.checksum import Part, sum_of_parts
+from samestep.engine.nested_data import Packed, pack, unpack
+from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import StepStats
-from samestep.engine.weighted_checksum import Part, sum_of_parts
 from samestep.errors import InputError, WitnessError
 from samestep.strategies.reduction import communicate
 
 Checksums = dict[str, int]  # of loss, count, gradients and buffers of one microbatch
 _MAX_LISTED = 3  # values in a report
-
-
-class Packed(NamedTuple):
-    """Data of a microbatch as JSON and bytes."""
-
-    structure: Any
-    tensors: list[TensorSpec]
-    strides: list[list[int]]  # of each tensor: kernels of another memory layout can round differently
-    data: torch.Tensor  # the elements of all tensors and of gaps between them, as bytes
-
-
-def pack(data: Any, device: torch.device) -> Packed:
-    """Return nested data as JSON and bytes on `device`."""
-    tensors: list[TensorSpec] = []
-    structure = describe(data, "data", tensors)
-    values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors_of(data)] if _is_known(tensors) else []
-    pieces = [value.as_strided((_extent(value.shape, value.stride()),), (1,)) for value in values]
-    sent = [bytes_of(piece).to(device) for piece in pieces]
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return Packed(structure, tensors, [list(value.stride()) for value in values], torch.cat([empty, *sent]))
-
-
-def unpack(packed: Packed) -> Any:
-    """Return nested data with tensors of their own, in the memory layout of the packed ones."""
-    extents = [_extent(spec.shape, stride) for spec, stride in zip(packed.tensors, packed.strides, strict=True)]
-    sizes = [extent * spec.kind.itemsize for extent, spec in zip(extents, packed.tensors, strict=True)]
-    tensors = [
-        # Clones are aligned for every type.
-        piece.clone().view(spec.kind).as_strided(spec.shape, stride).requires_grad_(spec.requires_grad)
-        for piece, spec, stride in zip(packed.data.split(sizes), packed.tensors, packed.strides, strict=True)
-    ]
-    return build(packed.structure, iter(tensors))
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements between the first and the last element in memory, both included."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-
-
-def _is_known(tensors: Sequence[TensorSpec]) -> bool:
-    return all(spec.dtype for spec in tensors)
 
 
 class Task(NamedTuple):

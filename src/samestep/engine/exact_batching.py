@@ -1,4 +1,4 @@
-"""Microbatches of a rank in one forward and backward, with the bits of each alone."""
+"""Several microbatches of a rank in one forward and backward, with the bits of each alone, under `reduction: exact`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, tensors_of
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import generator_state
-from samestep.engine.batched_functions import BatchedForward, NotBatchable, has_samples
-from samestep.engine.buffer_values import any_differs
 from samestep.engine.callbacks import Callback
-from samestep.engine.joined_inputs import join, split, why_not_joined
-from samestep.engine.loss import Loss, has_rows
-from samestep.engine.microbatch import SequentialRunner
-from samestep.engine.microbatch_forward import TRAINING
-from samestep.engine.model_call import call_model, hooked_part
-from samestep.engine.model_signature import ModelSignature
+from samestep.engine.exact_batching_functions import BatchedForward, NotBatchable, has_samples
+from samestep.engine.loss import Loss
+from samestep.engine.microbatch_forward import TRAINING, call_model
+from samestep.engine.model_changes import ModelSignature, hooked_part
+from samestep.engine.nested_data import has_rows, join, split, why_not_joined
+from samestep.engine.step_runner import SequentialRunner
+from samestep.engine.tensor_bits import any_differs
 
 MAX_BYTES = 2**30  # of activations and gradients of the microbatches computed together
 _TIMED = 2  # computations in each way, of which the faster counts

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from helpers.models import Normed, Tokens, seeded
-from samestep.engine.replicas import replicate, require_untouched
+from samestep.engine.data_parallel import replicate, require_untouched
 from samestep.errors import InputError
 
 
