@@ -16,6 +16,7 @@ from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
 from samestep.distributed.rng import seed_generators
 from samestep.distributed.world import all_gather
+from samestep.engine import cuda_graphs as graphs_module
 from samestep.engine.engine import Engine
 from samestep.zoo.text.models import GPT
 from workers.batched import MODELS as ROW_MODELS
@@ -110,7 +111,7 @@ def run(name: str, strategy: StrategyName, cuda_graphs: str) -> list[list[Any]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         # The graphs alone are simulated: torch's DDP does not accept a CPU as an accelerator.
-        patch.setattr(cuda_graphs, "is_accelerator", lambda device: True)
+        patch.setattr(graphs_module, "is_accelerator", lambda device: True)
         patch.setattr(torch, "get_device_module", lambda kind=None: accelerator)
         with accelerator:
             result = train(world, name, 8, cuda_graphs=cuda_graphs)

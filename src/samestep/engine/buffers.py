@@ -33,13 +33,37 @@ from samestep.engine.buffer_rules import (
     unequal_state_error,
 )
 from samestep.engine.side_effects import ModuleAttributes, ParameterCheck
-from samestep.engine.tensor_bits import Snapshot, any_differs, bytes_of, copies, copy_tensors, hash_of, version_of
+from samestep.engine.tensor_bits import any_differs, bytes_of, copies, copy_tensors, hash_of, version_of
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
 _MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")
 _INEXACT = (torch.float64, torch.complex128)  # the mean of equal values can be rounded
 _SMALL = 2**16  # elements of tensors that are kept and compared in every microbatch
+
+
+class Snapshot:
+    """Contiguous copies of tensors; each update writes the same memory, with one call per type and device.
+
+    Args:
+        tensors: the first values, by name.
+
+    Attributes:
+        copies: by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.copies = dict(zip(tensors, copies(list(tensors.values())), strict=True))
+        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, tensor in tensors.items():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(name)
+        self._groups = [(names, [self.copies[name] for name in names]) for names in groups.values()]
+
+    def update(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors with the same names, shapes, types and devices as the first ones."""
+        for names, targets in self._groups:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, [tensors[name] for name in names])
 
 
 class ForwardState:
@@ -124,7 +148,8 @@ class ForwardState:
 
     def restore(self) -> None:
         """Set the state to that at the beginning of the step."""
-        self._put({})
+        if self._start:
+            self._put({})
         self._dirty = None
         self.attributes.restore()
 
@@ -153,6 +178,21 @@ class ForwardState:
         self._problems.update(self.attributes.read(module, is_last=is_last))
         if not (self._start or self._problems or self.attributes.has_changed_late):
             return None
+        return self._encode(number, values, module, is_last=is_last, last=last)
+
+    def _encode(
+        self,
+        number: int,
+        values: Mapping[str, torch.Tensor],
+        module: torch.nn.Module | None,
+        *,
+        is_last: bool,
+        last: bool,
+    ) -> torch.Tensor:
+        """Return the vector of a microbatch, and keep the values that the end of the step needs.
+
+        `is_last` marks the last microbatch of the global batch, `last` that of this rank.
+        """
         kept = [*self._vector.equal, *(self._vector.last if is_last else ())]
         kept = list(dict.fromkeys([*kept, *self._touched])) if self._touched else kept
         ends = [values[name] for name in kept]
@@ -188,8 +228,15 @@ class ForwardState:
         Raises:
             InputError: the forward changed state for which there is no rule, or microbatches differ.
         """
-        if not (self.active or self._is_first or any(control)):
-            return self.attributes.combine(world, (), may_grow=False)
+        if self.active or self._is_first or any(control):
+            self._combine(total, control, tree, strategy, world)
+        else:
+            self.attributes.combine(world, (), may_grow=False)
+
+    def _combine(
+        self, total: torch.Tensor, control: Sequence[float], tree: MicrobatchTree, strategy: Strategy, world: World
+    ) -> None:
+        """Combine state that steps change; arguments as in `combine`."""
         count = len(self._inexact)
         (is_changed, has_problem), hashes = control[count : count + 2], control[count + 2 :]
         if has_problem != 0:
@@ -217,7 +264,8 @@ class ForwardState:
 
     def commit(self) -> None:
         """Set the state to that at the end of the step."""
-        self._put(self._results)
+        if self._start:
+            self._put(self._results)
         self.attributes.commit()
 
     def _locate(self) -> None:
@@ -263,9 +311,6 @@ class ForwardState:
         tables = [table for module in modules if (table := module._buffers)]
         return len([1 for table in tables for buffer in table.values() if buffer is not None])
 
-    def _rule(self, name: str) -> Rule:
-        return self._places[name].rule
-
     def _read(self, module: torch.nn.Module | None) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Return the values that may have changed, and the names of those with another shape or type than before.
 
@@ -292,7 +337,8 @@ class ForwardState:
                     self._problems.add(f"buffer {name} of another shape or type")
                 tensor = start
             values[name] = tensor.to(start.device)
-        self._note_new_buffers(self._modules if modules is None else list(modules.values()), module)
+        if self._buffer_count(self._modules if modules is None else modules.values()) != self._count:
+            self._note_new_buffers(module)
         return values, unusable
 
     def _unobserved(self) -> list[str]:
@@ -305,10 +351,8 @@ class ForwardState:
                 names.append(name)
         return names
 
-    def _note_new_buffers(self, modules: Sequence[torch.nn.Module], replica: torch.nn.Module | None) -> None:
+    def _note_new_buffers(self, replica: torch.nn.Module | None) -> None:
         """Note buffers that the forward registered, and remove those that are caches, which are not persistent."""
-        if self._buffer_count(modules) == self._count:
-            return
         for path, module in (replica or self._model).named_modules():
             for key in [key for key, buffer in module._buffers.items() if buffer is not None]:
                 name = f"{path}.{key}" if path else key
@@ -354,8 +398,6 @@ class ForwardState:
 
     def _put(self, results: Mapping[str, torch.Tensor]) -> None:
         """Set all state that may have changed to `results`, or to that at the beginning of the step."""
-        if not self._start:
-            return
         targets, sources = [], []
         written = set(self._start) if self._dirty is None else self._dirty.union(self.active)
         for name in written:

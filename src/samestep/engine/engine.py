@@ -28,7 +28,7 @@ from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction, as_step_loss
 from samestep.engine.microbatch_forward import TRAINING, ForwardFunction
 from samestep.engine.multi_loss import MultiLoss
-from samestep.engine.non_finite import ends_run, is_finite, non_finite_error
+from samestep.engine.non_finite import ends_run, non_finite_error
 from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import StepResult, counts_of, reduce_requests
 from samestep.errors import InputError
@@ -167,7 +167,8 @@ class Engine:
             RankMismatchError: ranks have different batches, datasets or settings, or hold different state; see `check`.
             WitnessError: a repeated microbatch has other bits; the state is unchanged.
         """
-        batch = joint_batch(batch, has_forward=forward is not None)
+        if not isinstance(batch, GlobalBatch):
+            batch = joint_batch(batch, has_forward=forward is not None)
         is_current = self._components.state.is_current()
         facts = {}
         if self.world.size > 1:
@@ -254,7 +255,7 @@ class Engine:
         if witness is not None:
             witness.end_step(batch, stats, self.steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        finite = is_finite(stats)
+        finite = stats.is_finite
         if finite:
             self._update(norm)
         else:

@@ -115,7 +115,8 @@ class BatchedRunner(SequentialRunner):
             raise NotBatchable(reason)
         try:
             for part, result in zip(parts, self._together(parts, position), strict=True):
-                self._require_equal(self._alone(part, position), result)
+                if (difference := first_difference(self.names, self._alone(part, position), result)) is not None:
+                    raise NotBatchable(f"other bits of {difference}")
             best = [min(times) for times in zip(*(self._times(parts, position) for _ in range(_TIMED)), strict=True)]
         except NotBatchable:
             raise
@@ -186,15 +187,6 @@ class BatchedRunner(SequentialRunner):
         outputs, loss = self.forward(self.model, part, position)
         tensors, slopes = self.roots(loss.sum, self._samples)
         return Computed(outputs, loss, list(torch.autograd.grad(tensors, list(self.names), slopes, allow_unused=True)))
-
-    def _require_equal(self, alone: Computed, together: Computed) -> None:
-        """Require equal bits of a microbatch that was computed alone and together with others.
-
-        Raises:
-            NotBatchable: some differ.
-        """
-        if (difference := first_difference(self.names, alone, together)) is not None:
-            raise NotBatchable(f"other bits of {difference}")
 
     def _times(self, parts: Sequence[Microbatch], position: int) -> tuple[float, float]:
         """Return the seconds for microbatches one after another, and together."""

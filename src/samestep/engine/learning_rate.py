@@ -139,12 +139,14 @@ class ScheduleClock:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step()
         if self._period is not None and self._period[1] < step and batch.end.epoch == 0:
-            name, value = self._period
-            self._period = None
-            logger.warning(
-                f"{type(scheduler).__name__}({name}={value}) has passed {name} within the first epoch, after {value} "
-                f"optimizer steps. If {name} counts epochs: samestep.Engine(..., scheduler_interval='epoch')"
-            )
+            self._warn_of_period(*self._period)
+
+    def _warn_of_period(self, name: str, value: int) -> None:
+        self._period = None
+        logger.warning(
+            f"{type(self._scheduler).__name__}({name}={value}) has passed {name} within the first epoch, after {value} "
+            f"optimizer steps. If {name} counts epochs: samestep.Engine(..., scheduler_interval='epoch')"
+        )
 
 
 def _shortest_period(scheduler: LRScheduler) -> tuple[str, int] | None:

@@ -337,8 +337,7 @@ class TorchLoss(StepLoss):
         if outputs.device not in self._on_device:
             self._on_device[outputs.device] = deepcopy(self._module).to(outputs.device)
         values = self._on_device[outputs.device](outputs, targets)
-        dtype = torch.promote_types(values.dtype, torch.float32)  # 16 bits lose accuracy over thousands of terms
-        return Loss(values.sum(dtype=dtype), values.numel())
+        return Loss(values.sum(dtype=_sum_dtype(values)), values.numel())
 
 
 def recognized_loss(function: LossFunction) -> TorchLoss | None:

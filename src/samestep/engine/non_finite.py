@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from samestep.engine.step_runner import StepRunner
 
 _MAX_LISTED = 8
-
-
-def is_finite(stats: StepStats) -> bool:
-    """Return whether the loss of each microbatch and the norm of the gradient are finite."""
-    return not stats.bad_microbatches and math.isfinite(stats.grad_norm)
 
 
 def ends_run(config: StepConfig, stats: StepStats, scaler: torch.amp.GradScaler) -> bool:

@@ -9,7 +9,7 @@ of ranks. For buffers, see `buffers`.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType
@@ -124,10 +124,15 @@ class ModuleAttributes:
             handled: names of numbers that have their own rule.
             may_grow: an attribute may have changed for the first time, on some rank.
         """
+        if self._names is None or may_grow:
+            self._select(world, handled)
+        if self._names and world.size > 1:
+            self._ends = self._exchange(self._names, world)
+
+    def _select(self, world: World, handled: Iterable[str]) -> None:
+        """Add the attributes that have changed on some rank, and select those to watch; a collective."""
         is_first = self._names is None
-        if is_first or may_grow:
-            self._names = sorted(set(self._names or ()).union(*all_gather(sorted(self._changed), world)))
-        assert self._names is not None
+        self._names = sorted(set(self._names or ()).union(*all_gather(sorted(self._changed), world)))
         if is_first:
             own = {path for path, module in self._model.named_modules() if not _is_of_torch(module)}
             known = {*self._names, *(name if "." in name else f".{name}" for name in handled)}
@@ -136,18 +141,19 @@ class ModuleAttributes:
             # Without those that every forward computes anew, with equal values.
             self._watched = [name for name in names if not self._is_late(name, self._value(name))]
         self._watched = [name for name in self._watched if name not in self._names]
-        if not self._names or world.size == 1:
-            return
+
+    def _exchange(self, names: Sequence[str], world: World) -> dict[str, Any]:
+        """Return the attributes of the last rank at the end of the step; a collective."""
         is_source, ends = world.rank == world.size - 1, dict[str, Any]()
-        values = {name: self._ends.get(name, self._value(name)) for name in self._names} if is_source else {}
+        values = {name: self._ends.get(name, self._value(name)) for name in names} if is_source else {}
         descriptions = all_gather([_description(value) for value in values.values()], world)[-1]
-        for name, (kind, value, shape) in zip(self._names, descriptions, strict=True):
+        for name, (kind, value, shape) in zip(names, descriptions, strict=True):
             if kind == "tensor":
                 ends[name] = _received(values.get(name), value, shape, world)
                 self._warn_of_size(name, ends[name], world)
             elif kind == "value":
                 ends[name] = value
-        self._ends = ends
+        return ends
 
     def _warn_of_size(self, name: str, tensor: torch.Tensor, world: World) -> None:
         if tensor.nbytes > _LARGE_BYTES and name not in self._large:

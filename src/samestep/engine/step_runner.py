@@ -157,15 +157,17 @@ class StepRunner(ABC):
                 unused.append(name)
             elif gradient.is_sparse:
                 raise sparse_error(name)
-        if not unused:
-            self._used_in = microbatch
-            return
+        if unused:
+            raise self._unused_error(unused, microbatch)
+        self._used_in = microbatch
+
+    def _unused_error(self, unused: Sequence[str], microbatch: int | None) -> UnusedParameterError:
         place, fix = "", "freeze them (requires_grad_(False), or model.freeze in a recipe), or use them"
         if microbatch is not None and self._used_in is not None:
             earlier = f"the loss of microbatch {self._used_in}" if self._used_in < microbatch else "an earlier step"
             place = f" of microbatch {microbatch}, but were part of {earlier}"
             fix = "find the branch of the forward that depends on the data; add the unused part with a factor of 0"
-        raise UnusedParameterError(
+        return UnusedParameterError(
             f"{len(unused)} trained parameters are not part of the loss{place}: {', '.join(unused[:5])}",
             expected="every parameter that requires a gradient receives one from every microbatch"
             + (f"; microbatch {microbatch} gave none" if microbatch is not None else ""),

@@ -107,6 +107,11 @@ class StepStats:
         """Microbatches with a non-finite loss."""
         return [microbatch for microbatch, loss in enumerate(self.losses) if not math.isfinite(loss)]
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss of each microbatch and the norm of the gradient are finite."""
+        return not self.bad_microbatches and math.isfinite(self.grad_norm)
+
 
 def vector_length(microbatches: int, others: int) -> int:
     """Return the length of a microbatch's vector with `others` elements of values and buffers."""
@@ -279,12 +284,15 @@ class StepValues:
             world: ranks that share the microbatches.
             is_planned: the plan fits on every rank.
         """
-        if is_planned:
-            count = len(self._plan)
-            for number in filled if count else ():
-                for index, key in enumerate(self._plan, start=number * count):
-                    self.rows.append(ValueRow(number, key, *numbers[2 * index : 2 * index + 2]))
-            return
+        if not is_planned:
+            return self._exchange(filled, world)
+        count = len(self._plan)
+        for number in filled if count else ():
+            for index, key in enumerate(self._plan, start=number * count):
+                self.rows.append(ValueRow(number, key, *numbers[2 * index : 2 * index + 2]))
+
+    def _exchange(self, filled: Sequence[int], world: World) -> None:
+        """Set `rows` and the next plan from the numbers and keys of all ranks; a collective."""
         gathered = chain.from_iterable(all_gather(self._own_rows(), world))
         self.rows = sorted(
             (ValueRow(number, tuple(key), first, second) for number, key, first, second in gathered),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -105,27 +105,3 @@ def any_differs(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
         pair[1].append(other.reshape(-1))
     flags = [(bits_of(torch.cat(one)) != bits_of(torch.cat(other))).any() for one, other in groups.values()]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-class Snapshot:
-    """Contiguous copies of tensors; each update writes the same memory, with one call per type and device.
-
-    Args:
-        tensors: the first values, by name.
-
-    Attributes:
-        copies: by name.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.copies = dict(zip(tensors, copies(list(tensors.values())), strict=True))
-        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, tensor in tensors.items():
-            groups.setdefault((tensor.dtype, tensor.device), []).append(name)
-        self._groups = [(names, [self.copies[name] for name in names]) for names in groups.values()]
-
-    def update(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors with the same names, shapes, types and devices as the first ones."""
-        for names, targets in self._groups:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, [tensors[name] for name in names])
