@@ -26,7 +26,7 @@ from samestep.engine.checksum import checksum_event
 from samestep.engine.engine import Engine
 from samestep.engine.fast_merging import SEPARATE
 from samestep.engine.learning_rate import apply_schedule
-from samestep.engine.shares import ShareBalancer
+from samestep.engine.share_balancer import ShareBalancer
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger

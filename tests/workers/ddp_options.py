@@ -18,7 +18,7 @@ from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
 from samestep.config.strategy import Hook
-from samestep.engine.shares import ShareBalancer
+from samestep.engine.share_balancer import ShareBalancer
 from samestep.errors import InputError, PeerLostError, UnusedParameterError
 from samestep.microbatches import microbatch_bounds
 from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce

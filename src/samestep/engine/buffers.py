@@ -430,7 +430,7 @@ class ForwardState:
         raise unequal_state_error(unequal or list(names))
 
 
-class MicrobatchBuffers:
+class AveragedBuffers:
     """Buffers of a model whose mean over microbatches ends a step of a pipeline.
 
     These are persistent buffers of floating-point type, and counters: integers of one element, whose mean over equal

@@ -21,7 +21,7 @@ from samestep.distributed.devices import is_accelerator, set_tf32
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_rules import Rule
-from samestep.engine.buffers import ForwardState, MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers, ForwardState
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.compatible_options import require_compatible
 from samestep.engine.consistency import ConsistencyCheck
@@ -236,7 +236,7 @@ def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: t
 
 def _build_buffers(
     model: torch.nn.Module, rules: Mapping[str, Rule] | None, runner_class: type[StepRunner], *, is_whole: bool
-) -> MicrobatchBuffers | ForwardState:
+) -> AveragedBuffers | ForwardState:
     """Return the rules for the state that a forward changes.
 
     Raises:
@@ -250,7 +250,7 @@ def _build_buffers(
                 "use --strategy ddp, or remove buffers=...",
                 code="E_INCOMPATIBLE",
             )
-        return MicrobatchBuffers(model)
+        return AveragedBuffers(model)
     state = ForwardState(model, rules, is_whole=is_whole)
     if state.declared_parameters and runner_class not in (SequentialRunner, BatchedRunner):
         raise InputError(

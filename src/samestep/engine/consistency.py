@@ -15,7 +15,7 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
-from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers
 from samestep.engine.checksum import checksum, mix, signed
 from samestep.engine.ema import AveragedWeights
 from samestep.errors import InputError, RankMismatchError
@@ -64,7 +64,7 @@ class ConsistencyCheck:
         self._every = every if self.is_active else None
         average = averaged.tensors if averaged is not None else {}
         self._average = {f"average of {name}": tensor for name, tensor in average.items()}
-        self._buffers = MicrobatchBuffers(model)
+        self._buffers = AveragedBuffers(model)
         self._history: torch.Tensor | None = None  # one word per element of the buffers
         self._has_begun = False
         self._last_equal: list[int] = []  # at most one step

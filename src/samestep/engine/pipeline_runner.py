@@ -14,7 +14,7 @@ from samestep.data.batch import GlobalBatch, Microbatch, channels_last, map_tens
 from samestep.distributed.rng import Purpose
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import one_value_errors
-from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers
 from samestep.engine.evaluation import EvaluationOutputs, EvaluationState
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch_forward import EVALUATION, TRAINING, MicrobatchForward, as_arguments
@@ -31,7 +31,7 @@ class PipelineRunner(StepRunner):
     """Computes all microbatches of this rank's data in the stages; the gradients of each are added in tree order."""
 
     strategy: PipelineStrategy
-    buffers: MicrobatchBuffers
+    buffers: AveragedBuffers
 
     def __post_init__(self) -> None:
         super().__post_init__()

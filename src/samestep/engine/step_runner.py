@@ -15,7 +15,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import SeededGenerators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import may_have_one_value, one_value_errors
-from samestep.engine.buffers import ForwardState, MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers, ForwardState
 from samestep.engine.callbacks import Callback
 from samestep.engine.gather import Roots
 from samestep.engine.loss import Loss
@@ -44,7 +44,7 @@ class StepRunner(ABC):
     model: torch.nn.Module
     forward: MicrobatchForward
     strategy: Strategy
-    buffers: MicrobatchBuffers | ForwardState
+    buffers: AveragedBuffers | ForwardState
     scaler: torch.amp.GradScaler
     names: Mapping[torch.nn.Parameter, str]
     world: World

@@ -28,7 +28,7 @@ from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
 from samestep.engine.microbatch_forward import autocast, call_model
 from samestep.engine.non_finite import skipped_most
-from samestep.engine.shares import ShareBalancer
+from samestep.engine.share_balancer import ShareBalancer
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import JsonlLogger, RunLogger

@@ -6,7 +6,7 @@ from torch import nn
 
 import samestep
 from helpers.batches import batch_of, random_data
-from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers
 from samestep.errors import InputError
 from samestep.recipes.parameter_groups import set_training_mode
 
@@ -27,14 +27,14 @@ class Counter(nn.Module):
 
 
 def test_only_floating_point_buffers_and_counters_are_averaged() -> None:
-    buffers = MicrobatchBuffers(Counter())
+    buffers = AveragedBuffers(Counter())
     assert buffers.length == 3
     assert buffers.read().tolist() == [0, 0, 0]
 
 
 def test_read_returns_the_written_vector() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Counter())
-    buffers = MicrobatchBuffers(model)
+    buffers = AveragedBuffers(model)
     vector = torch.arange(float(buffers.length), dtype=torch.float64)
     buffers.write(vector)
     assert torch.equal(buffers.read(), vector)
@@ -45,7 +45,7 @@ def test_read_returns_the_written_vector() -> None:
 @pytest.mark.parametrize("count", [1, 7, 12345, 2**40 + 1])
 def test_equal_counters_have_an_exact_mean(count: int) -> None:
     model = Counter()
-    buffers = MicrobatchBuffers(model)
+    buffers = AveragedBuffers(model)
     for microbatches in range(1, 65):
         one = torch.tensor([0.5, 0.25, count], dtype=torch.float64)
         buffers.write(sum([one] * microbatches) / microbatches)
@@ -54,7 +54,7 @@ def test_equal_counters_have_an_exact_mean(count: int) -> None:
 
 def test_restore_sets_the_values_at_the_beginning_of_the_step() -> None:
     model = nn.BatchNorm1d(3)
-    buffers = MicrobatchBuffers(model)
+    buffers = AveragedBuffers(model)
     model(torch.randn(4, 3))
     before = buffers.read()
     buffers.begin()
@@ -66,7 +66,7 @@ def test_restore_sets_the_values_at_the_beginning_of_the_step() -> None:
 
 def test_replaced_buffer_is_read_and_restored() -> None:
     model = Counter()
-    buffers = MicrobatchBuffers(model)
+    buffers = AveragedBuffers(model)
     buffers.begin()
     model.mean = torch.ones(2)
     assert buffers.read().tolist() == [1, 1, 0]
@@ -76,11 +76,11 @@ def test_replaced_buffer_is_read_and_restored() -> None:
 
 def test_shared_module_is_counted_once() -> None:
     norm = nn.BatchNorm1d(2)
-    assert MicrobatchBuffers(nn.Sequential(norm, norm)).length == 5
+    assert AveragedBuffers(nn.Sequential(norm, norm)).length == 5
 
 
 def test_model_without_buffers_has_an_empty_vector() -> None:
-    buffers = MicrobatchBuffers(nn.Linear(2, 2))
+    buffers = AveragedBuffers(nn.Linear(2, 2))
     buffers.begin()
     buffers.restore()
     buffers.write(buffers.read())

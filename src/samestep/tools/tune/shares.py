@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.config import Recipe, RunOptions
 from samestep.config.strategy import resolve_mesh
-from samestep.engine.shares import divide, format_shares, step_seconds
+from samestep.engine.share_balancer import divide, format_shares, step_seconds
 from samestep.launcher.launch import RankError
 from samestep.microbatches import owned_microbatches
 from samestep.tools.bench import Contender

@@ -16,7 +16,7 @@ from samestep.config import StepConfig
 from samestep.data.batch import Microbatch, map_tensors
 from samestep.data.microbatch_dataset import MicrobatchDataset
 from samestep.distributed.rng import microbatch_seed, preserved_generators
-from samestep.engine.buffers import MicrobatchBuffers
+from samestep.engine.buffers import AveragedBuffers
 from samestep.engine.engine import Engine
 from samestep.engine.microbatch_forward import call_model
 from samestep.tools.verify.digest import digest_any
@@ -61,7 +61,7 @@ class EngineInterventions:
         if self._interventions.reduction is not None:
             torch.use_deterministic_algorithms(self._interventions.reduction == "exact")
             config = replace(config, reduction=self._interventions.reduction)
-        self.averaged = frozenset(MicrobatchBuffers(model).names)
+        self.averaged = frozenset(AveragedBuffers(model).names)
         if self._interventions.reset_state:
             first = _copy_state(hidden_state(model, self.averaged))
             model.register_forward_pre_hook(lambda module, _: _restore_state(module, first))
@@ -87,7 +87,7 @@ class EngineInterventions:
 
     def _extra_forward(self, model: torch.nn.Module, microbatch: Microbatch) -> None:
         """Compute a forward and restore all known state afterwards, so that only hidden state changes."""
-        buffers, state = MicrobatchBuffers(model), _copy_state(hidden_state(model, self.averaged))
+        buffers, state = AveragedBuffers(model), _copy_state(hidden_state(model, self.averaged))
         buffers.begin()
         with torch.no_grad(), preserved_generators():
             call_model(model, microbatch.data[0])

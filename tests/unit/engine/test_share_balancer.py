@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep import StrategyConfig
-from samestep.engine.shares import ShareRule, divide, step_seconds
+from samestep.engine.share_balancer import ShareRule, divide, step_seconds
 from samestep.errors import InputError
 
 
