@@ -47,6 +47,16 @@ class Place:
             self.table()[self.key] = value
 
 
+def buffers_of(model: torch.nn.Module, *, persistent: bool = True) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model by name; all of them, or those that a checkpoint contains."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not persistent or name not in module._non_persistent_buffers_set
+    }
+
+
 def changed_state_error(names: Sequence[str]) -> InputError:
     """Return the error of a training forward that changes state for which there is no rule."""
     return InputError(

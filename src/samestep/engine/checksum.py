@@ -20,6 +20,7 @@ from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.state import Training
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import all_gather
+from samestep.engine.buffer_rules import buffers_of
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
@@ -293,10 +294,7 @@ def _values_of_parameters(training: Training) -> Iterator[tuple[str, str, Any]]:
 def _replicated_parts(training: Training, step: int, cursor: Cursor) -> StateParts:
     """Return the state that every rank has."""
     result, model, encoded = StateParts(), training.model, Tensors()
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                result.tensors[f"buffer {path}.{name}" if path else f"buffer {name}"] = Part.whole(buffer)
+    result.tensors |= {f"buffer {name}": Part.whole(buffer) for name, buffer in buffers_of(model).items()}
     optimizer = training.optimizer
     groups = [{key: _as_loaded(v) for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
     shared = {str(key): value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}

@@ -15,6 +15,7 @@ from samestep.data.batch import GlobalBatch
 from samestep.distributed.collective_check import BATCH, DATASET
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
+from samestep.engine.buffer_rules import buffers_of
 from samestep.engine.buffers import AveragedBuffers
 from samestep.engine.checksum import checksum, mix, signed
 from samestep.engine.ema import AveragedWeights
@@ -119,10 +120,8 @@ class ConsistencyCheck:
         """Return the compared tensors by descriptive names."""
         parameters = dict(self._model.named_parameters())
         tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
-        for path, module in self._model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if self._every is not None or name not in module._non_persistent_buffers_set:
-                    tensors[f"buffer {path}.{name}" if path else f"buffer {name}"] = buffer
+        buffers = buffers_of(self._model, persistent=self._every is None)
+        tensors |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
         state = {} if self._optimizer is None else optimizer_tensors(parameters, self._optimizer)
         tensors |= {f"optimizer {key} of {name}": value for (name, key), value in state.items()}
         tensors |= self._average

@@ -24,6 +24,7 @@ from samestep.data.structure import TensorSpec
 from samestep.distributed.devices import device_identity, device_kind, is_accelerator
 from samestep.distributed.status import ranks_text
 from samestep.distributed.world import World, all_gather, gather_numbers
+from samestep.engine.buffer_rules import buffers_of
 from samestep.engine.checksum import Part, sum_of_parts
 from samestep.engine.nested_data import Packed, pack, unpack
 from samestep.engine.step_runner import StepRunner
@@ -194,10 +195,8 @@ class Witness:
         finally:
             for hook in hooks:
                 hook.remove()
-        for path, module in self._runner.model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    computed[f"buffer {path}.{name}" if path else f"buffer {name}"] = _checksum_of(buffer)
+        for name, buffer in buffers_of(self._runner.model).items():
+            computed[f"buffer {name}"] = _checksum_of(buffer)
 
     def _error(
         self, owners: Sequence[int], computed: Sequence[Checksums], batch: GlobalBatch, position: int
