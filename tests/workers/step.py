@@ -1,4 +1,4 @@
-"""Rank functions for `unit/engine/test_step_ranks.py`; each check returns one result per rank."""
+"""Rank functions for `unit/engine/test_step_runner.py`; each check returns one result per rank."""
 
 import math
 import signal
