@@ -15,6 +15,7 @@ from samestep.errors import InputError
 
 Kind = Literal["_buffers", "_parameters", "__dict__"]
 Rule = Literal["mean", "equal", "last", "sum"]
+_SUMMED = ("mean", "sum")
 _MAX_LISTED = 5
 
 
@@ -128,9 +129,6 @@ def as_number(value: float, before: bool | int | float) -> bool | int | float:
     """Return a value with the type of the value before, if this holds it exactly."""
     kind = type(before)
     return kind(value) if math.isfinite(value) and kind(value) == value else value
-
-
-_SUMMED = ("mean", "sum")
 
 
 class StateVector:

@@ -35,6 +35,12 @@ from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import SingleStrategy, Strategy
 
 SEPARATE = "the microbatches of a rank are computed one after another"
+_DIFFERS = " for several microbatches together differs from that for each of them"
+
+_MICROBATCHES, _SAMPLES = 3, 4  # of a check
+# Of the largest element. The rounding of float64 is far below; that of modules which compute in float32 is below.
+_TOLERANCE, _OF_ALL_GRADIENTS = 1e-5, 1e-9
+State = dict[str, Any]
 
 
 class MergedRunner(SequentialRunner):
@@ -217,12 +223,6 @@ def why_separate(
     return next((option for option, is_set in options.items() if is_set), None)
 
 
-_MICROBATCHES, _SAMPLES = 3, 4
-# Of the largest element. The rounding of float64 is far below; that of modules which compute in float32 is below.
-_TOLERANCE, _OF_ALL_GRADIENTS = 1e-5, 1e-9
-State = dict[str, Any]
-
-
 class Call(NamedTuple):
     """Outputs of one call of a module."""
 
@@ -344,9 +344,6 @@ class MergeCheck:
         targets = move_next_to(microbatch.pair[1], outputs)
         losses: list[Loss] = self._forward.loss.term_losses(outputs, targets, microbatch.size)
         return torch.stack([loss.sum.reshape(()).double() for loss in losses]).sum()
-
-
-_DIFFERS = " for several microbatches together differs from that for each of them"
 
 
 def _few_samples(number: int, microbatch: Microbatch) -> Microbatch:

@@ -19,6 +19,11 @@ from samestep.errors import InputError
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(getattr(_of_all_modules, f"_global{table}") for table in HOOKS)
+_COMPARED = frozenset(
+    (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType, MethodType)
+)  # types whose comparison is cheap
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_MAX_CHANGES = 3
 
 
 def hooked_part(model: torch.nn.Module) -> str | None:
@@ -94,13 +99,6 @@ class ModelState:
             return [*modules, *optimized], [uses_batch, *(p.requires_grad for p in parameters)]
         attributes = [(p.requires_grad, p.dtype, p.shape) for p in parameters]
         return [*modules, *parameters, *optimized], [uses_batch, *attributes]
-
-
-_COMPARED = frozenset(
-    (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType, MethodType)
-)  # types whose comparison is cheap
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_MAX_CHANGES = 3
 
 
 class ModelSignature:

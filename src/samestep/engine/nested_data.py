@@ -39,7 +39,8 @@ def pack(data: Any, device: torch.device) -> Packed:
     """Return nested data as JSON and bytes on `device`."""
     tensors: list[TensorSpec] = []
     structure = describe(data, "data", tensors)
-    values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors_of(data)] if _is_known(tensors) else []
+    is_known = all(spec.dtype for spec in tensors)
+    values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors_of(data)] if is_known else []
     pieces = [value.as_strided((_extent(value.shape, value.stride()),), (1,)) for value in values]
     sent = [bytes_of(piece).to(device) for piece in pieces]
     empty = torch.empty(0, dtype=torch.uint8, device=device)
@@ -61,10 +62,6 @@ def unpack(packed: Packed) -> Any:
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of elements between the first and the last element in memory, both included."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-
-
-def _is_known(tensors: Sequence[TensorSpec]) -> bool:
-    return all(spec.dtype for spec in tensors)
 
 
 def why_not_joined(values: Sequence[Any], sizes: Sequence[int]) -> str | None:

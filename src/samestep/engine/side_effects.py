@@ -26,6 +26,9 @@ from samestep.units import format_bytes
 
 _LARGE_BYTES = 2**20
 _MISSING = object()  # the attribute does not exist
+_LIBRARIES = ("torch.", "builtins", "abc", "typing", "collections")
+Variable = tuple[str, partial[Any]]  # name, and call that returns the present value
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
 class ModuleAttributes:
@@ -283,11 +286,6 @@ def _received(value: torch.Tensor | None, name: str, shape: list[int], world: Wo
     data = bytes_of(value).to(world.device, copy=True)
     world.broadcast(data, world.size - 1)
     return data.view(dtype).view(shape)
-
-
-_LIBRARIES = ("torch.", "builtins", "abc", "typing", "collections")
-Variable = tuple[str, partial[Any]]  # name, and call that returns the present value
-_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
 class OutsideState:
