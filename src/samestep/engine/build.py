@@ -117,8 +117,7 @@ def build_components(
     consistency = _compare_ranks(
         model, optimizer, world, check_every, averaged, callbacks, is_whole=not local_parameters.is_divided
     )
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
-    scaler = scaler if previous is None else previous.runner.scaler
+    scaler = _scaler(config, world) if previous is None else previous.runner.scaler
     forward = _microbatch_forward(model, loss, config, world, callbacks)
     strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
@@ -163,6 +162,10 @@ def _compare_ranks(
         consistency.is_active = False  # `samestep verify` records the differences
     consistency.compare_at_end()
     return consistency
+
+
+def _scaler(config: StepConfig, world: World) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
 
 
 def _evaluation_outputs(
