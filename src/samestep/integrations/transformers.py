@@ -32,21 +32,16 @@ from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
 from samestep.engine.sync_batch_norm_layers import norm_layers
 from samestep.integrations.accelerate_options import require_replication
-from samestep.integrations.counted_loss import counted_loss
-from samestep.integrations.optimizer_stand_in import GradientsOnly
+from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss
 from samestep.integrations.torch_loader import integration_error
-from samestep.integrations.transformers_data import (
+from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions
+from samestep.integrations.transformers_loader import (
     EvaluationDataLoader,
     SamestepCallback,
     StepDataLoader,
     trainer_loader,
 )
-from samestep.integrations.transformers_metrics import MicrobatchMetrics
-from samestep.integrations.transformers_options import (
-    require_supported_arguments,
-    require_supported_class,
-)
-from samestep.integrations.transformers_predictions import join_predictions
+from samestep.integrations.transformers_options import require_supported_arguments, require_supported_class
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import init
 
