@@ -35,6 +35,7 @@ class Microbatch(NamedTuple):
     data: Any  # output of the collate function; the engine expects a pair `(inputs, targets)`
     skipped: tuple[str, ...] = ()  # one error line per sample that was left out
     is_filler: bool = False  # computed only to give every rank the same number of forward passes; does not count
+    left_out: tuple[int, ...] = ()  # dataset indices of the samples in `skipped`
 
     @property
     def pair(self) -> tuple[Any, Any]:

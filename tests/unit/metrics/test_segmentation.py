@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
+from samestep.metrics.counts import OverlapMetric, Score
 from samestep.metrics.metrics import build_metrics
-from samestep.metrics.overlap import OverlapMetric, Score
 
 IGNORED = -100
 
