@@ -19,6 +19,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import samestep
+from helpers.forked_ranks import refusal
 from samestep.integrations.lightning import SamestepStrategy
 
 SAMPLES, BATCH, MICROBATCHES, EPOCHS, SEED, CLASSES = 1003, 64, 8, 2, 5, 4
@@ -245,11 +246,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def _code(module: Module, loader: Any, **options: Any) -> str:
-    try:
-        _trainer(**{"max_epochs": 1, "max_steps": 1, **options}).fit(module, loader)
-    except samestep.errors.SamestepError as error:
-        return error.code
-    return "none"
+    return refusal(lambda: _trainer(**{"max_epochs": 1, "max_steps": 1, **options}).fit(module, loader))[0]
 
 
 def refusals() -> dict[str, str]:
@@ -286,11 +283,7 @@ def collectives() -> dict[str, str]:
     for stage, name in cases:
         trainer = _trainer(max_epochs=1, max_steps=1, limit_val_batches=1)
         loaders = {"fit": _loaders()}.get(stage or "fit", (_loaders()[1],))
-        try:
-            getattr(trainer, stage or "fit")(Gathering(stage, name), *loaders)
-            codes[stage] = "none"
-        except samestep.errors.SamestepError as error:
-            codes[f"{stage} {name}"] = error.code
+        codes[f"{stage} {name}"], _ = refusal(getattr(trainer, stage or "fit"), Gathering(stage, name), *loaders)
     return codes
 
 
@@ -319,11 +312,8 @@ def written() -> list[Any]:
 def other_batches(folder: str) -> str:
     """Return the code of a resumption with another global batch size."""
     strategy = SamestepStrategy(global_batch_size=32, microbatches=MICROBATCHES, seed=SEED)
-    try:
-        _trainer(strategy=strategy).fit(Module(), *_loaders(), ckpt_path=str(Path(folder) / "saved.ckpt"))
-    except samestep.errors.SamestepError as error:
-        return error.code
-    return "none"
+    path = str(Path(folder) / "saved.ckpt")
+    return refusal(_trainer(strategy=strategy).fit, Module(), *_loaders(), ckpt_path=path)[0]
 
 
 def mixed() -> str:

@@ -34,7 +34,7 @@ from samestep.engine.sync_batch_norm_layers import norm_layers
 from samestep.integrations.accelerate_options import require_replication
 from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss
 from samestep.integrations.torch_loader import integration_error
-from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions
+from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions, own_values
 from samestep.integrations.transformers_loader import (
     EvaluationDataLoader,
     SamestepCallback,
@@ -188,7 +188,7 @@ class SamestepTrainerMixin(_Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return loss, predictions and labels of a global batch, in the order of the samples; a collective."""
         _require_global_batch(inputs, "get_eval_dataloader or get_test_dataloader")
-        self.gather_function = _unchanged  # every rank has all rows
+        self.gather_function = own_values  # every rank has all rows
         device, losses, computed = self._world.device, list[torch.Tensor](), list[LocalOutputs]()
         with preserved_generators(device):
             for microbatch in inputs.local_microbatches:
@@ -306,7 +306,3 @@ def _require_global_batch(batch: object, method: str) -> None:
             "a global batch of the loader that the method returns if it is not overridden",
             "pass another dataset or data_collator, or override _get_train_sampler",
         )
-
-
-def _unchanged(value: Any) -> Any:
-    return value

@@ -109,7 +109,7 @@ class MicrobatchMetrics:
         """
         trainer, is_collecting = self._trainer, hasattr(self._trainer, "_metrics")
         for name in _COLLECTIVES:
-            setattr(trainer.accelerator, name, _own_values if is_collecting else _refuse(name))
+            setattr(trainer.accelerator, name, own_values if is_collecting else _refuse(name))
         before = trainer._total_train_tokens if is_collecting else 0
         try:
             yield
@@ -137,7 +137,8 @@ class MicrobatchMetrics:
         return self._trainer._metrics["train" if self._trainer.model.training else "eval"]
 
 
-def _own_values(value: Any, *_: Any, **__: Any) -> Any:
+def own_values(value: Any, *_: Any, **__: Any) -> Any:
+    """Return the values of this rank, in place of a collective."""
     return value
 
 
