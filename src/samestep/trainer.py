@@ -20,6 +20,7 @@ from samestep.config import RunOptions
 from samestep.config.validation import require
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
+from samestep.distributed.status import WaitClock
 from samestep.distributed.world import all_gather
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
@@ -28,7 +29,7 @@ from samestep.engine.state_checksum import checksum_event
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
-from samestep.loggers.rank_monitor import RankProgress, StepTimer
+from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import require_position
 from samestep.runs.loop_events import ComputationLog
@@ -60,6 +61,53 @@ class Summary:
     best: float | None
     seconds: float
     samples_per_second: float
+
+
+class StepTimer:
+    """Wall time of data loading and of optimizer steps, in seconds.
+
+    Args:
+        waits: waits of the loader for data.
+    """
+
+    def __init__(self, waits: WaitClock) -> None:
+        self._began = time.perf_counter()
+        self._samples, self._step_seconds = 0, 0.0
+        self._data = waits
+        self.last_step = 0.0  # most recent step, including the wait for data
+        self.last_speed = 0.0  # samples per second of the most recent step
+        self.local_samples = 0  # samples computed by this rank
+
+    @property
+    def elapsed(self) -> float:
+        """Time since the construction of the timer."""
+        return time.perf_counter() - self._began
+
+    @property
+    def speed(self) -> float:
+        """Samples per second over all steps; 0 before the first step."""
+        return self._samples / self._step_seconds if self._step_seconds else 0.0
+
+    @property
+    def last_wait(self) -> float:
+        """Wait for the most recent batch."""
+        return self._data.last
+
+    @property
+    def data_seconds(self) -> float:
+        """Total wait for data, including a wait in progress."""
+        return self._data.seconds
+
+    @contextmanager
+    def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
+        """Time a step over `samples` samples, of which this rank computes `local_samples`."""
+        began = time.perf_counter()
+        yield
+        self.local_samples += local_samples
+        self.last_step = self.last_wait + time.perf_counter() - began
+        self._samples += samples
+        self._step_seconds += self.last_step
+        self.last_speed = samples / self.last_step
 
 
 class Trainer:

@@ -181,6 +181,15 @@ def counted_loss(mean: torch.Tensor, count: float | torch.Tensor) -> Loss:
     return Loss(torch.where(counts > 0, mean * counts, 0.0), count)
 
 
+def with_numbers(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch of which a forward function receives each microbatch itself, with its number, as the data."""
+    own, fillers = (
+        tuple(microbatch._replace(data=microbatch) for microbatch in microbatches)
+        for microbatches in (batch.local_microbatches, batch.fillers)
+    )
+    return replace(batch, local_microbatches=own, fillers=fillers)
+
+
 class _LoopEndedError(Exception):
     """The loop has ended within a step."""
 
@@ -198,11 +207,7 @@ class _StepThread:
 
     def begin(self, batch: GlobalBatch) -> Microbatch | StepResult:
         """Begin a step, and return its first microbatch."""
-        own, fillers = (
-            tuple(microbatch._replace(data=microbatch) for microbatch in microbatches)
-            for microbatches in (batch.local_microbatches, batch.fillers)
-        )
-        return self.answer(replace(batch, local_microbatches=own, fillers=fillers))
+        return self.answer(with_numbers(batch))
 
     def answer(self, message: GlobalBatch | Loss | torch.Tensor) -> Microbatch | StepResult:
         """Give the loss of a microbatch, and return the next microbatch, or the result of the step."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +31,7 @@ from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
 from samestep.engine.sync_batch_norm_layers import norm_layers
 from samestep.integrations.accelerate_options import require_replication
-from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss
+from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss, with_numbers
 from samestep.integrations.torch_loader import integration_error
 from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions, own_values
 from samestep.integrations.transformers_loader import (
@@ -160,10 +159,8 @@ class SamestepTrainerMixin(_Trainer):
             optimizer.train()
         engine = self._engine_of(model)
         engine.steps = self.state.global_step
-        # The forward function receives the number of the microbatch with its data.
-        own = tuple(microbatch._replace(data=microbatch) for microbatch in inputs.local_microbatches)
         with getattr(self, "maybe_activation_offload_context", nullcontext()):  # of trainers of TRL
-            result = engine.step(replace(inputs, local_microbatches=own), forward=self._forward)
+            result = engine.step(with_numbers(inputs), forward=self._forward)
         self._values.share()
         if result.stop:  # after the update, the trainer saves a checkpoint and ends
             self.control.should_save = self.control.should_training_stop = True
