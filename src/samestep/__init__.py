@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.integrations.microbatch_loop import MicrobatchLoop as MicrobatchLoop
     from samestep.launcher.launch import launch as launch
     from samestep.metrics.counts import Accuracy as Accuracy
+    from samestep.metrics.counts import OverlapMetric as OverlapMetric
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
-    from samestep.metrics.overlap import OverlapMetric as OverlapMetric
     from samestep.session import init as init
     from samestep.session import start as start
 
@@ -56,7 +56,7 @@ _HOMES = {
     "MeshConfig": "config",
     "MicrobatchLoop": "integrations.microbatch_loop",
     "MultiLoss": "engine.multi_loss",
-    "OverlapMetric": "metrics.overlap",
+    "OverlapMetric": "metrics.counts",
     "StepConfig": "config",
     "StepResult": "engine.step_stats",
     "StrategyConfig": "config",

@@ -12,27 +12,27 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.interval import CheckpointInterval
 from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
+from samestep.distributed.status import WaitClock
 from samestep.distributed.world import all_gather
 from samestep.engine.checksum import checksum_event
 from samestep.engine.engine import Engine
-from samestep.engine.fast_merging import SEPARATE
 from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.share_balancer import ShareBalancer
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
-from samestep.loggers.rank_monitor import RankProgress, StepTimer
+from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import require_position
+from samestep.runs.loop_events import ComputationLog
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
@@ -61,6 +61,53 @@ class Summary:
     best: float | None
     seconds: float
     samples_per_second: float
+
+
+class StepTimer:
+    """Wall time of data loading and of optimizer steps, in seconds.
+
+    Args:
+        waits: waits of the loader for data.
+    """
+
+    def __init__(self, waits: WaitClock) -> None:
+        self._began = time.perf_counter()
+        self._samples, self._step_seconds = 0, 0.0
+        self._data = waits
+        self.last_step = 0.0  # most recent step, including the wait for data
+        self.last_speed = 0.0  # samples per second of the most recent step
+        self.local_samples = 0  # samples computed by this rank
+
+    @property
+    def elapsed(self) -> float:
+        """Time since the construction of the timer."""
+        return time.perf_counter() - self._began
+
+    @property
+    def speed(self) -> float:
+        """Samples per second over all steps; 0 before the first step."""
+        return self._samples / self._step_seconds if self._step_seconds else 0.0
+
+    @property
+    def last_wait(self) -> float:
+        """Wait for the most recent batch."""
+        return self._data.last
+
+    @property
+    def data_seconds(self) -> float:
+        """Total wait for data, including a wait in progress."""
+        return self._data.seconds
+
+    @contextmanager
+    def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
+        """Time a step over `samples` samples, of which this rank computes `local_samples`."""
+        began = time.perf_counter()
+        yield
+        self.local_samples += local_samples
+        self.last_step = self.last_wait + time.perf_counter() - began
+        self._samples += samples
+        self._step_seconds += self.last_step
+        self.last_speed = samples / self.last_step
 
 
 class Trainer:
@@ -103,11 +150,9 @@ class Trainer:
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
         self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
-        self._computes_together: bool | None = None  # as logged last
-        self._replays_graphs: bool | None = None  # as logged last
+        self._computation = ComputationLog(self.logger)
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
-        self._separate_reason: str | None = None  # as logged
         self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, engine.world.context.status.heartbeat)
         self._last_evaluation: dict[str, float] = {}
 
@@ -265,16 +310,7 @@ class Trainer:
             samples_per_second=round(self._timer.last_speed, 1),
             data_seconds=round(self._timer.last_wait, 6),
         )
-        if (reason := self._engine.separate_reason) != self._separate_reason:
-            self._separate_reason = reason
-            self.logger.log_event("note", text=f"{SEPARATE}: {reason}")
-        together = self._engine.computes_together
-        if together is not None and together != self._computes_together:
-            self._computes_together, reason = together, self._engine.alone_reason
-            self.logger.log_event("microbatches", step=result.step, together=together, reason=reason)
-        if (graphs := self._engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
-            self._replays_graphs, reason = graphs, self._engine.step_runner.graphs_reason
-            self.logger.log_event("cuda_graphs", step=result.step, used=graphs, reason=reason)
+        self._computation.end_step(self._engine, result.step)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
 

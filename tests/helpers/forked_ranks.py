@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.started import free_port
 from helpers.system import environment
+from samestep.errors import SamestepError
 
 TESTS = Path(__file__).parents[1]
 
@@ -43,6 +45,15 @@ def run_jobs(module: str, *jobs: Job, timeout: float = 200) -> list[Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     results: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return results
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
+    """Return code and text of the error of Samestep that a call raises; `none` and no text without an error."""
+    try:
+        function(*arguments, **options)
+    except SamestepError as error:
+        return [error.code, str(error)]
+    return ["none", ""]
 
 
 def _run_rank(module: Any, job: Job, rank: int, port: int, path: str) -> None:

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy
 import pytest
 import torch
@@ -19,10 +18,8 @@ import samestep
 from helpers.started import as_torchrun, free_port, python, ranks
 from samestep.errors import CheckpointError, InputError
 from samestep.integrations.accelerate import Accelerator
-from workers import accelerate_checks as checks
 from workers import accelerate_training as training
 
-SUPPORTED = ("1.14", "1.15")
 SAVED_STEP = 21  # in the second epoch
 
 
@@ -74,11 +71,11 @@ def test_adopts_the_process_group_of_accelerate(reference: tuple[str, list[list[
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_values_do_not_depend_on_processes(processes: int) -> None:
-    values = samestep.launch(checks.values, processes=processes)
+    values = samestep.launch(training.values, processes=processes)
     model, _, _ = training.objects()
     inputs, targets = training.dataset(training.TEST_SAMPLES[0]).tensors
     steps, batches = -(-training.SAMPLES // training.BATCH), -(-training.TEST_SAMPLES[0] // training.TEST_BATCH)
-    assert values["threads"] == checks.THREADS
+    assert values["threads"] == training.THREADS
     assert values["lengths"] == [steps, batches] * 3
     rows = zip(inputs.tolist(), targets.tolist(), strict=True)
     assert values["lists"] == [
@@ -86,7 +83,7 @@ def test_values_do_not_depend_on_processes(processes: int) -> None:
     ]
     assert values["buffers"] == [training.digest(model)]
     # One microbatch of each process is the body with the evaluation.
-    number = checks.SHORT_BATCH_MICROBATCHES
+    number = training.SHORT_BATCH_MICROBATCHES
     assert values["losses"] == [number - processes, number, 0]
 
 
@@ -453,11 +450,3 @@ def test_state_with_another_number_of_loaders_is_refused(
     with pytest.raises(CheckpointError) as error:
         script.accelerator.load_state(str(tmp_path))
     assert error.value.code == "E_RESUME_CHANGED"
-
-
-def test_names_of_accelerate() -> None:
-    if not accelerate.__version__.startswith(SUPPORTED):
-        pytest.skip(f"accelerate {accelerate.__version__} is not one of the supported {', '.join(SUPPORTED)}")
-    assert callable(accelerate.Accelerator._do_sync)
-    assert accelerate.Accelerator.accumulate.__wrapped__.__code__.co_names[0] == "_do_sync"
-    assert "split_batches" in accelerate.scheduler.AcceleratedScheduler.step.__code__.co_names

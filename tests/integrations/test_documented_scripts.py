@@ -1,4 +1,4 @@
-"""Scripts in the form of each framework's documentation, changed by one to three lines."""
+"""Scripts in the form of each framework's documentation with one to three other lines; `samestep verify` on scripts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers.migration_pages import EXAMPLES
 from helpers.started import as_torchrun, free_port, python, ranks
+from helpers.system import samestep
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMES = ("runtime", "per_second")  # in names of values that no process count repeats
@@ -136,3 +138,23 @@ def test_few_lines_make_a_documented_script_independent_of_processes(case: Case,
     assert case.values <= {name for name, _ in values}
     assert case.evaluated in output
     assert case.bar in output
+
+
+# --- samestep verify ---
+
+
+DEVICES = ("devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1", "devices = int(os.environ['LOCAL_WORLD_SIZE'])")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+def test_verify_compares_the_script_of_an_adapter(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"{name}_after.py").read_text(encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text("import os\n" + text.replace(*DEVICES), encoding="utf-8")
+    done = samestep("verify", script, "--processes", "2,3", "--out", tmp_path / "out", cwd=tmp_path, timeout=220)
+    assert done.code == 0, done.out + done.err
+    compared = [line.split() for line in done.out.splitlines() if line.startswith(("weights", "gradients", "order"))]
+    assert len(compared) == 3
+    assert all(row[-1] == "bits" for row in compared)
+    assert (tmp_path / "out/certificate.json").exists()

@@ -102,7 +102,7 @@ def test_features_that_do_not_fit_are_refused(results: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_collectives_in_steps_are_refused(results: dict[str, Any]) -> None:
     codes = dict(results["collectives"])
-    assert codes.pop("") == "none"
+    assert codes.pop(" all_gather") == "none"
     assert len(codes) == 8
     assert set(codes.values()) == {"E_INTEGRATION"}, codes
 
@@ -124,3 +124,78 @@ def test_training_has_the_same_bits_on_any_processes(tmp_path: Path) -> None:
     assert all(result == trained[0] for result in trained)
     assert len(set(mixed)) == 1
     assert last["weights"] == trained[0]["weights"]
+
+
+# --- resumption, data loaders and signals ---
+
+
+STEPS, STOPPED_AT, EPOCH = 32, 20, 16
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    jobs = {
+        "estimated": Job("estimated", 2, {"folder": str(folder)}),
+        "batches": Job("batches", 2, {}),
+        "loaders": Job("loaders_again", 2, {}),
+        "stopped": Job("stopped", 2, {"folder": str(folder)}),
+        "requeued": Job("requeued", 2, {"folder": str(folder)}),
+        "whole": Job("resumed", 1, {"path": ""}),
+        "within": Job("resumed", 1, {"path": str(folder / "within.ckpt")}),
+        "after": Job("resumed", 3, {"path": str(folder / "after.ckpt")}),
+        "requeue": Job("resumed", 1, {"path": str(folder / "hpc_ckpt_1.ckpt")}),
+    }
+    return {"folder": Path(folder), **dict(zip(jobs, run_jobs("workers.lightning_loops", *jobs.values()), strict=True))}
+
+
+@pytest.mark.slow
+def test_hooks_that_read_the_number_of_steps_change_no_bits(loops: dict[str, Any]) -> None:
+    estimated = loops["estimated"]
+    weights = estimated[""][1]
+    assert estimated == {
+        "": [0, weights, weights],
+        "configure_optimizers": [STEPS, weights, weights],
+        "setup": [STEPS, weights, weights],
+    }
+
+
+@pytest.mark.slow
+def test_zero_grad_in_place_keeps_the_gradients(loops: dict[str, Any]) -> None:
+    plain, in_place, counting = loops["batches"]["weights"]
+    assert plain == in_place == counting
+
+
+@pytest.mark.slow
+def test_values_of_hooks_are_weighted_by_the_samples_of_global_batches(loops: dict[str, Any]) -> None:
+    number, val_number = loops["batches"]["values"]
+    assert number == pytest.approx((64 * sum(range(15)) + 43 * 15) / 1003, rel=1e-6)
+    assert val_number == pytest.approx((40 * sum(range(5)) + 3 * 5) / 203, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_combined_loader_can_be_used_again(loops: dict[str, Any]) -> None:
+    again = loops["loaders"]
+    assert again["steps"] == 4
+    assert again["values"] == again["expected"]
+    assert len(again["predicted"][0]) == 41
+    assert again["predicted"][0] == again["predicted"][1]
+
+
+@pytest.mark.slow
+def test_a_stop_request_ends_all_ranks_after_the_step(loops: dict[str, Any]) -> None:
+    # The validation after the last step of an epoch is complete.
+    assert loops["stopped"] == [[STOPPED_AT, 203, "SIGTERMException"], [EPOCH, 203, "SIGTERMException"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("within", STOPPED_AT), ("after", EPOCH), ("requeue", STOPPED_AT + 1)])
+def test_a_stopped_training_resumes_to_the_same_bits(name: str, steps: int, loops: dict[str, Any]) -> None:
+    number, weights = loops["whole"]
+    assert number == STEPS
+    assert loops[name] == [STEPS - steps, weights]
+
+
+@pytest.mark.slow
+def test_requeue_signal_of_slurm_saves_between_two_steps(loops: dict[str, Any]) -> None:
+    assert loops["requeued"] == [STEPS, loops["whole"][1], ["after.ckpt", "hpc_ckpt_1.ckpt", "within.ckpt"]]

@@ -1,4 +1,4 @@
-"""Trainer of Transformers with Samestep's steps: the same bits on any number of processes."""
+"""Trainer of Transformers with Samestep's steps and evaluations: the same bits on any number of processes."""
 
 import json
 from pathlib import Path
@@ -72,13 +72,6 @@ def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_arguments_classes_and_launches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    (codes,) = run_jobs("workers.transformers_refusals", Job("refusals", 1, {"folder": str(tmp_path)}))
-    assert codes.pop("none") == codes.pop("by length") == "none"
-    assert set(codes.values()) == {"E_INTEGRATION"}, codes
-
-
-@pytest.mark.slow
 def test_stop_request_of_one_rank_ends_the_training_with_a_checkpoint(results: dict[str, Any]) -> None:
     assert results["stopped"] == [3, ["checkpoint-3"]]
 
@@ -136,3 +129,60 @@ def test_training_has_the_same_bits_on_any_processes(tmp_path: Path) -> None:
     results = run_jobs(MODULE, *jobs)
     for start in range(0, len(jobs), 4):
         assert all(result == results[start] for result in results[start : start + 4]), jobs[start].function
+
+
+# --- predictions, losses and comparisons of ranks in evaluations ---
+
+
+EVALUATED, SIZE = 57, 5  # of evaluations: samples of the dataset, and of a microbatch
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    folder = tmp_path_factory.mktemp("evaluations")
+    calls = [("predict", 1), ("predict", 3), ("counted_labels", 1), ("counted_labels", 3)]
+    calls += [("outputs_without_rows", 1), ("outputs_without_rows", 2), ("other_weights", 2)]
+    jobs = [Job(function, size, {"folder": str(Path(folder, f"{function}-{size}"))}) for function, size in calls]
+    return dict(zip(calls, run_jobs("workers.transformers_evaluation", *jobs), strict=True))
+
+
+@pytest.mark.slow
+def test_predictions_have_the_same_bits_on_any_processes(evaluations: dict[tuple[str, int], Any]) -> None:
+    one, three = evaluations["predict", 1], evaluations["predict", 3]
+    assert one == three
+    assert one["loss"][0] == one["loss"][1]
+    assert evaluations["counted_labels", 1] == evaluations["counted_labels", 3]
+
+
+@pytest.mark.slow
+def test_output_without_dimensions_is_one_value_per_microbatch(evaluations: dict[tuple[str, int], Any]) -> None:
+    tokens, second, labels, reduced, second_of_reduced = evaluations["predict", 1]["shapes"]
+    microbatches = 16  # a global batch of 8 of 5 samples, and one of 8 of the remaining 17
+    assert second == second_of_reduced == [microbatches]
+    assert len(set(evaluations["predict", 1]["seconds"])) == microbatches
+    assert tokens[:2] == reduced[:2] == labels == [EVALUATED, 29]
+
+
+@pytest.mark.slow
+def test_predictions_are_preprocessed_for_each_microbatch(evaluations: dict[tuple[str, int], Any]) -> None:
+    assert evaluations["predict", 1]["largest"] == SIZE
+    assert evaluations["predict", 1]["shapes"][3][-1] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_output_without_rows_is_refused_with_the_option_that_leaves_it_out(
+    evaluations: dict[tuple[str, int], Any], size: int
+) -> None:
+    result = evaluations["outputs_without_rows", size]
+    assert "E_INTEGRATION" in result["text"]
+    assert "predictions[2] of the shape (40, 4)" in result["text"]
+    assert "ignore_keys" in result["text"]
+    assert result["ignored"] == "none"
+
+
+@pytest.mark.slow
+def test_ranks_with_other_weights_are_refused_in_an_evaluation_before_a_step(
+    evaluations: dict[tuple[str, int], Any],
+) -> None:
+    assert evaluations["other_weights", 2] == ["none", "E_RANK_MISMATCH", "E_RANK_MISMATCH"]

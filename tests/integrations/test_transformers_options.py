@@ -9,14 +9,13 @@ import pytest
 from helpers.forked_ranks import Job, run_jobs
 
 MODULE = "workers.transformers_options"
-ALIASES = {"num_steps": "accelerator_config"}
+ALIASES = {"num_steps": "accelerator_config", "include_for_metrics loss": "include_for_metrics"}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
     folder = tmp_path_factory.mktemp("options")
     jobs = {("works", ranks): Job("works", ranks, {"folder": str(folder / str(ranks))}) for ranks in (1, 3)}
-    jobs["refusals", 1] = Job("refusals", 1, {"folder": str(folder / "refusals")})
     return dict(zip(jobs, run_jobs(MODULE, *jobs.values(), timeout=230), strict=True))
 
 
@@ -32,13 +31,16 @@ def test_arguments_have_the_same_bits_on_any_processes(results: dict[tuple[str, 
     assert len({weights[name] for name in different}) == len(different)
 
 
-@pytest.mark.long
-def test_arguments_that_do_not_fit_are_refused_by_name(results: dict[tuple[str, int], Any]) -> None:
-    refused = dict(results["refusals", 1])
-    assert refused.pop("IterableDataset")[0] == "E_ITERABLE_DATASET"
-    for name, (code, text) in refused.items():
+@pytest.mark.slow
+def test_arguments_classes_and_launches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (refused,) = run_jobs(MODULE, Job("refusals", 1, {"folder": str(tmp_path)}))
+    for name, (code, text) in refused["named"].items():
         assert code == "E_INTEGRATION", name
         assert ALIASES.get(name, name) in text
+    codes = {name: code for name, (code, _) in refused["others"].items()}
+    assert codes.pop("none") == codes.pop("by length") == "none"
+    assert codes.pop("stream") == "E_ITERABLE_DATASET"
+    assert set(codes.values()) == {"E_INTEGRATION"}, codes
 
 
 def _same_on(function: str, folder: Path, *sizes: int) -> Any:

@@ -1,4 +1,4 @@
-"""Training with Accelerate's loop, with Samestep's own and with a plain one; each returns the hash of the weights."""
+"""Training with Accelerate's loop, with Samestep's own and with a plain one; values that do not depend on processes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samestep
 from helpers.models import digest
 from samestep.distributed.env import set_environment
+from samestep.distributed.world import all_gather
 from samestep.integrations.accelerate import Accelerator
 from samestep.launcher.job import rank_and_size
 
@@ -165,6 +166,81 @@ def short_batch() -> str:
             if loop.is_last:
                 optimizer.step()
         return digest(model)
+
+
+# --- lengths, gathered values and buffers of a script, which do not depend on the number of processes ---
+
+
+THREADS = 2
+SHORT_BATCH_MICROBATCHES = 3  # of which one of two processes has one more than the other
+
+
+def values() -> dict[str, Any]:
+    """Return the values on rank 0."""
+    set_launcher_variables()
+    with samestep.start(device="cpu", threads=THREADS) as world:
+        script = Script(world=world)
+        return {
+            "threads": torch.get_num_threads(),
+            "lengths": _lengths(script),
+            "lists": _gathered_lists(script),
+            "buffers": _buffers_after_an_evaluation_in_training_mode(script, world),
+            "losses": _gathered_losses_around_an_evaluation(script),
+        }
+
+
+def _lengths(script: Script) -> list[int]:
+    script.model.eval()
+    lengths = [len(script.train), len(script.tests[0])]
+    script.evaluate()  # ends in training mode
+    lengths += [len(script.train), len(script.tests[0])]
+    script.model.eval()
+    return [*lengths, len(script.train), len(script.tests[0])]
+
+
+@torch.no_grad()
+def _gathered_lists(script: Script) -> list[Any]:
+    rows = list[Any]()
+    for inputs, targets in script.tests[0]:
+        labels, texts = targets.tolist(), [[f"label {target}"] for target in targets]
+        boxes = [row[: 1 + label] for row, label in zip(inputs, labels, strict=True)]  # of different lengths
+        mappings = [{"id": label, "box": box} for label, box in zip(labels, boxes, strict=True)]
+        gather = script.accelerator.gather_for_metrics
+        pair = gather((texts, {"inputs": inputs}))
+        tensors, people = gather(boxes, use_gather_object=True), gather(mappings)
+        for text, row, tensor, entry in zip(pair[0], pair[1]["inputs"], tensors, people, strict=True):
+            rows.append([text, row.tolist(), tensor.tolist(), entry["id"], entry["box"].tolist()])
+    return rows
+
+
+@torch.no_grad()
+def _buffers_after_an_evaluation_in_training_mode(script: Script, world: samestep.World) -> list[str]:
+    script.model.train()
+    for inputs, _ in script.tests[0]:
+        script.model(inputs)
+    return sorted(set(all_gather(digest(script.model), world)))
+
+
+def _gathered_losses_around_an_evaluation(script: Script) -> list[int]:
+    """Return the numbers of losses in global batches, with an evaluation of the training data in the first body."""
+    script.accelerator.free_memory()
+    script.accelerator.microbatches = SHORT_BATCH_MICROBATCHES
+    model, optimizer, _ = objects()
+    loader = DataLoader(dataset(2 * BATCH), batch_size=BATCH)
+    model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+    counts, has_evaluated = [0], False
+    for data in loader:
+        if not has_evaluated:
+            has_evaluated = True
+            with torch.no_grad():
+                assert len(list(loader)) in (1, 2)
+        else:
+            counts[-1] += len(script.accelerator.gather(torch.zeros(())))
+        script.accelerator.backward(cross_entropy(model, data))
+        optimizer.step()
+        if script.accelerator.sync_gradients:
+            counts.append(0)
+    return counts
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from samestep.errors import SamestepError
+from helpers.forked_ranks import refusal
 from workers.lightning_training import BATCH, Manual, Module, _trainer, dataset, digest
 
 Options = dict[str, Any]
@@ -168,12 +168,9 @@ def best(folder: str) -> list[Any]:
 
 def _refusal(options: Options) -> list[str]:
     try:
-        _fit(options)
-    except SamestepError as error:
-        return [error.code, str(error)]
+        return refusal(_fit, options)
     except Exception as error:  # of Lightning
         return [type(error).__name__, str(error)]
-    return ["none", ""]
 
 
 def refusals(folder: str) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import samestep
+from helpers.forked_ranks import refusal
 from helpers.models import digest
 from samestep.integrations.lightning import SamestepStrategy
 
@@ -240,11 +241,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def _code(module: Module, loader: Any, **options: Any) -> str:
-    try:
-        _trainer(**{"max_epochs": 1, "max_steps": 1, **options}).fit(module, loader)
-    except samestep.errors.SamestepError as error:
-        return error.code
-    return "none"
+    return refusal(lambda: _trainer(**{"max_epochs": 1, "max_steps": 1, **options}).fit(module, loader))[0]
 
 
 def refusals() -> dict[str, str]:
@@ -281,11 +278,7 @@ def collectives() -> dict[str, str]:
     for stage, name in cases:
         trainer = _trainer(max_epochs=1, max_steps=1, limit_val_batches=1)
         loaders = {"fit": _loaders()}.get(stage or "fit", (_loaders()[1],))
-        try:
-            getattr(trainer, stage or "fit")(Gathering(stage, name), *loaders)
-            codes[stage] = "none"
-        except samestep.errors.SamestepError as error:
-            codes[f"{stage} {name}"] = error.code
+        codes[f"{stage} {name}"], _ = refusal(getattr(trainer, stage or "fit"), Gathering(stage, name), *loaders)
     return codes
 
 
@@ -314,11 +307,8 @@ def written() -> list[Any]:
 def other_batches(folder: str) -> str:
     """Return the code of a resumption with another global batch size."""
     strategy = SamestepStrategy(global_batch_size=32, microbatches=MICROBATCHES, seed=SEED)
-    try:
-        _trainer(strategy=strategy).fit(Module(), *_loaders(), ckpt_path=str(Path(folder) / "saved.ckpt"))
-    except samestep.errors.SamestepError as error:
-        return error.code
-    return "none"
+    path = str(Path(folder) / "saved.ckpt")
+    return refusal(_trainer(strategy=strategy).fit, Module(), *_loaders(), ckpt_path=path)[0]
 
 
 def mixed() -> str:

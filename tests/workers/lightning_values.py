@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from samestep.errors import SamestepError
+from helpers.forked_ranks import refusal
 from workers.lightning_training import BATCH, CLASSES, Module, _loaders, _trainer, dataset, digest
 
 
@@ -117,23 +117,15 @@ class LoggingCallback(Callback):
         self.log("own", float(trainer.global_rank))
 
 
-def _refusal(function: Any, *arguments: Any) -> list[str]:
-    try:
-        function(*arguments)
-    except SamestepError as error:
-        return [error.code, str(error)]
-    return ["none", ""]
-
-
 def collectives_of_metrics() -> dict[str, list[str]]:
     """Return code and text of the errors of metrics that communicate in a step."""
     train, tests = _loaders()
     options = {"max_epochs": 1, "limit_train_batches": 2}
     return {
-        "none": _refusal(_trainer(**options).fit, Syncing(""), train, tests),
-        "compute in training": _refusal(_trainer(**options).fit, Syncing("fit"), train),
-        "compute in validation": _refusal(_trainer().validate, Syncing("validate"), tests),
-        "dist_sync_on_step": _refusal(_trainer().validate, Syncing("validate", on_step=True), tests),
+        "none": refusal(_trainer(**options).fit, Syncing(""), train, tests),
+        "compute in training": refusal(_trainer(**options).fit, Syncing("fit"), train),
+        "compute in validation": refusal(_trainer().validate, Syncing("validate"), tests),
+        "dist_sync_on_step": refusal(_trainer().validate, Syncing("validate", on_step=True), tests),
     }
 
 
@@ -143,9 +135,9 @@ def hooks() -> dict[str, list[str]]:
     results = {}
     for hook in ("", "on_validation_epoch_end", "on_train_epoch_end", "on_train_batch_end", "rank 0"):
         trainer = _trainer(max_epochs=2, limit_train_batches=2, val_check_interval=1)
-        results[hook] = _refusal(trainer.fit, Hooks(hook), train, tests)
+        results[hook] = refusal(trainer.fit, Hooks(hook), train, tests)
     trainer = _trainer(callbacks=[LoggingCallback()])
-    results["callback"] = _refusal(trainer.test, Module(), tests) + _refusal(trainer.validate, Module(), tests)
+    results["callback"] = refusal(trainer.test, Module(), tests) + refusal(trainer.validate, Module(), tests)
     return results
 
 
@@ -170,9 +162,9 @@ def refused() -> dict[str, list[str]]:
     """Return code and text of the errors of options that are refused before the first batch of their effect."""
     train, tests = _loaders()
     scheduler = GradientAccumulationScheduler({5: 4})
-    results = {"GradientAccumulationScheduler": _refusal(_trainer(callbacks=[scheduler]).fit, Module(), train)}
+    results = {"GradientAccumulationScheduler": refusal(_trainer(callbacks=[scheduler]).fit, Module(), train)}
     if hasattr(callbacks, "EMAWeightAveraging"):  # since 2.6
-        results["val_check_interval"] = _refusal(_trainer(val_check_interval="00:00:05:00").fit, Module(), train, tests)
+        results["val_check_interval"] = refusal(_trainer(val_check_interval="00:00:05:00").fit, Module(), train, tests)
     for mode in ("min_size", "max_size"):
-        results[mode] = _refusal(_trainer().validate, Module(), CombinedLoader([tests, tests], mode))
+        results[mode] = refusal(_trainer().validate, Module(), CombinedLoader([tests, tests], mode))
     return results

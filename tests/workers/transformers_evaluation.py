@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.transformers_training import VOCABULARY, code_of, padded, rows, trainer
+from helpers.forked_ranks import refusal
+from workers.transformers_training import VOCABULARY, padded, rows, trainer
 
 WIDTH = 3  # of the predictions after `preprocess_logits_for_metrics`
 
@@ -58,21 +59,17 @@ def outputs_without_rows(folder: str) -> dict[str, Any]:
     """Return code and text of an output without one row per sample, and the code without the output."""
     instance = _instance(folder)
     instance.model.has_table = True
-    text = ""
-    try:
-        instance.predict(rows(57))
-    except Exception as error:
-        text = str(error)
-    return {"text": text, "ignored": code_of(lambda: instance.predict(rows(57), ignore_keys=["table"]))}
+    _, text = refusal(instance.predict, rows(57))
+    return {"text": text, "ignored": refusal(instance.predict, rows(57), ignore_keys=["table"])[0]}
 
 
 def other_weights(folder: str) -> list[str]:
     """Return the codes of evaluations before a step, with the weights of the ranks equal, and different on one."""
     instance = _instance(folder)
-    codes = [code_of(instance.evaluate)]
+    codes = [refusal(instance.evaluate)[0]]
     if instance._world.rank == 1:
         nn.init.zeros_(instance.model.head.bias)
-    return [*codes, code_of(instance.evaluate), code_of(lambda: instance.predict(rows(8)))]
+    return [*codes, refusal(instance.evaluate)[0], refusal(instance.predict, rows(8))[0]]
 
 
 def counted_labels(folder: str) -> list[float]:

@@ -1,14 +1,22 @@
-"""Arguments of the trainer of Transformers, each in a short training, on the ranks of `helpers.forked_ranks`."""
+"""Arguments of the trainer of Transformers, each in a short training, and refused arguments, classes and launches.
 
+On the ranks of `helpers.forked_ranks`.
+"""
+
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch.utils.data import IterableDataset
 
-from samestep.errors import SamestepError
-from samestep.integrations.transformers import Trainer
+from helpers.forked_ranks import refusal
+from samestep.integrations.accelerate_options import require_replication
+from samestep.integrations.transformers import SamestepTrainerMixin, Trainer
 from workers.transformers_training import MICROBATCHES, digest, model, padded, rows, trainer
 
 Options = dict[str, Any]
@@ -40,6 +48,7 @@ REFUSED: dict[str, Options] = {
     "batch_eval_metrics": {"batch_eval_metrics": True},
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
     "include_for_metrics": {"include_for_metrics": ["inputs"]},
+    "include_for_metrics loss": {"include_for_metrics": ["loss"]},
     "train_sampling_strategy": {"train_sampling_strategy": "batch_rebalance"},
     "ignore_data_skip": {"ignore_data_skip": True},
     "ddp_find_unused_parameters": {"ddp_find_unused_parameters": True},
@@ -69,14 +78,6 @@ def works(folder: str) -> dict[str, list[Any]]:
     return {name: _train(str(Path(folder, name)), options) for name, options in WORKS.items()}
 
 
-def _refusal(function: Any, *arguments: Any, **options: Any) -> list[str]:
-    try:
-        function(*arguments, **options)
-    except SamestepError as error:
-        return [error.code, str(error)]
-    return ["none", ""]
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(rows())
@@ -88,13 +89,78 @@ def _stream(folder: str) -> None:
     Trainer(model=model(), args=arguments, data_collator=padded, train_dataset=Stream(), **sizes).train()
 
 
-def refusals(folder: str) -> dict[str, list[str]]:
-    """Return code and text of the error of each refused option."""
-    refused = {
-        name: _refusal(lambda options=options: trainer(folder, max_steps=1, **options).train())
-        for name, options in REFUSED.items()
+def _refusal(folder: str, **options: Any) -> list[str]:
+    return refusal(lambda: trainer(folder, max_steps=1, **options).train())
+
+
+def _refusal_in(folder: str, **variables: str) -> list[str]:
+    """Return the refusal with environment variables of `accelerate launch`."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.update(variables)
+    try:
+        return _refusal(folder)
+    finally:
+        for name in variables:
+            del os.environ[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _refusal_of_type(kind: DistributedType) -> list[str]:
+    """Return the refusal of an accelerator whose launch has selected a kind of parallelism, which needs GPUs."""
+    device = torch.device("cpu")
+    state: Any = SimpleNamespace(distributed_type=kind, device=device, dynamo_plugin=TorchDynamoPlugin())
+    return refusal(require_replication, state)
+
+
+def _with_method(name: str, *, is_base: bool) -> Any:
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(transformers.Trainer, name)(self, *arguments, **options)
+
+    owner = type("Owner", (transformers.Trainer if is_base else Trainer,), {name: method})
+    return type("Own", (SamestepTrainerMixin, owner), {}) if is_base else owner
+
+
+class _SeededCollator:
+    seed, generator = None, None
+
+    def __init__(self) -> None:
+        self.seed = 42
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return padded(samples)
+
+
+def _seeded_collation(folder: str) -> list[str]:
+    instance = trainer(folder, max_steps=1)
+    instance.data_collator = _SeededCollator()
+    return refusal(instance.train)
+
+
+class _OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(rows(), batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+
+
+def refusals(folder: str) -> dict[str, dict[str, list[str]]]:
+    """Return code and text of the error of each refused option; of classes and launches."""
+    named = {name: _refusal(folder, **options) for name, options in REFUSED.items()}
+    others = {
+        "none": _refusal(folder),
+        "by length": _refusal(folder, train_sampling_strategy="group_by_length"),
+        "loader": _refusal(folder, kind=_OwnLoader),
+        "step of a base class": _refusal(folder, kind=_with_method("training_step", is_base=True)),
+        "batches of a base class": _refusal(folder, kind=_with_method("get_batch_samples", is_base=True)),
+        "items of a base class": _refusal(folder, kind=_with_method("_get_num_items_in_batch", is_base=True)),
+        "items of a subclass": _refusal(folder, kind=_with_method("_get_num_items_in_batch", is_base=False)),
+        "seeded collation": _seeded_collation(folder),
+        "stream": refusal(_stream, folder),
+        "fp16 of a launch": _refusal_in(folder, ACCELERATE_MIXED_PRECISION="fp16"),
+        "compilation of a launch": _refusal_in(folder, ACCELERATE_DYNAMO_BACKEND="INDUCTOR"),
+        "FSDP of a launch": _refusal_of_type(DistributedType.FSDP),
+        "DeepSpeed of a launch": _refusal_of_type(DistributedType.DEEPSPEED),
+        "parallelism of a launch": _refusal_in(folder, ACCELERATE_USE_PARALLELISM_CONFIG="true"),
     }
-    return refused | {"IterableDataset": _refusal(_stream, folder)}
+    return {"named": named, "others": others}
 
 
 def lora(folder: str) -> dict[str, Any]:
@@ -128,8 +194,6 @@ def sft(folder: str) -> dict[str, Any]:
     import trl
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
-
-    from samestep.integrations.transformers import SamestepTrainerMixin
 
     class SFTTrainer(SamestepTrainerMixin, trl.SFTTrainer):
         """The trainer of TRL with steps of global batches."""

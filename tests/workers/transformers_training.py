@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import nn
 
+from helpers.forked_ranks import refusal
 from helpers.models import digest
-from samestep.errors import SamestepError
 from samestep.integrations.transformers import SamestepTrainerMixin, Seq2SeqTrainer, Trainer
 
 SAMPLES, BATCH, MICROBATCHES, VOCABULARY, SEED = 203, 32, 8, 40, 3
@@ -184,7 +184,7 @@ def restore(folder: str) -> dict[str, Any]:
     last.train(resume_from_checkpoint=True)
     return {
         "settings": [settings(place, 2), settings(place, 4), settings(plain_place, 4)],
-        "changed": code_of(lambda: changed.train(resume_from_checkpoint=True)),
+        "changed": refusal(changed.train, resume_from_checkpoint=True)[0],
     }
 
 
@@ -237,18 +237,9 @@ def options_of_step(folder: str) -> dict[str, Any]:
     }
 
 
-def code_of(function: Any) -> str:
-    """Return the code of the error of Samestep that a function raises, or `none`."""
-    try:
-        function()
-    except SamestepError as error:
-        return error.code
-    return "none"
-
-
 def other_batches(folder: str) -> str:
     """Return the code of a resumption with another global batch size."""
-    return code_of(lambda: trainer(folder, batch=16).train(resume_from_checkpoint=True))
+    return refusal(trainer(folder, batch=16).train, resume_from_checkpoint=True)[0]
 
 
 def generate(folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Durable file operations and disk errors."""
+"""Durable file operations, disk errors, and the features of a file system that a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from samestep.errors import CheckpointWriteError, RunError
 # A system call writes less than 2 GiB; smaller chunks let other threads of this process run in between.
 _CHUNK_BYTES = 1 << 24
 _MAX_NAME_BYTES = 256
+_TRIAL = ".trial-"  # prefix of the folders of `unsupported_features`
 
 # Contents of a file: bytes, or pieces of them that can be iterated over more than once.
 Piece = bytes | memoryview
@@ -210,3 +211,24 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def unsupported_features(folder: Path) -> list[str]:
+    """Try the operations of a save in a folder; return those that its file system replaces or omits.
+
+    Raises:
+        CheckpointWriteError: the file system lacks an operation that a save needs.
+    """
+    for leftover in folder.glob(f"{_TRIAL}*"):  # of a process that was killed
+        remove(leftover)
+    trial = folder / f"{_TRIAL}{secrets.token_hex(4)}"
+    with disk_errors(f"a trial of the operations of a checkpoint failed in {folder}", "a folder for checkpoints"):
+        try:
+            (trial / "written").mkdir(parents=True)
+            write_file(trial / "written" / "file", b"1")
+            has_sync = sync_folder(trial / "written")
+            (trial / "written").rename(trial / "renamed")
+            has_links = link_name(trial / "link", "renamed")
+        finally:
+            remove(trial)
+    return [name for name, is_present in (("folder fsync", has_sync), ("symbolic links", has_links)) if not is_present]

@@ -19,7 +19,7 @@ from samestep.errors import InputError
 from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import load_recipe, write_recipe
 from samestep.recipes.trust import sign
-from samestep.runs.run_name import require_run_name
+from samestep.runs import require_run_name
 from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
 from samestep.units import plural
 

@@ -35,6 +35,7 @@ class Microbatch(NamedTuple):
     data: Any  # output of the collate function; the engine expects a pair `(inputs, targets)`
     skipped: tuple[str, ...] = ()  # one error line per sample that was left out
     is_filler: bool = False  # computed only to give every rank the same number of forward passes; does not count
+    left_out: tuple[int, ...] = ()  # dataset indices of the samples in `skipped`
 
     @property
     def pair(self) -> tuple[Any, Any]:
@@ -114,18 +115,19 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 
     Other values stay unchanged.
     """
-    return _map(data, function, lambda value: isinstance(value, torch.Tensor))
+    return map_nested(data, function, lambda value: isinstance(value, torch.Tensor))
 
 
-def _map(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+def map_nested(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    """Apply `function` to the leaves in nested lists, tuples and mappings, which keep their types."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, Mapping):
-        return with_items(data, {key: _map(value, function, is_leaf) for key, value in data.items()})
+        return with_items(data, {key: map_nested(value, function, is_leaf) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_map(value, function, is_leaf) for value in data))
+        return type(data)(*(map_nested(value, function, is_leaf) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(_map(value, function, is_leaf) for value in data)
+        return type(data)(map_nested(value, function, is_leaf) for value in data)
     return data
 
 
@@ -171,11 +173,13 @@ def channels_last(data: Any) -> Any:
 
 def move(data: Any, device: torch.device) -> Any:
     """Return `data` with every tensor on `device`, and every other object that has a method `to`, such as a graph."""
-    return _map(data, lambda value: _to(value, device), _has_method_to)
+    return map_nested(data, lambda value: _to(value, device), _has_method_to)
 
 
 def _move_tensors(data: Any, device: torch.device) -> Any:
-    return _map(data, lambda value: _to(value, device) if isinstance(value, torch.Tensor) else value, _has_method_to)
+    return map_nested(
+        data, lambda value: _to(value, device) if isinstance(value, torch.Tensor) else value, _has_method_to
+    )
 
 
 def _has_method_to(value: Any) -> bool:

@@ -94,6 +94,7 @@ def _combined(rows: list[tuple[Microbatch, ...]], combine: Callable[[list[Any]],
         own[0]._replace(
             data=combine([microbatch.data for microbatch in own]),
             skipped=tuple(line for microbatch in own for line in microbatch.skipped),
+            left_out=tuple(index for microbatch in own for index in microbatch.left_out),
         )
         for own in zip(*rows, strict=True)
     )

@@ -86,7 +86,7 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
     def _microbatch(self, request: MicrobatchRequest) -> Microbatch:
         if request.number == PROBE:
             return Microbatch(PROBE, 0, " ".join(map(self._digest_of_sample, request.indices)))
-        samples, skipped = [], []
+        samples, skipped, left_out = [], [], []
         repeats = numpy.zeros_like(request.indices) if request.repeats is None else request.repeats
         for index, repeat in zip(request.indices, repeats, strict=True):
             try:
@@ -95,13 +95,14 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
                 if not self._skips:
                     raise
                 skipped.append(error.value)
+                left_out.append(int(index))
         size, samples = len(samples), samples or [self._substitute(request)]
         facts = _facts(request.epoch, int(request.indices[0]), int(repeats[0]))
         seed_generators(derive_seed("collate", self._seed, *facts))
         data = self._collate(samples)
         if request.is_filler:  # its samples are counted in their own microbatch
             return Microbatch(request.number, 0, data, is_filler=True)
-        return Microbatch(request.number, size, data, tuple(skipped))
+        return Microbatch(request.number, size, data, tuple(skipped), left_out=tuple(left_out))
 
     def _substitute(self, request: MicrobatchRequest) -> Any:
         """Return the next usable sample of the dataset, for a microbatch without one; the same on any rank."""

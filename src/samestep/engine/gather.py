@@ -43,7 +43,7 @@ class GlobalOutputs(NamedTuple):
         return max((stop for _, stop in self.bounds.values()), default=0)
 
 
-class _Row(NamedTuple):
+class OutputRow(NamedTuple):
     """Description of one microbatch: number, samples, structure of `(outputs, targets)`, and tensors in order."""
 
     number: int
@@ -52,16 +52,14 @@ class _Row(NamedTuple):
     tensors: list[TensorSpec]
 
     @classmethod
-    def of(cls, computed: LocalOutputs) -> _Row:
+    def of(cls, computed: LocalOutputs, names: Sequence[str]) -> OutputRow:
         microbatch, tensors = computed.microbatch, list[TensorSpec]()
         size = 0 if microbatch.is_filler else microbatch.size
-        structure = [
-            describe(value, name, tensors) for name, value in computed._asdict().items() if name != "microbatch"
-        ]
+        structure = [describe(value, name, tensors) for name, value in zip(names, computed[1:], strict=True)]
         return cls(microbatch.number, size, structure, tensors)
 
     @classmethod
-    def from_json(cls, number: int, size: int, structure: Any, tensors: list[list[Any]]) -> _Row:
+    def from_json(cls, number: int, size: int, structure: Any, tensors: list[list[Any]]) -> OutputRow:
         return cls(number, size, structure, [TensorSpec(*entry) for entry in tensors])
 
     def require_rows(self) -> None:
@@ -85,6 +83,14 @@ class _Row(NamedTuple):
                 )
 
 
+def gather_rows(
+    computed: Sequence[LocalOutputs], world: World, names: Sequence[str] = LocalOutputs._fields[1:]
+) -> list[list[OutputRow]]:
+    """Return the descriptions of the microbatches of each rank; a collective. `names` are those of the two values."""
+    own = [OutputRow.of(entry, names) for entry in computed]
+    return [[OutputRow.from_json(*row) for row in rows] for rows in all_gather(own, world)]
+
+
 def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutputs:
     """Return the outputs and targets of the microbatches of all ranks on every rank; a collective.
 
@@ -94,8 +100,7 @@ def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutp
     Raises:
         InputError: outputs or targets cannot be joined; on every rank.
     """
-    own = [_Row.of(entry) for entry in computed]
-    by_rank = [[_Row.from_json(*row) for row in rows] for rows in all_gather(own, world)]
+    by_rank = gather_rows(computed, world)
     rows = list(chain(*by_rank))
     for row in rows:
         row.require_rows()
@@ -114,7 +119,7 @@ def gather_outputs(computed: Sequence[LocalOutputs], world: World) -> GlobalOutp
     return GlobalOutputs(bounds, outputs, targets)
 
 
-def _require_same_structure(first: _Row, row: _Row) -> None:
+def _require_same_structure(first: OutputRow, row: OutputRow) -> None:
     """Refuse a microbatch whose outputs or targets differ from those of another one in more than rows."""
     for one, other in zip(first.tensors, row.tensors, strict=False):
         if (one.path, one.dtype, one.shape[1:], one.is_scalar) != (
@@ -152,7 +157,7 @@ def _join(tensor: TensorSpec, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _all_gather_tensors(
-    computed: Sequence[LocalOutputs], by_rank: Sequence[Sequence[_Row]], world: World
+    computed: Sequence[LocalOutputs], by_rank: Sequence[Sequence[OutputRow]], world: World
 ) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of each microbatch with samples, on the device of this rank; a collective."""
     if world.size == 1:  # without the bytes of a message

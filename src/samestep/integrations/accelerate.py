@@ -9,11 +9,9 @@ global batch, where `accelerator.sync_gradients` is true.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -24,26 +22,25 @@ from samestep.distributed.devices import accelerator_module
 from samestep.distributed.world import World, gather_numbers
 from samestep.engine.buffer_rules import Rule
 from samestep.engine.step_stats import StepResult
-from samestep.integrations.accelerate_data import Iteration, PreparedLoader
-from samestep.integrations.accelerate_gather import after_loop_error, gather_samples
+from samestep.integrations.accelerate_gather import GatheringAccelerator, Iteration
+from samestep.integrations.accelerate_loader import Position, PreparedLoader
 from samestep.integrations.accelerate_options import (
+    ScheduleCheck,
+    learning_rates,
     require_no_accumulation,
     require_placement,
     require_same_ranks,
     require_supported_options,
     require_supported_state,
 )
-from samestep.integrations.accelerate_position import Position
-from samestep.integrations.accelerate_schedules import ScheduleCheck, learning_rates
-from samestep.integrations.counted_loss import counted_loss
-from samestep.integrations.microbatch_loop import MicrobatchLoop
+from samestep.integrations.microbatch_loop import MicrobatchLoop, counted_loss
 from samestep.integrations.torch_loader import integration_error
 from samestep.launcher.job import process_state
 from samestep.microbatches import Cursor, Microbatches
 from samestep.session import init
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(GatheringAccelerator):
     """`accelerate.Accelerator` whose results do not depend on the number of processes.
 
     The batch size of a training `DataLoader` counts the samples of a global batch, over all processes; an iteration
@@ -96,9 +93,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._trained: torch.nn.Module | None = None
         self._loaders: list[PreparedLoader] = []
         self._updating: list[torch.optim.Optimizer] = []
-        self.iterations: list[Iteration] = []
-        self._has_evaluated = False  # since the last iteration outside of others began
-        self._updates = 1  # optimizer steps since the last gradient
+        self._needs_update = False  # no optimizer has used the last gradient
         self._position = Position(self)
         self.register_for_checkpointing(self._position)
 
@@ -195,7 +190,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _count_update(self, *arguments: Any) -> None:
         if self.sync_gradients:
-            self._updates += 1
+            self._needs_update = False
 
     def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> AcceleratedScheduler:
         """Return a scheduler with one step per global batch."""
@@ -205,19 +200,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _do_sync(self) -> None:
         """Leave `sync_gradients`, which the prepared loader sets, unchanged."""
-
-    @contextmanager
-    def iteration(self, iteration: Iteration) -> Iterator[None]:
-        """Surround an iteration over a prepared loader."""
-        self._has_evaluated &= bool(self.iterations)
-        self.iterations.append(iteration)
-        try:
-            yield
-        finally:
-            self.iterations.remove(iteration)
-            self._has_evaluated |= not iteration.is_training
-            if self.iterations:
-                self.iterations[-1].has_inner_loop = True
 
     def train_on(self, iteration: Iteration) -> Iterator[Any]:
         """Yield the data of the microbatches of a training iteration.
@@ -230,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for data in loop.microbatches(iteration.loader.loader):
                 if loop.is_first:
                     self._require_update()
-                    self._updates, begun = 0, loop.engine.steps
+                    self._needs_update, begun = True, loop.engine.steps
                     schedule.begin()
                 else:
                     schedule.require_unchanged()
@@ -244,10 +226,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _restore_update(self) -> None:
         """Allow another step, or a save, as after an update."""
-        self._updates, self.gradient_state.sync_gradients = 1, True
+        self._needs_update, self.gradient_state.sync_gradients = False, True
 
     def _require_update(self) -> None:
-        if self._updates == 0:
+        if self._needs_update:
             raise integration_error(
                 f"no prepared optimizer used the gradient of step {self.loop.engine.steps}",
                 "one step of a prepared optimizer per global batch",
@@ -270,53 +252,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             rate = next(iter(learning_rates(self._updating)), None)
             self.step_result = replace(self.loop.result, lr=0.0 if rate is None else float(rate))
 
-    def gather(self, tensor: Any) -> Any:
-        """Gather nested tensors from all processes, in the order of the samples of an evaluation.
-
-        Within a loop over a prepared loader, rows of samples that were computed a second time are left out, and the
-        first dimension can have another length on every process.
-
-        Raises:
-            InputError: an evaluation, or a loop in the body of this one, has ended before, or as `gather_samples`.
-        """
-        return self._gathered(tensor) if self.iterations else self._gathered_outside(super().gather, tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather nested tensors, or lists with one item per sample, so that each sample occurs once; see `gather`.
-
-        Args:
-            input_data: tensors, lists, numbers, text or None, nested in tuples and mappings; see `gather_samples`.
-            use_gather_object: a list of tensors has one tensor per sample.
-        """
-        if self.iterations:
-            return self._gathered(input_data, by_sample=use_gather_object)
-        return self._gathered_outside(super().gather_for_metrics, input_data, use_gather_object)
-
-    def _gathered(self, value: Any, *, by_sample: bool = False) -> Any:
-        current = self.iterations[-1]
-        if current.has_inner_loop:
-            raise after_loop_error("gather", "in the body of a loop, after a loop over another prepared loader")
-        return gather_samples(value, self.world, is_counted=not current.is_filler, by_sample=by_sample)
-
-    def _gathered_outside(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        if self._has_evaluated:
-            raise after_loop_error(collective.__name__, "after an evaluation")
-        return collective(*arguments)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors over processes, outside of loops over prepared loaders, and not after an evaluation.
-
-        Raises:
-            InputError: the call is in such a loop, or after an evaluation.
-        """
-        if self.iterations:
-            raise integration_error(
-                "accelerator.reduce in a loop over a prepared loader",
-                "a sum over samples, of which processes have different numbers",
-                "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
-            )
-        return self._gathered_outside(super().reduce, tensor, reduction, scale)
-
     def check_trigger(self) -> bool:
         """Return whether a process has called `set_trigger` since the last true result; a collective."""
         is_set = any(flag for (flag,) in gather_numbers(self.world, [bool(self.flag_tensor)]))  # type: ignore[has-type]
@@ -330,7 +265,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             InputError: a global batch is not complete.
         """
-        if self._loop is not None and (self._loop.is_open or self._updates == 0):
+        if self._loop is not None and (self._loop.is_open or self._needs_update):
             raise integration_error(
                 "accelerator.save_state within a global batch",
                 "a position between two optimizer steps",

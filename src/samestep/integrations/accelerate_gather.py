@@ -1,18 +1,125 @@
-"""Values of all processes, with each sample once."""
+"""Collectives of Accelerate: `gather`, `gather_for_metrics` and `reduce`, with each sample once.
+
+Processes compute some samples a second time, so that all of them run the body of a loop equally often.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import accelerate
 import torch
 
-from samestep.data.batch import map_tensors, with_items
+from samestep.data.batch import map_nested, map_tensors
 from samestep.data.structure import TensorSpec
 from samestep.distributed.world import World, all_gather
 from samestep.engine.nested_data import Packed, pack, unpack
 from samestep.errors import InputError
 from samestep.integrations.torch_loader import integration_error
+
+if TYPE_CHECKING:
+    from samestep.integrations.accelerate_loader import PreparedLoader
+
+
+@dataclass(eq=False)
+class Iteration:
+    """An iteration over a prepared loader.
+
+    Attributes:
+        loader: the loader.
+        is_training: the iteration computes steps.
+        length: in an evaluation, the number of iterations of the body on this process.
+        is_filler: the current samples are computed a second time, and do not count.
+        has_inner_loop: another iteration has ended since the current samples.
+    """
+
+    loader: PreparedLoader
+    is_training: bool
+    length: int = 0
+    is_filler: bool = False
+    has_inner_loop: bool = False
+
+
+class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Accelerator whose `gather`, `gather_for_metrics` and `reduce` count each sample once.
+
+    Args:
+        **options: of `accelerate.Accelerator`.
+
+    Attributes:
+        world: the ranks.
+        iterations: those over prepared loaders that run at present, the innermost one last.
+    """
+
+    world: World
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.iterations: list[Iteration] = []
+        self._has_evaluated = False  # since the last iteration outside of others began
+
+    @contextmanager
+    def iteration(self, iteration: Iteration) -> Iterator[None]:
+        """Surround an iteration over a prepared loader."""
+        self._has_evaluated &= bool(self.iterations)
+        self.iterations.append(iteration)
+        try:
+            yield
+        finally:
+            self.iterations.remove(iteration)
+            self._has_evaluated |= not iteration.is_training
+            if self.iterations:
+                self.iterations[-1].has_inner_loop = True
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather nested tensors from all processes, in the order of the samples of an evaluation.
+
+        Within a loop over a prepared loader, rows of samples that were computed a second time are left out, and the
+        first dimension can have another length on every process.
+
+        Raises:
+            InputError: an evaluation, or a loop in the body of this one, has ended before, or as `gather_samples`.
+        """
+        return self._gathered(tensor) if self.iterations else self._gathered_outside(super().gather, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather nested tensors, or lists with one item per sample, so that each sample occurs once; see `gather`.
+
+        Args:
+            input_data: tensors, lists, numbers, text or None, nested in tuples and mappings; see `gather_samples`.
+            use_gather_object: a list of tensors has one tensor per sample.
+        """
+        if self.iterations:
+            return self._gathered(input_data, by_sample=use_gather_object)
+        return self._gathered_outside(super().gather_for_metrics, input_data, use_gather_object)
+
+    def _gathered(self, value: Any, *, by_sample: bool = False) -> Any:
+        current = self.iterations[-1]
+        if current.has_inner_loop:
+            raise _after_loop_error("gather", "in the body of a loop, after a loop over another prepared loader")
+        return gather_samples(value, self.world, is_counted=not current.is_filler, by_sample=by_sample)
+
+    def _gathered_outside(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        if self._has_evaluated:
+            raise _after_loop_error(collective.__name__, "after an evaluation")
+        return collective(*arguments)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce nested tensors over processes, outside of loops over prepared loaders, and not after an evaluation.
+
+        Raises:
+            InputError: the call is in such a loop, or after an evaluation.
+        """
+        if self.iterations:
+            raise integration_error(
+                "accelerator.reduce in a loop over a prepared loader",
+                "a sum over samples, of which processes have different numbers",
+                "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
+            )
+        return self._gathered_outside(super().reduce, tensor, reduction, scale)
 
 
 def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: bool = False) -> Any:
@@ -30,7 +137,9 @@ def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: boo
         InputError: a list of tensors without `by_sample`, a value of another type, or tuples and mappings with other
             structures on another rank.
     """
-    leaves = map_tensors(list(_leaves(value)), torch.Tensor.detach)
+    values: list[Any] = []
+    own_structure = _describe(value, values)
+    leaves = map_tensors(values, torch.Tensor.detach)
     if not by_sample and any(isinstance(leaf, list) and _has_tensors(leaf) for leaf in leaves):
         raise integration_error(
             "accelerator.gather of a list of tensors, which are values of all samples, or one for each sample",
@@ -45,7 +154,7 @@ def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: boo
             "tensors, numbers, text and None, in lists, tuples and mappings",
             "convert the value, such as an array by torch.from_numpy or tolist",
         )
-    rows = all_gather([is_counted, _structure(value), packed.structure, packed.tensors, packed.strides], world)
+    rows = all_gather([is_counted, own_structure, packed.structure, packed.tensors, packed.strides], world)
     data = all_gather(packed.data, world)
     for rank, (_, structure, *_) in enumerate(rows):
         if structure != rows[0][1]:
@@ -59,34 +168,22 @@ def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: boo
         for (is_real, _, structure, specs, strides), tensors in zip(rows, data, strict=True)
         if is_real
     ]
-    return _with_leaves(value, map(_joined, zip(*counted, strict=True)))
+    joined = map(_joined, zip(*counted, strict=True))
+    return map_nested(value, lambda _: next(joined), _is_leaf)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested tuples and mappings."""
-    if isinstance(value, Mapping | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _with_leaves(value: Any, leaves: Iterator[Any]) -> Any:
+def _describe(value: Any, leaves: list[Any]) -> Any:
+    """Return keys and kinds of the values in nested tuples and mappings, as JSON, and append the values to `leaves`."""
     if isinstance(value, Mapping):
-        return with_items(value, {key: _with_leaves(item, leaves) for key, item in value.items()})
+        return [[repr(key), _describe(item, leaves)] for key, item in value.items()]
     if isinstance(value, tuple):
-        items = [_with_leaves(item, leaves) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return next(leaves)
-
-
-def _structure(value: Any) -> Any:
-    """Return keys and kinds of the values in nested tuples and mappings, as JSON."""
-    if isinstance(value, Mapping):
-        return [[repr(key), _structure(item)] for key, item in value.items()]
-    if isinstance(value, tuple):
-        return [_structure(item) for item in value]
+        return [_describe(item, leaves) for item in value]
+    leaves.append(value)
     return "tensor" if isinstance(value, torch.Tensor) else "list" if isinstance(value, list) else "value"
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, Mapping | tuple)
 
 
 def _has_tensors(items: list[Any]) -> bool:
@@ -100,7 +197,7 @@ def _joined(rows: tuple[Any, ...]) -> Any:
     return [item for row in rows for item in row] if isinstance(rows[0], list) else list(rows)
 
 
-def after_loop_error(collective: str, place: str) -> InputError:
+def _after_loop_error(collective: str, place: str) -> InputError:
     """Return the error of a collective after a loop.
 
     The value can be a sum over the loop, which counts samples that were computed a second time.

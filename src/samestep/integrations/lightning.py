@@ -8,11 +8,13 @@ in `.grad` when Lightning clips it and steps the optimizer.
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
@@ -32,17 +34,15 @@ from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_rules import Rule
 from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs, gather_outputs
-from samestep.integrations.lightning_data import SamestepBatch, SamestepDataLoader
-from samestep.integrations.lightning_log import BatchLog
-from samestep.integrations.lightning_metrics import WithoutMetrics, refused_sync, warn_of_inexact_metrics
+from samestep.engine.step_stats import StepResult
+from samestep.integrations.lightning_loader import PredictionDataLoader, SamestepBatch, SamestepDataLoader
+from samestep.integrations.lightning_log import BatchLog, WithoutMetrics, refused_sync, warn_of_inexact_metrics
 from samestep.integrations.lightning_options import (
     require_one_batch_per_step,
     require_supported,
     require_supported_training,
 )
-from samestep.integrations.lightning_predictions import PredictionDataLoader
-from samestep.integrations.lightning_signals import TrainingSignals
-from samestep.integrations.optimizer_stand_in import GradientsOnly
+from samestep.integrations.microbatch_loop import GradientsOnly
 from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import start
@@ -135,7 +135,7 @@ class SamestepStrategy(DDPStrategy):
             self._engine = Engine(
                 view, self._gradients, world=world, config=config, buffers=self._buffers, callbacks=[self._log]
             )
-            self._signals = TrainingSignals(trainer, world)
+            self._signals = _TrainingSignals(trainer, world)
             self._session.callback(self._signals.remove)
 
     def configure_ddp(self) -> None:
@@ -386,6 +386,62 @@ class SamestepStrategy(DDPStrategy):
                 f"DataLoader(dataset, batch_size={8 * self._ranks.size})",
             )
         return None, min(number, size)
+
+
+class _TrainingSignals:
+    """Replaces two handlers of a trainer: those of SIGTERM, and of the signal before Slurm requeues the job.
+
+    Ranks agree on the requests at the end of a step. Lightning's handlers communicate and save at once, within a step
+    in which other ranks wait for other messages, or have not received the signal.
+
+    Args:
+        trainer: the trainer, which has not registered its handlers.
+        world: the ranks.
+    """
+
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        self._connector, self._stop = trainer._signal_connector, world.context.stop
+        self._requeue = self._connector._slurm_sigusr_handler_fn  # save, and requeue the job
+        self._stops = self._requeues = False  # on every rank
+        self._handlers = {
+            "_sigterm_notifier_fn": self._request_stop,
+            "_slurm_sigusr_handler_fn": self._request_requeue,
+        }
+        self.requests_requeue = False  # on this rank, since the last step
+        vars(self._connector).update(self._handlers)
+
+    def end_step(self, result: StepResult) -> None:
+        """Apply the requests of all ranks."""
+        if result.stop:
+            # Lightning raises `SIGTERMException` after the hooks and the validation that follow the batch.
+            self._stops = self._connector.received_sigterm = True
+        if result.save:
+            self._requeues, self.requests_requeue = True, False
+
+    def begin_batch(self) -> None:
+        """Save a checkpoint and requeue the job, if a rank has requested it; a collective then."""
+        if self._requeues:
+            self._requeues = False
+            self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
+
+    def begin_validation(self) -> None:
+        """Let a validation complete, which Lightning would end after its first batch."""
+        self._connector.received_sigterm = False
+
+    def end_validation(self) -> None:
+        """Continue with a stop."""
+        self._connector.received_sigterm = self._stops
+
+    def remove(self) -> None:
+        """Restore the handlers."""
+        for name in self._handlers:
+            vars(self._connector).pop(name, None)
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop.number = self._stop.number or number
+
+    def _request_requeue(self, number: int, frame: FrameType | None) -> None:
+        self.requests_requeue = True
 
 
 StrategyRegistry.register(

@@ -8,11 +8,13 @@
 
 `Engine.step` calls a forward function for each microbatch. Here the body of a loop is this function: the step runs in a
 thread that waits while the body computes, and the body waits while the step computes. Never do both run.
+
+The optimizer and the losses of such steps serve the adapters of other libraries too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -32,7 +34,6 @@ from samestep.engine.engine import Engine
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
-from samestep.integrations.optimizer_stand_in import GradientsOnly
 
 loop_error = partial(InputError, code="E_MICROBATCH_LOOP")
 
@@ -145,6 +146,50 @@ class MicrobatchLoop:
             self.result = self._next
 
 
+class GradientsOnly(torch.optim.Optimizer):
+    """Optimizer without updates: `Engine.step` leaves the gradient of the global batch in `.grad`.
+
+    The library clips the gradients and updates the parameters.
+
+    Args:
+        model: the optimizer holds its trained parameters.
+    """
+
+    has_rate = False  # `lr` has no meaning
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        super().__init__(self._trained(), {"lr": 0.0})
+
+    def follow(self) -> None:
+        """Adapt to parameters that have been added, replaced, frozen or unfrozen."""
+        self.param_groups[0]["params"] = self._trained()
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Leave the parameters unchanged."""
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+
+def counted_loss(mean: torch.Tensor, count: float | torch.Tensor) -> Loss:
+    """Return the loss of a microbatch from its mean over `count` items, such as labels.
+
+    Without items, the loss is 0, also if the mean is NaN.
+    """
+    counts = torch.as_tensor(count, device=mean.device)
+    return Loss(torch.where(counts > 0, mean * counts, 0.0), count)
+
+
+def with_numbers(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch of which a forward function receives each microbatch itself, with its number, as the data."""
+    own, fillers = (
+        tuple(microbatch._replace(data=microbatch) for microbatch in microbatches)
+        for microbatches in (batch.local_microbatches, batch.fillers)
+    )
+    return replace(batch, local_microbatches=own, fillers=fillers)
+
+
 class _LoopEndedError(Exception):
     """The loop has ended within a step."""
 
@@ -162,11 +207,7 @@ class _StepThread:
 
     def begin(self, batch: GlobalBatch) -> Microbatch | StepResult:
         """Begin a step, and return its first microbatch."""
-        own, fillers = (
-            tuple(microbatch._replace(data=microbatch) for microbatch in microbatches)
-            for microbatches in (batch.local_microbatches, batch.fillers)
-        )
-        return self.answer(replace(batch, local_microbatches=own, fillers=fillers))
+        return self.answer(with_numbers(batch))
 
     def answer(self, message: GlobalBatch | Loss | torch.Tensor) -> Microbatch | StepResult:
         """Give the loss of a microbatch, and return the next microbatch, or the result of the step."""

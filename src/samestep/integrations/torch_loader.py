@@ -1,8 +1,9 @@
-"""Loaders of global batches with the options of torch's `DataLoader`."""
+"""Loaders of global batches with the options of torch's `DataLoader`, and their positions in checkpoints."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -13,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from samestep.data.loader import Loader
 from samestep.distributed.world import World
-from samestep.errors import InputError
-from samestep.microbatches import Microbatches
+from samestep.errors import CheckpointError, InputError
+from samestep.microbatches import Cursor, Microbatches
 
 integration_error = partial(InputError, code="E_INTEGRATION")
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
@@ -137,3 +138,40 @@ def order_options(sampler: Any) -> dict[str, Any]:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return {"shuffle": True}
     return {"sampler": sampler}
+
+
+def position_of(loader: Loader) -> dict[str, Any]:
+    """Return the position of a loader for a checkpoint, with the settings on which its batches depend."""
+    cursor = loader.cursor
+    return {"epoch": cursor.epoch, "samples": cursor.samples, "settings": loader.settings_of(cursor.epoch)}
+
+
+def restore_position(loader: Loader, position: Mapping[str, Any]) -> None:
+    """Move a loader to the position of a checkpoint.
+
+    Raises:
+        CheckpointError: the data or their batches are others than those of the checkpoint.
+    """
+    require_same_data(loader, position["settings"], position["epoch"])
+    loader.cursor = Cursor(position["epoch"], position["samples"])
+
+
+def require_same_data(loader: Loader, saved: Mapping[str, Any], epoch: int = 0) -> None:
+    """Compare the settings of the data of a checkpoint with those of a loader.
+
+    Raises:
+        CheckpointError: a setting differs.
+    """
+    saved, settings = loader.adopt(saved), loader.settings_of(epoch)
+    changed = [
+        f"{name} was {saved.get(name)} and is {settings[name]}"
+        for name in settings
+        if settings[name] != saved.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the training data differ from those of the checkpoint: {', '.join(changed)}",
+            expected="the same data, global batch size, microbatches and seed; only the processes may differ",
+            fix="use the options of the run that wrote the checkpoint, or load the weights alone",
+            code="E_RESUME_CHANGED",
+        )

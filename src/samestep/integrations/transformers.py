@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,21 +31,16 @@ from samestep.engine.engine import Engine
 from samestep.engine.gather import LocalOutputs
 from samestep.engine.sync_batch_norm import norm_layers
 from samestep.integrations.accelerate_options import require_replication
-from samestep.integrations.counted_loss import counted_loss
-from samestep.integrations.optimizer_stand_in import GradientsOnly
+from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss, with_numbers
 from samestep.integrations.torch_loader import integration_error
-from samestep.integrations.transformers_data import (
+from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions, own_values
+from samestep.integrations.transformers_loader import (
     EvaluationDataLoader,
     SamestepCallback,
     StepDataLoader,
     trainer_loader,
 )
-from samestep.integrations.transformers_metrics import MicrobatchMetrics
-from samestep.integrations.transformers_options import (
-    require_supported_arguments,
-    require_supported_class,
-)
-from samestep.integrations.transformers_predictions import join_predictions
+from samestep.integrations.transformers_options import require_supported_arguments, require_supported_class
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import init
 
@@ -165,10 +159,8 @@ class SamestepTrainerMixin(_Trainer):
             optimizer.train()
         engine = self._engine_of(model)
         engine.steps = self.state.global_step
-        # The forward function receives the number of the microbatch with its data.
-        own = tuple(microbatch._replace(data=microbatch) for microbatch in inputs.local_microbatches)
         with getattr(self, "maybe_activation_offload_context", nullcontext()):  # of trainers of TRL
-            result = engine.step(replace(inputs, local_microbatches=own), forward=self._forward)
+            result = engine.step(with_numbers(inputs), forward=self._forward)
         self._values.share()
         if result.stop:  # after the update, the trainer saves a checkpoint and ends
             self.control.should_save = self.control.should_training_stop = True
@@ -193,7 +185,7 @@ class SamestepTrainerMixin(_Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return loss, predictions and labels of a global batch, in the order of the samples; a collective."""
         _require_global_batch(inputs, "get_eval_dataloader or get_test_dataloader")
-        self.gather_function = _unchanged  # every rank has all rows
+        self.gather_function = own_values  # every rank has all rows
         device, losses, computed = self._world.device, list[torch.Tensor](), list[LocalOutputs]()
         with preserved_generators(device):
             for microbatch in inputs.local_microbatches:
@@ -311,7 +303,3 @@ def _require_global_batch(batch: object, method: str) -> None:
             "a global batch of the loader that the method returns if it is not overridden",
             "pass another dataset or data_collator, or override _get_train_sampler",
         )
-
-
-def _unchanged(value: Any) -> Any:
-    return value

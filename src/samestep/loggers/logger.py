@@ -19,6 +19,7 @@ from samestep.report_limits import class_name, message_of
 
 Event = Mapping[str, Any]
 _STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")
+EVENTS = "events.jsonl"  # file of `JsonlLogger` in a run directory
 NOT_METRICS = ("event", "step", "epoch", "samples")  # keys of events that are no metrics
 
 

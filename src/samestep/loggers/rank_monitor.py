@@ -1,4 +1,4 @@
-"""Timer of a training loop, and periodic resource samples of each rank, one JSON file per rank."""
+"""Periodic resource samples of each rank, one JSON file per rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,6 @@ import psutil
 
 from samestep.distributed.devices import gpu_stats
 from samestep.distributed.logging import logger
-from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
 from samestep.loggers.logger import ends_mid_line, to_json_line
 
@@ -158,50 +156,3 @@ def _read_or_none(read: Callable[[], Any]) -> Any:
         return read()
     except (psutil.Error, OSError):
         return None
-
-
-class StepTimer:
-    """Wall time of data loading and of optimizer steps, in seconds.
-
-    Args:
-        waits: waits of the loader for data.
-    """
-
-    def __init__(self, waits: WaitClock) -> None:
-        self._began = time.perf_counter()
-        self._samples, self._step_seconds = 0, 0.0
-        self._data = waits
-        self.last_step = 0.0  # most recent step, including the wait for data
-        self.last_speed = 0.0  # samples per second of the most recent step
-        self.local_samples = 0  # samples computed by this rank
-
-    @property
-    def elapsed(self) -> float:
-        """Time since the construction of the timer."""
-        return time.perf_counter() - self._began
-
-    @property
-    def speed(self) -> float:
-        """Samples per second over all steps; 0 before the first step."""
-        return self._samples / self._step_seconds if self._step_seconds else 0.0
-
-    @property
-    def last_wait(self) -> float:
-        """Wait for the most recent batch."""
-        return self._data.last
-
-    @property
-    def data_seconds(self) -> float:
-        """Total wait for data, including a wait in progress."""
-        return self._data.seconds
-
-    @contextmanager
-    def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
-        """Time a step over `samples` samples, of which this rank computes `local_samples`."""
-        began = time.perf_counter()
-        yield
-        self.local_samples += local_samples
-        self.last_step = self.last_wait + time.perf_counter() - began
-        self._samples += samples
-        self._step_seconds += self.last_step
-        self.last_speed = samples / self.last_step

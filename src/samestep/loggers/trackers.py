@@ -1,4 +1,6 @@
-"""Loggers for TensorBoard, Weights & Biases, MLflow and trackio; a missing package raises `InputError`.
+"""Loggers by name, and those for TensorBoard, Weights & Biases, MLflow and trackio.
+
+A missing package raises `InputError`.
 
 The id of a run is stored in the run directory, so that a resumed run continues the same run of a tracker.
 """
@@ -11,17 +13,46 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import read_wandb_mode
-from samestep.loggers.logger import Event, MetricLogger, require_package, write_errors
+from samestep.loggers.logger import EVENTS, Event, JsonlLogger, Logger, MetricLogger, require_package, write_errors
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+def create_loggers(
+    names: Sequence[str], run: Path, place: Path, *, first_step: int = 0, quiet: bool = False
+) -> list[Logger]:
+    """Return the loggers of a run, some of `samestep.config.LOGGERS`, in the order of their names.
+
+    Trackers continue the run whose id is in the run directory.
+
+    Args:
+        names: names of loggers.
+        run: run directory.
+        place: path that leads to the run directory wherever it is: TensorBoard opens its files again and again.
+        first_step: step that the run continues after.
+        quiet: show no progress.
+    """
+    from rich.console import Console  # lazy: `tensorboard_command` does not need rich
+
+    from samestep.loggers.progress import ProgressLogger
+
+    create: dict[str, Callable[[], Logger]] = {
+        "jsonl": lambda: JsonlLogger(run / EVENTS),
+        "tensorboard": lambda: TensorBoardLogger(place / "tensorboard", first_step),
+        "progress": lambda: ProgressLogger(Console(stderr=True, quiet=quiet)),
+        "wandb": lambda: WandbLogger(run, resume=True),
+        "mlflow": lambda: MLflowLogger(run, resume=True),
+        "trackio": lambda: TrackioLogger(run, resume=True),
+    }
+    return [create[name]() for name in names]
 
 
 class TensorBoardLogger(MetricLogger):

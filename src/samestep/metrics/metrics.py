@@ -14,8 +14,7 @@ import torch
 
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError, RecipeError
-from samestep.metrics.counts import Accuracy, CountMetric, rounded_sum
-from samestep.metrics.overlap import OverlapMetric
+from samestep.metrics.counts import Accuracy, CountMetric, OverlapMetric, rounded_sum
 
 Mode = Literal["min", "max"]
 METRICS: dict[str, Callable[[str, int | None, int], CountMetric]] = {

@@ -12,12 +12,11 @@ import torch
 
 from samestep.config import Recipe
 from samestep.data.batch import GlobalBatch, Microbatch
-from samestep.data.microbatch_dataset import SizedDataset
 from samestep.distributed.world import all_gather
 from samestep.engine.microbatch_forward import autocast, call_model
-from samestep.errors import DataError, InputError, RunError
+from samestep.errors import InputError, RunError
 from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.overlap import MAX_CLASSES, ConfusionMatrix
+from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import Built
 
@@ -72,7 +71,7 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
             for microbatch in (*batch.local_microbatches, *batch.fillers):
                 inputs, targets = microbatch.data
                 outputs = call_model(model, inputs)
-                positions = [place for place in _positions(batch, microbatch, data._dataset) if place < _MAX_OVERLAYS]
+                positions = [place for place in _positions(batch, microbatch) if place < _MAX_OVERLAYS]
                 if positions and is_segmentation(inputs, targets, outputs):
                     drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
                     with _overlay_errors(folder):
@@ -81,18 +80,10 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     return sum(all_gather(count, world))
 
 
-def _positions(batch: GlobalBatch, microbatch: Microbatch, dataset: SizedDataset) -> list[int]:
+def _positions(batch: GlobalBatch, microbatch: Microbatch) -> list[int]:
     """Return the dataset positions of the samples in the data of a microbatch, without those that were left out."""
     positions = batch.samples_of(microbatch.number) if microbatch.size else []
-    return [place for place in positions if not microbatch.skipped or _is_usable(dataset, place)]
-
-
-def _is_usable(dataset: SizedDataset, position: int) -> bool:
-    try:
-        dataset[position]
-    except DataError:
-        return False
-    return True
+    return [place for place in positions if place not in microbatch.left_out]
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from samestep.engine.non_finite import skipped_most
 from samestep.engine.share_balancer import ShareBalancer
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
-from samestep.loggers.logger import JsonlLogger, RunLogger
+from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
-from samestep.loggers.selection import EVENTS, create_loggers
+from samestep.loggers.trackers import create_loggers
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.class_evaluation import evaluate_by_class

@@ -1,3 +1,22 @@
-"""Run directories: entries of starts, events of a custom loop, and the directory of such a loop."""
+"""Run directories: names of runs, entries of starts, events of a custom loop, and the directory of such a loop."""
+
+from __future__ import annotations
+
+from samestep.errors import InputError
 
 LOOP = "run.json"  # marks the run directory of a custom loop
+
+
+def require_run_name(name: str, fix: str) -> None:
+    """Require that a name is that of a folder, without separators.
+
+    Raises:
+        InputError: the name is empty, a path, or has unprintable characters.
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise InputError(
+            f"the name of the run is {name!r}",
+            expected="the name of a folder in runs, without separators",
+            fix=fix,
+            code="E_RUN_NAME",
+        )

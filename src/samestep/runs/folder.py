@@ -21,10 +21,9 @@ from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import Logger, RunLogger, is_exit
 from samestep.loggers.rank_monitor import RankMonitor
-from samestep.loggers.selection import create_loggers
-from samestep.runs import LOOP
+from samestep.loggers.trackers import create_loggers
+from samestep.runs import LOOP, require_run_name
 from samestep.runs.loop_events import LoopEvents
-from samestep.runs.run_name import require_run_name
 from samestep.runs.starts import append_start, environment
 
 RUNS = Path("runs")

@@ -24,6 +24,33 @@ STEP_SECONDS = 0.1  # least time between two logged steps
 _OTHER = "loaded"  # prefix of the evaluation of another state than that of the last step
 
 
+class ComputationLog:
+    """Logs how an engine computes the microbatches of a rank, when that changes: separately, together, as CUDA graphs.
+
+    Args:
+        logger: the logger of the run.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+        # As logged last:
+        self._separate_reason: str | None = None
+        self._computes_together: bool | None = None
+        self._replays_graphs: bool | None = None
+
+    def end_step(self, engine: Engine, step: int) -> None:
+        """Log changes in a step."""
+        if (reason := engine.separate_reason) != self._separate_reason:
+            self._separate_reason = reason
+            self._logger.log_event("note", text=f"{SEPARATE}: {reason}")
+        if (together := engine.computes_together) not in (None, self._computes_together):
+            self._computes_together, reason = together, engine.alone_reason
+            self._logger.log_event("microbatches", step=step, together=together, reason=reason)
+        if (graphs := engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
+            self._replays_graphs, reason = graphs, engine.step_runner.graphs_reason
+            self._logger.log_event("cuda_graphs", step=step, used=graphs, reason=reason)
+
+
 class LoopEvents(Callback):
     """Logs steps, evaluations and checkpoints of the engines of a world, and holds the progress of this rank.
 
@@ -53,9 +80,7 @@ class LoopEvents(Callback):
         self._position: dict[str, int] = {}  # epoch of the last batch with a loader, and its number of steps
         self._local_samples = 0
         self._has_config = self._is_stopped = False
-        self._separate_reason: str | None = None  # as logged
-        self._computes_together: bool | None = None  # as logged
-        self._replays_graphs: bool | None = None  # as logged last
+        self._computation = ComputationLog(logger)
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -119,15 +144,7 @@ class LoopEvents(Callback):
         if is_due or result.skipped:
             self._logged[name] = now
             self._flush()
-        if (reason := engine.separate_reason) != self._separate_reason:
-            self._separate_reason = reason
-            self._logger.log_event("note", text=f"{SEPARATE}: {reason}")
-        if (together := engine.computes_together) != self._computes_together:
-            self._computes_together, reason = together, engine.alone_reason
-            self._logger.log_event("microbatches", step=result.step, together=together, reason=reason)
-        if (graphs := engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
-            self._replays_graphs, reason = graphs, engine.step_runner.graphs_reason
-            self._logger.log_event("cuda_graphs", step=result.step, used=graphs, reason=reason)
+        self._computation.end_step(engine, result.step)
         if self._checksum_every and result.step % self._checksum_every == 0:
             self._log_checksum(engine)
 

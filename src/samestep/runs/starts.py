@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.file_system_features import unsupported_features
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.files import unsupported_features, write_atomically
 from samestep.checkpoint.store import read_state
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.env import read_environment

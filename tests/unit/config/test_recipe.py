@@ -1,4 +1,4 @@
-"""Validation of configuration classes on construction."""
+"""Validation of configuration classes on construction, and selection of names by shell patterns."""
 
 import dataclasses
 import math
@@ -20,7 +20,8 @@ from samestep.config import (
     StrategyConfig,
     default_workers,
 )
-from samestep.errors import RecipeError
+from samestep.config.validation import match_patterns
+from samestep.errors import InputError, RecipeError
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -192,3 +193,28 @@ def test_recipe_has_the_default_step_config() -> None:
 @pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
 def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
     assert default_workers(cores, processes) == workers
+
+
+# --- shell patterns ---
+
+
+NAMES = ["stem.weight", "blocks.0.weight", "blocks.1.weight", "head.bias"]
+
+
+def match(patterns: list[str]) -> list[str]:
+    return match_patterns(NAMES, patterns, key="model.freeze", kind="parameter", example="layer1.*")
+
+
+def test_matches_keep_the_order_of_names_without_duplicates() -> None:
+    assert match(["head.*", "blocks.?.weight", "*.bias"]) == ["blocks.0.weight", "blocks.1.weight", "head.bias"]
+
+
+def test_pattern_without_a_match_is_an_error_with_similar_names() -> None:
+    with pytest.raises(InputError, match=r"model.freeze: 'block.0.weight' matches no parameter") as caught:
+        match(["head.*", "block.0.weight"])
+    assert caught.value.code == "E_PATTERN"
+    assert "blocks.0.weight" in str(caught.value)
+
+
+def test_no_pattern_matches_nothing() -> None:
+    assert match([]) == []

@@ -47,6 +47,8 @@ def test_evaluation_without_unusable_samples(alone: samestep.World) -> None:
     assert values["samples"] == expected["samples"] == SIZE - len(WHOLE_MICROBATCHES)
     assert values["accuracy"] == expected["accuracy"]
     assert values["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    microbatches = [microbatch for batch in skipping.complete_epoch() for microbatch in batch.local_microbatches]
+    assert {index for microbatch in microbatches for index in microbatch.left_out} == WHOLE_MICROBATCHES
 
 
 def test_the_first_unusable_sample_raises_by_default() -> None:

@@ -34,13 +34,12 @@ from samestep.loggers.logger import (
     to_json_line,
 )
 from samestep.loggers.progress import ProgressLogger, evaluation_line
-from samestep.loggers.rank_monitor import StepTimer
 from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.runs.starts import append_start
-from samestep.trainer import Trainer
+from samestep.trainer import StepTimer, Trainer
 
 STEP = {
     "event": "step",

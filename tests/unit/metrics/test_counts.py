@@ -5,20 +5,23 @@ import sys
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import samestep
 from helpers.batches import batch_of, random_data
 from helpers.models import Perceptron, seeded
+from samestep.distributed.world import World
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
 from samestep.launcher.launch import LaunchConfig, run_workers
+from samestep.metrics.counts import OverlapMetric, Score
 from samestep.metrics.metrics import as_metrics, build_metrics
 from samestep.torchvision_import import make_torchvision_importable
-
-World = samestep.World
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +149,140 @@ def test_built_in_metrics_import_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, check=True)
     assert done.stdout == "set()\n"
+
+
+# --- Dice and intersection over union: independent of the division into microbatches and ranks ---
+
+
+IGNORED = -100
+
+
+def overlap(score: Score, classes: int) -> OverlapMetric:
+    return OverlapMetric(score, classes, IGNORED, score=score)
+
+
+def drawn(seed: int, samples: int, classes: int, *, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random logits near the targets, with a rare class and ignored positions."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(samples, classes, *shape, generator=generator)
+    if classes == 1:
+        targets = (torch.rand(outputs.shape, generator=generator) < 0.2).float()
+        outputs += 2 * targets - 1
+    else:
+        targets = torch.randint(0, max(1, classes - seed % 2), (samples, *shape), generator=generator)
+        outputs.scatter_add_(1, targets.unsqueeze(1), torch.ones(samples, 1, *shape))
+    targets[torch.rand(targets.shape, generator=generator) < 0.1] = IGNORED
+    return outputs, targets
+
+
+def score_of(score: Score, classes: int, by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+    """Return the score of the microbatches of several ranks, with counts summed as in `CountMetric`."""
+    totals = []
+    for microbatches in by_rank:
+        metric = overlap(score, classes)
+        for outputs, targets in microbatches:
+            metric.update(outputs, targets)
+        totals += [] if metric.counts is None else [metric.counts]
+    total = torch.stack(totals).sum(dim=0)
+    assert total.dtype == torch.int64
+    return overlap(score, classes).value(total)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    samples=st.integers(1, 9),
+    classes=st.sampled_from([1, 2, 3, 5]),
+    shape=st.sampled_from([(), (7,), (4, 5), (2, 3, 4)]),
+    data=st.data(),
+)
+def test_any_division_gives_the_same_bits_and_matches_the_formula(
+    seed: int, samples: int, classes: int, shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    outputs, targets = drawn(seed, samples, classes, shape=shape)
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=samples, max_size=samples), label="rank of each sample")
+    by_rank = [
+        [(outputs[n : n + 1], targets[n : n + 1]) for n, rank in enumerate(owner) if rank == number]
+        for number in range(4)
+    ]
+    scores: tuple[Score, ...] = ("dice", "iou")
+    for score in scores:
+        expected = score_of(score, classes, [[(outputs, targets)]])
+        assert score_of(score, classes, by_rank) == expected
+        assert expected == pytest.approx(plain(score, outputs, targets), rel=1e-12)
+
+
+def plain(score: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the score computed with NumPy from flat lists of class indices."""
+    is_binary = outputs.shape[1] == 1
+    predictions = (outputs > 0).long() if is_binary else outputs.argmax(dim=1)
+    a, b = predictions.flatten().numpy(), targets.long().flatten().numpy()
+    a, b = a[b != IGNORED], b[b != IGNORED]
+    if score == "accuracy":
+        return float((a == b).mean()) if len(a) else 0.0
+    values = []
+    for number in [1] if is_binary else range(outputs.shape[1]):
+        predicted, expected = a == number, b == number
+        if predicted.any() or expected.any():
+            both = (predicted & expected).sum()
+            sizes = predicted.sum() + expected.sum() if score == "dice" else (predicted | expected).sum()
+            values.append(both * (2 if score == "dice" else 1) / sizes)
+    return float(numpy.mean(values)) if values else 1.0
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+def test_scores_match_scikit_learn(classes: int) -> None:
+    from sklearn.metrics import f1_score, jaccard_score  # slow to import
+
+    outputs, targets = drawn(2, 6, classes, shape=(9, 8))
+    predictions = (outputs > 0).long() if classes == 1 else outputs.argmax(dim=1)
+    counted = (targets != IGNORED).flatten()
+    a, b = predictions.flatten()[counted].numpy(), targets.long().flatten()[counted].numpy()
+    average = "binary" if classes == 1 else "macro"
+    assert score_of("dice", classes, [[(outputs, targets)]]) == pytest.approx(
+        f1_score(b, a, average=average), rel=1e-12
+    )
+    assert score_of("iou", classes, [[(outputs, targets)]]) == pytest.approx(
+        jaccard_score(b, a, average=average), rel=1e-12
+    )
+
+
+def test_logits_between_zero_and_one_are_not_probabilities() -> None:
+    """Positive logits are foreground, also in a batch with all logits between 0 and 1."""
+    outputs, targets = torch.full((1, 1, 2, 2), 0.3), torch.ones(1, 1, 2, 2)
+    assert score_of("dice", 1, [[(outputs, targets)]]) == 1.0
+
+
+def test_score_without_foreground_is_one() -> None:
+    assert score_of("dice", 1, [[(torch.full((1, 1, 2), -1.0), torch.zeros(1, 1, 2))]]) == 1.0
+    assert score_of("iou", 1, [[(torch.full((1, 1, 2), 1.0), torch.zeros(1, 1, 2))]]) == 0.0
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (2, 3, 4, 4), (2, 1, 4, 5)])
+def test_targets_of_another_shape_raise(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="outputs of shape") as raised:
+        overlap("dice", 1).update(torch.zeros(2, 1, 4, 4), torch.zeros(shape))
+    assert raised.value.code == "E_METRIC"
+
+
+def test_too_many_classes_raise() -> None:
+    with pytest.raises(InputError, match="50,257 classes"):
+        overlap("dice", 50_257).update(torch.zeros(1, 50_257), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("target", [3, 255, -1, -99])
+def test_target_that_is_no_class_raises(target: int) -> None:
+    """It would be counted for another pair of classes."""
+    with pytest.raises(InputError, match=f"the target {target}") as raised:
+        overlap("dice", 3).update(torch.zeros(1, 3, 4), torch.tensor([[0, IGNORED, 2, target]]))
+    assert raised.value.code == "E_METRIC"
+
+
+def test_build_metrics_by_name(alone: World) -> None:
+    outputs, targets = drawn(1, 3, 1, shape=(5, 5))
+    metrics = build_metrics(("dice", "iou", "f1", "accuracy"), 1)
+    for metric in metrics:
+        metric.update(outputs, targets)
+    dice, iou, f1, accuracy = (metric.compute(alone) for metric in metrics)
+    assert dice == f1 == pytest.approx(plain("dice", outputs, targets), rel=1e-12)
+    assert iou == pytest.approx(dice / (2 - dice), rel=1e-12)
+    assert accuracy == pytest.approx(plain("accuracy", outputs, targets), rel=1e-7)

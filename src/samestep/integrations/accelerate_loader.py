@@ -1,11 +1,10 @@
-"""Loaders as Accelerate's scripts use them: microbatches in training, whole batches in evaluation."""
+"""Loaders as Accelerate's scripts use them: microbatches in training, whole batches in evaluation; their positions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -19,31 +18,20 @@ from samestep.data.samplers import drawn_order
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.evaluation import EvaluationState, written_in_evaluation_error
-from samestep.integrations.lightning_data import SamestepDataLoader
-from samestep.integrations.torch_loader import global_loader, integration_error, order_options, order_seed
+from samestep.errors import CheckpointError
+from samestep.integrations.accelerate_gather import Iteration
+from samestep.integrations.torch_loader import (
+    global_loader,
+    integration_error,
+    order_options,
+    order_seed,
+    position_of,
+    restore_position,
+)
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     from samestep.integrations.accelerate import Accelerator
-
-
-@dataclass(eq=False)
-class Iteration:
-    """An iteration over a prepared loader.
-
-    Attributes:
-        loader: the loader.
-        is_training: the iteration computes steps.
-        length: in an evaluation, the number of iterations of the body on this process.
-        is_filler: the current samples are computed a second time, and do not count.
-        has_inner_loop: another iteration has ended since the current samples.
-    """
-
-    loader: PreparedLoader
-    is_training: bool
-    length: int = 0
-    is_filler: bool = False
-    has_inner_loop: bool = False
 
 
 class PreparedLoader:
@@ -122,11 +110,7 @@ class PreparedLoader:
 
     def state(self) -> dict[str, Any] | None:
         """Return the position and the settings on which batches depend; None for a loader without steps."""
-        return (
-            SamestepDataLoader(self.loader, self._torch_loader, is_training=True).state_dict()
-            if self.is_stepped
-            else None
-        )
+        return position_of(self.loader) if self.is_stepped else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position.
@@ -134,7 +118,7 @@ class PreparedLoader:
         Raises:
             CheckpointError: the data or their batches are others than those of the checkpoint.
         """
-        SamestepDataLoader(self.loader, self._torch_loader, is_training=True).load_state_dict(state)
+        restore_position(self.loader, state)
         self.is_stepped = True
 
     def reset(self) -> None:
@@ -189,3 +173,51 @@ class PreparedLoader:
                 state.restore()
         if state.written:
             raise written_in_evaluation_error(state.written)
+
+
+class Position:
+    """Steps and positions in the data, as an object that Accelerate saves.
+
+    Args:
+        accelerator: the accelerator with the loaders.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._steps = accelerator, 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        loop = self._accelerator._loop
+        return self._steps if loop is None else loop.engine.steps
+
+    def reset(self) -> None:
+        """Begin without steps."""
+        self._steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the position of each loader with steps."""
+        return {"steps": self.steps, "loaders": [loader.state() for loader in self._accelerator._loaders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set steps and positions.
+
+        Raises:
+            CheckpointError: the data or their batches are others than those of the checkpoint.
+        """
+        loaders, saved = self._accelerator._loaders, state["loaders"]
+        if len(loaders) != len(saved):
+            raise CheckpointError(
+                f"the number of prepared loaders was {len(saved)} and is {len(loaders)}",
+                expected="the loaders of the run that wrote the checkpoint, prepared in the same order",
+                fix="prepare all of them before load_state, and no others",
+                code="E_RESUME_CHANGED",
+            )
+        self._steps = state["steps"]
+        if self._accelerator._loop is not None:
+            self._accelerator._loop.engine.steps = self._steps
+        for loader, position in zip(loaders, saved, strict=True):
+            if position is None:
+                loader.reset()  # saved before the first step
+            else:
+                loader.restore(position)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader
 
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
-from samestep.errors import CheckpointError
+from samestep.integrations.torch_loader import position_of, restore_position
 from samestep.microbatches import Cursor
 
 
@@ -63,8 +64,7 @@ class SamestepDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the settings on which batches depend."""
-        cursor = self.loader.cursor
-        return {"epoch": cursor.epoch, "samples": cursor.samples, "settings": self.loader.settings_of(cursor.epoch)}
+        return position_of(self.loader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position.
@@ -72,15 +72,31 @@ class SamestepDataLoader:
         Raises:
             CheckpointError: the data or their batches are others than those of the checkpoint.
         """
-        saved = self.loader.adopt(state["settings"])
-        settings = self.loader.settings_of(state["epoch"])
-        changed = [name for name in settings if settings[name] != saved.get(name)]
-        if changed:
-            raise CheckpointError(
-                f"the training data have other {', '.join(changed)} than in the checkpoint: "
-                + ", ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed),
-                expected="the same data, global batch size, microbatches and seed; only the processes may differ",
-                fix="use the options of the run that wrote the checkpoint, or load the weights alone",
-                code="E_RESUME_CHANGED",
-            )
-        self.loader.cursor = Cursor(state["epoch"], state["samples"])
+        restore_position(self.loader, state)
+
+
+class _SeenIndices(_IndexBatchSamplerWrapper):
+    """Indices of the global batches so far; Lightning reads those of a batch sampler of this type alone."""
+
+    def __init__(self) -> None:
+        # Without that of the base class: there is no batch sampler to iterate.
+        self.seen_batch_indices: list[list[int]] = []
+
+
+class PredictionDataLoader(SamestepDataLoader):
+    """Loader for predictions: notes the indices of each global batch, over all ranks, for `BasePredictionWriter`.
+
+    Args:
+        loader: the loader.
+        original: the loader of torch.
+    """
+
+    def __init__(self, loader: Loader, original: DataLoader[Any]) -> None:
+        super().__init__(loader, original, is_training=False)
+        self.batch_sampler = _SeenIndices()
+
+    def __iter__(self) -> Iterator[SamestepBatch]:
+        seen = self.batch_sampler.seen_batch_indices = []
+        for batch in super().__iter__():
+            seen.append([int(index) for index in batch.global_batch.indices])
+            yield batch

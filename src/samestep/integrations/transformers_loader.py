@@ -12,8 +12,7 @@ from transformers.trainer_callback import ExportableState
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.distributed.world import World
-from samestep.errors import CheckpointError
-from samestep.integrations.torch_loader import global_loader
+from samestep.integrations.torch_loader import global_loader, require_same_data
 from samestep.microbatches import Cursor, Microbatches
 
 
@@ -130,16 +129,5 @@ class SamestepCallback(TrainerCallback, ExportableState):
         callbacks: Any = state.stateful_callbacks  # states by name, once the trainer has begun
         # A checkpoint of `transformers.Trainer` has no such state, and saving needs one.
         saved = callbacks.setdefault(type(self).__name__, self.state())["attributes"]["settings"]
-        if self.loader is None:
-            return
-        saved = self.loader.adopt(saved)
-        settings = self.loader.settings_of(0)
-        changed = [name for name in settings if settings[name] != saved.get(name)]
-        if changed:
-            raise CheckpointError(
-                "the training data differ from those of the checkpoint: "
-                + ", ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed),
-                expected="the same data, global batch size, microbatches and seed; only the processes may differ",
-                fix="use the options of the run that wrote the checkpoint, or load the weights alone",
-                code="E_RESUME_CHANGED",
-            )
+        if self.loader is not None:
+            require_same_data(self.loader, saved)
