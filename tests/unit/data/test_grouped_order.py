@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.drawing_datasets import Draws, jittered
 from samestep.data.loader import Loader
-from samestep.data.order import global_order, grouped_order
-from samestep.data.permutation import Indices
+from samestep.data.order import Indices, global_order, grouped_order
 from samestep.errors import InputError
 from samestep.microbatches import Cursor, microbatch_bounds
 from unit.data.test_loader import epoch_of, start_world, used

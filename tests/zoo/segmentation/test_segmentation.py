@@ -19,8 +19,8 @@ from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
-from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
 from samestep.zoo.segmentation.images import load_segmentation
+from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 
 SMALL = (

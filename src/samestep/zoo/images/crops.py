@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.decoders import SCALES, DecodedImage, LazyImage, as_pixels
+from samestep.zoo.images.decoders import Box, DecodedImage, LazyImage, as_pixels, cropped_pixels
 
 make_torchvision_importable()
 
@@ -17,7 +17,6 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 # Longer images are cropped to this aspect ratio before their shorter side is resized.
 _MAX_ASPECT_RATIO = 4
-Box = tuple[int, int, int, int]  # top, left, height, width
 
 
 def limit_aspect_ratio(height: int, width: int) -> Box:
@@ -33,7 +32,7 @@ class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
         """Return the resized crop."""
         box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
         height, width = self.size
-        pixels = _cropped(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
+        pixels = cropped_pixels(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
         return _resized(pixels, height, width, self.interpolation)
 
 
@@ -87,18 +86,9 @@ class CenterCrop:
 def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
     """Return the bytes `(3, H, W)` of an image with a shorter side of `length` pixels; very long ones are cropped."""
     box = limit_aspect_ratio(image.height, image.width)
-    pixels = _cropped(image, box, length, length)
+    pixels = cropped_pixels(image, box, length, length)
     height, width = (max(length, length * side // min(box[2:])) for side in box[2:])
     return _resized(pixels, height, width, interpolation)
-
-
-def _cropped(image: LazyImage, box: Box, height: int, width: int) -> torch.Tensor:
-    """Return the pixels of a box at the smallest scale with at least `height` x `width` pixels, else at full scale."""
-    scale = next((n for n in SCALES if box[2] >= n * height and box[3] >= n * width), 1)
-    pixels = image.pixels(scale)
-    rows = _scaled(box[0], box[2], image.height, pixels.shape[1])
-    columns = _scaled(box[1], box[3], image.width, pixels.shape[2])
-    return pixels[:, rows, columns]
 
 
 def _resized(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
@@ -110,8 +100,3 @@ def _resized(pixels: torch.Tensor, height: int, width: int, interpolation: v2.In
     if (rows, columns) == (height, width):
         return image[0]
     return interpolate(image, (height, width), mode=interpolation.value, antialias=True)[0]
-
-
-def _scaled(start: int, length: int, full: int, decoded: int) -> slice:
-    """Return the pixels `start` to `start + length` of `full` ones in an image of `decoded` ones."""
-    return slice(round(start * decoded / full), max(1, round((start + length) * decoded / full)))

@@ -21,8 +21,8 @@ from PIL import Image
 from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.arrow import count_rows
 from samestep.data.streams.formats.open import FORMATS, open_source
-from samestep.data.streams.formats.tar_index import index_of_tar, parse_index, read_members
-from samestep.data.streams.opened import IndexedSource
+from samestep.data.streams.formats.webdataset import index_of_tar, parse_index, read_members
+from samestep.data.streams.source import IndexedSource
 from samestep.distributed.env import CACHE
 from samestep.errors import DataError, InputError, RunError
 from samestep.tools.pack.write_index import write_index
