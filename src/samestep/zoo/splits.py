@@ -89,10 +89,15 @@ class Task:
 
 def top_classes(logits: torch.Tensor, classes: Sequence[str], count: int) -> Answer:
     """Return the `count` most probable classes of one sample, with their probabilities."""
-    probabilities = logits.detach().double().reshape(-1).softmax(dim=0)
-    top = probabilities.topk(min(count, len(classes)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    pairs = most_probable(logits, min(count, len(classes)))
     return {"classes": [{"class": classes[number], "probability": value} for number, value in pairs]}
+
+
+def most_probable(logits: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """Return the `count` most probable class numbers of one sample, and their probabilities."""
+    probabilities = logits.detach().double().reshape(-1).softmax(dim=0)
+    top = probabilities.topk(min(count, len(probabilities)))
+    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def train_validation_split(

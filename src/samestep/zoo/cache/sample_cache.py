@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.checkpoint.files import replacing
 from samestep.data.streams.cache import KIND
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError
@@ -199,9 +200,8 @@ def file_key(path: str | Path, status: os.stat_result, variant: int = 1) -> Key:
 def _describe(folder: Path, description: Mapping[str, object]) -> None:
     path = folder / DESCRIPTION
     if not path.exists():
-        temporary = folder / f".{DESCRIPTION}-{os.getpid()}"
-        temporary.write_text(json.dumps({"format": _FORMAT, **description}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"format": _FORMAT, **description}, indent=1) + "\n", encoding="utf-8")
 
 
 def cache_name(root: Path, description: Mapping[str, object]) -> str:

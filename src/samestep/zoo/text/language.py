@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from samestep.checkpoint.files import replacing
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
-from samestep.zoo.splits import Answer, Splits, Task, hash_fraction, require_fraction, train_validation_split
+from samestep.zoo.splits import (
+    Answer,
+    Splits,
+    Task,
+    hash_fraction,
+    most_probable,
+    require_fraction,
+    train_validation_split,
+)
 from samestep.zoo.text.sentences import PADDING, Sample, collate_padded
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
 
@@ -80,7 +88,9 @@ def load_language(
     require_count("block_size", block_size, 1, 64)
     for name, limit in (("train_tokens", train_tokens), ("evaluation_tokens", evaluation_tokens)):
         require_option(name, limit, limit is None or is_count(limit), "an integer >= 1, or null", "null")
-    is_suffixes = isinstance(suffixes, list | tuple) and all(map(_is_suffix, suffixes))
+    is_suffixes = isinstance(suffixes, list | tuple) and all(
+        isinstance(name, str) and name.startswith(".") for name in suffixes
+    )
     require_option("suffixes", suffixes, is_suffixes, "a list of suffixes that start with a dot", "[.md]")
     encoder, documents = read_tokenizer(tokenizer), _documents(path, suffixes)
     validation_documents: list[Document] = []
@@ -133,10 +143,6 @@ def count_tokens(microbatch: Sample) -> tuple[int, int]:
     """Return the number of targets without and with padding."""
     targets = microbatch[1]
     return int((targets != PADDING).sum()), targets.numel()
-
-
-def _is_suffix(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(".")
 
 
 def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
@@ -238,9 +244,7 @@ def generate(
 
 def next_tokens(tokenizer: Tokenizer, outputs: torch.Tensor) -> Answer:
     """Return the five most probable tokens after the last position of outputs `(1, C, T)` or `(C, T)`."""
-    probabilities = outputs.reshape(outputs.shape[-2:])[:, -1].double().softmax(dim=0)
-    values, tokens = probabilities.topk(min(5, len(probabilities)))
-    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    pairs = most_probable(outputs.reshape(outputs.shape[-2:])[:, -1], count=5)
     return {"next": [{"token": tokenizer.name(token), "probability": value} for token, value in pairs]}
 
 
