@@ -128,9 +128,7 @@ class ImageSource:
         mode = v2.InterpolationMode(self._interpolation)
         if not isinstance(image, Image.Image):
             return StoredImage(resize_shorter_side(image, self._shorter_side, mode))
-        top, left, height, width = limit_aspect_ratio(image.height, image.width)
-        center = image.crop((left, top, left + width, top + height))
-        resized: Image.Image = functional.resize(center, [self._shorter_side], interpolation=mode)
+        resized: Image.Image = functional.resize(crop_long_image(image), [self._shorter_side], interpolation=mode)
         return resized
 
     def _encoded(self, cache: SampleCache, path: Path, status: os.stat_result, name: str) -> DecodedImage:
@@ -203,15 +201,22 @@ def limit_aspect_ratio(height: int, width: int) -> Box:
     return max(0, height - longest) // 2, max(0, width - longest) // 2, min(height, longest), min(width, longest)
 
 
+def crop_long_image(image: Image.Image) -> Image.Image:
+    """Return the center of a very long image of Pillow, or another image unchanged."""
+    top, left, height, width = limit_aspect_ratio(image.height, image.width)
+    is_whole = (height, width) == (image.height, image.width)
+    return image if is_whole else image.crop((left, top, left + width, top + height))
+
+
 def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
     """Return the bytes `(3, H, W)` of an image with a shorter side of `length` pixels; very long ones are cropped."""
     box = limit_aspect_ratio(image.height, image.width)
     pixels = cropped_pixels(image, box, length, length)
     height, width = (max(length, length * side // min(box[2:])) for side in box[2:])
-    return resized(pixels, height, width, interpolation)
+    return resize_pixels(pixels, height, width, interpolation)
 
 
-def resized(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+def resize_pixels(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
     """Return the pixels `(3, height, width)`; torch resizes bytes fastest with the channels last in memory."""
     channels, rows, columns = pixels.shape
     bytes_of_image = pixels.permute(1, 2, 0).contiguous()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
-from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config.validation import require
@@ -17,7 +16,7 @@ from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
-from samestep.zoo.images.source import ImageSource, limit_aspect_ratio, resize_shorter_side, resized
+from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side
 from samestep.zoo.options import call, is_count
 from samestep.zoo.splits import Splits
 
@@ -170,7 +169,7 @@ class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
         box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
         height, width = self.size
         pixels = cropped_pixels(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
-        return resized(pixels, height, width, self.interpolation)
+        return resize_pixels(pixels, height, width, self.interpolation)
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ class ImageTransforms:
         if self.decoder != "pillow":
             return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
-        return _composed([as_image, _limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+        return _composed([as_image, crop_long_image, resize, v2.CenterCrop(self.image_size), *self._normalized()])
 
     def splits(
         self,
@@ -347,12 +346,6 @@ class ImageTransforms:
 
 def _composed(steps: list[Callable[..., Any]]) -> Transform:
     return cast(Transform, v2.Compose([*steps, v2.ToPureTensor()]))
-
-
-def _limit_aspect_ratio(image: Image.Image) -> Image.Image:
-    top, left, height, width = limit_aspect_ratio(image.height, image.width)
-    is_whole = (height, width) == (image.height, image.width)
-    return image if is_whole else image.crop((left, top, left + width, top + height))
 
 
 def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, object]]) -> None:
