@@ -31,6 +31,7 @@ from samestep.tools.pack.write_index import write_index
 
 FILES = Path(__file__).with_name("files")
 COUNT = 10
+OPTIONS = {"tokens": {"length": 4}}
 
 
 @contextmanager
@@ -105,10 +106,9 @@ def opened(name: str, tmp_path: Path) -> IndexedSource[Any]:
         tables(folder, name)
     elif name == "tokens":
         tokens(folder)
-        return open_source("tokens", StreamFolder(str(folder)), length=4)
     else:
         shutil.copytree(FILES / name, folder)
-    return open_source(name.partition("_")[0], StreamFolder(str(folder)))
+    return open_source(name.partition("_")[0], StreamFolder(str(folder)), **OPTIONS.get(name, {}))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -395,7 +395,7 @@ def test_index_of_a_tar_file_with_equal_names(tmp_path: Path) -> None:
 def test_file_in_place_of_a_folder(kind: str, tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(bytes(100))
     with refused("E_FILE_MISSING", "file.bin"):
-        open_source(kind, StreamFolder(str(tmp_path / "file.bin")), **({"length": 4} if kind == "tokens" else {}))
+        open_source(kind, StreamFolder(str(tmp_path / "file.bin")), **OPTIONS.get(kind, {}))
 
 
 def disk_error(*arguments: Any, **options: Any) -> Any:
@@ -414,7 +414,7 @@ def test_disk_that_fails_at_the_start(
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     monkeypatch.setattr(function, disk_error)
     with pytest.raises(RunError, match=r"Input/output error") as caught:
-        open_source(kind, StreamFolder(str(tmp_path / kind)), **({"length": 4} if kind == "tokens" else {}))
+        open_source(kind, StreamFolder(str(tmp_path / kind)), **OPTIONS.get(kind, {}))
     assert caught.value.code == "E_IO"
 
 
@@ -494,7 +494,7 @@ def test_options_of_a_store(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_folder_without_files_of_the_format(kind: str, tmp_path: Path) -> None:
     with refused("E_FILE_MISSING"):
-        open_source(kind, StreamFolder(str(tmp_path)), **({"length": 4} if kind == "tokens" else {}))
+        open_source(kind, StreamFolder(str(tmp_path)), **OPTIONS.get(kind, {}))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class WebDatasetSource(IndexedSource[_Reader]):
     def sample(self, reader: _Reader, file: int, index: int) -> dict[str, Any]:
         """Return the members of one sample."""
         members = reader.samples[index]
-        sample: dict[str, Any] = {"__key__": split_name(members[0].name)[0]}
+        sample: dict[str, Any] = {"__key__": _split_name(members[0].name)[0]}
         return sample | {member.extension: reader.read(member.offset, member.size) for member in members}
 
     def _index(self, file: DataFile) -> list[list[Member]]:
@@ -115,7 +115,7 @@ def read_members(path: Path) -> list[list[Member]]:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for entry in tar:
                 name = entry.name
-                present, extension = split_name(entry.name)
+                present, extension = _split_name(entry.name)
                 if not entry.isreg() or not extension or entry.name.startswith("__"):
                     continue
                 if entry.offset_data + entry.size > size:
@@ -174,7 +174,7 @@ def parse_index(text: str) -> list[list[Member]]:
     return samples
 
 
-def split_name(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Return a name up to the first dot of its last part, and the extension; hidden files have none."""
     folder, slash, last = name.rpartition("/")
     stem, _, extension = last.partition(".")
