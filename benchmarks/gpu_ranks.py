@@ -126,7 +126,7 @@ def tests(device: str) -> Outcome:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu"]
     # Not all tests: modules of others need packages that the machine may lack.
-    files = ["tests/gpu", "tests/unit/data/test_transfer.py", "tests/strategies/test_dp.py"]
+    files = ["tests/gpu", "tests/unit/data/test_batch.py", "tests/strategies/test_dp.py"]
     files += ["tests/strategies/test_device_map.py", "tests/strategies/test_tensor_parallel.py"]
     done = subprocess.run([*command, *files], cwd=root, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()

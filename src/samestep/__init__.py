@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.config import MeshConfig as MeshConfig
     from samestep.config import StepConfig as StepConfig
     from samestep.config import StrategyConfig as StrategyConfig
-    from samestep.data.epochs import epochs as epochs
+    from samestep.data.loader import epochs as epochs
     from samestep.data.loader import loader as loader
     from samestep.distributed.world import World as World
     from samestep.distributed.world import all_gather as all_gather
@@ -63,7 +63,7 @@ _HOMES = {
     "World": "distributed.world",
     "all_gather": "distributed.world",
     "cross_entropy": "engine.loss",
-    "epochs": "data.epochs",
+    "epochs": "data.loader",
     "evaluate": "engine.evaluation",
     "FunctionMetric": "metrics.metrics",
     "init": "session",

@@ -29,8 +29,7 @@ from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.epochs import epochs
-from samestep.data.loader import Loader
+from samestep.data.loader import Loader, epochs
 from samestep.distributed.logging import logger
 from samestep.distributed.world import RunContext, all_gather
 from samestep.engine.checksum import checksum

@@ -34,17 +34,6 @@ def auto_microbatches(batch_size: int, *, batch_norm: bool) -> int:
     return 1
 
 
-def microbatches_of_short_batch(size: int, batch_size: int, microbatches: int) -> int:
-    """Return the number of microbatches of a batch of `size` samples for a model with batch norm.
-
-    As many as in other batches if each has at least 2 samples, of which a variance exists; otherwise as many as have
-    the size of microbatches in other batches, and at least one.
-    """
-    if size >= 2 * microbatches:
-        return microbatches
-    return max(1, size // max(2, batch_size // microbatches))
-
-
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     """Return one slice `[start, stop)` of a global batch of `size` samples per microbatch.
 

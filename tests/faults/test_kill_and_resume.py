@@ -14,7 +14,8 @@ import pytest
 
 from helpers.recorded import read_calls
 from helpers.system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
-from samestep.microbatches import microbatches_of_short_batch, owned_microbatches
+from samestep.data.batch_planner import microbatches_of_short_batch
+from samestep.microbatches import owned_microbatches
 
 pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"

@@ -1,10 +1,13 @@
 """Images, volumes and their masks, made for tests: bright discs and balls on noise."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+
+from helpers.system import events
 
 
 def draw_images(root: Path, count: int, *, classes: int = 1) -> Path:
@@ -46,3 +49,10 @@ def make_volumes(root: Path, count: int) -> Path:
         numpy.save(root / "images" / f"{number:03}.npy", values)
         numpy.save(root / "masks" / f"{number:03}.npy", mask)
     return root
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Return the notes, evaluations and skipped samples of a run."""
+    ignored = ("time", "samples_per_second")
+    results = [*events(run, "note"), *events(run, "evaluation"), *events(run, "skipped")]
+    return [{key: value for key, value in event.items() if key not in ignored} for event in results]

@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers.photos import SMALL, make_unreadable, write_photos
 from helpers.system import events, here, weights
-from samestep.zoo.cache.listing import CacheInfo, list_caches
+from samestep.zoo.cache.sample_cache import CacheInfo, list_caches
 
 
 def outcome(root: Path, name: str, cache: str, processes: int, workers: int, *options: str) -> dict[str, Any]:

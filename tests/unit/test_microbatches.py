@@ -12,7 +12,6 @@ from samestep.errors import InputError
 from samestep.microbatches import (
     auto_microbatches,
     microbatch_bounds,
-    microbatches_of_short_batch,
     most_owned,
     owned_microbatches,
     require_enough_microbatches,
@@ -196,13 +195,3 @@ def test_auto_has_at_least_16_samples_in_each_of_several_microbatches(batch_size
     number = auto_microbatches(batch_size, batch_norm=True)
     assert number in (1, 2, 4, 8)
     assert number == 1 or batch_size // number >= 16
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
-def test_short_batch_has_microbatches_of_two_samples_or_more(size: int, rest: int, microbatches: int) -> None:
-    batch_size = max(size + rest, microbatches)
-    number = microbatches_of_short_batch(size, batch_size, microbatches)
-    smallest = min(stop - start for start, stop in microbatch_bounds(size, number))
-    assert 1 <= number <= microbatches
-    assert smallest >= min(size, 2)
-    assert number == microbatches or size // microbatches < 2

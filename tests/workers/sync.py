@@ -1,4 +1,4 @@
-"""Rank functions for `unit/engine/test_step_sync_ranks.py`; each check returns one result per rank."""
+"""Rank functions for `unit/engine/test_sync_batch_norm_runner.py`; each check returns one result per rank."""
 
 from collections.abc import Callable
 from typing import Any

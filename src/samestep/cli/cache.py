@@ -14,7 +14,7 @@ from samestep.cli.options import add_options, print_json
 from samestep.distributed.env import CACHE, cache_folder
 from samestep.errors import EXIT_DONE, InputError
 from samestep.units import format_bytes, format_count
-from samestep.zoo.cache.listing import CacheInfo, list_caches, remove_cache
+from samestep.zoo.cache.sample_cache import CacheInfo, list_caches, remove_cache
 
 _ALL = "all"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 import torch
 
-from samestep.data.permutation import Indices
+from samestep.data.order import Indices
 from samestep.distributed.devices import accelerator_module, copy_stream, is_accelerator
 from samestep.errors import InputError
 from samestep.microbatches import Cursor, microbatch_bounds

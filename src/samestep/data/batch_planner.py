@@ -1,4 +1,4 @@
-"""Division of the global batches of an epoch into requests of one rank."""
+"""Division of the global batches of an epoch into requests of one rank, with short last batches and fillers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy
 
-from samestep.data.fillers import fillers
 from samestep.data.microbatch_dataset import MicrobatchRequest
-from samestep.data.permutation import Indices, Order
+from samestep.data.order import Indices, Order
 from samestep.data.streams.order import BatchSizes, StreamOrder
 from samestep.distributed.world import World
-from samestep.microbatches import microbatch_bounds, microbatches_of_short_batch, owned_microbatches, rank_count
+from samestep.microbatches import microbatch_bounds, owned_microbatches, rank_count
 
 
 class BatchPlan(NamedTuple):
@@ -32,7 +31,9 @@ class BatchPlanner:
         batch_size: samples of a complete global batch.
         microbatches: number of microbatches of a complete global batch.
         keeps_size: a batch with fewer samples has fewer microbatches.
-        equal_counts: every rank requests equally many microbatches of a batch, with fillers after its own.
+        equal_counts: every rank requests equally many microbatches of a batch, with fillers after its own. Fillers have
+            no share in the result. Strategies that communicate in every forward and backward, such as `fsdp`, need
+            them on ranks with fewer microbatches than others.
         world: the ranks.
     """
 
@@ -92,4 +93,17 @@ class BatchPlanner:
         if not self.equal_counts:
             return local
         largest = max(len(filled(rank)) for rank in range(rank_count(shares)))
-        return local + fillers(largest - len(own), epoch, batch, repeats)
+        # Two samples if possible, because batch norm cannot train on one.
+        filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)
+        return local + [filler] * (largest - len(own))
+
+
+def microbatches_of_short_batch(size: int, batch_size: int, microbatches: int) -> int:
+    """Return the number of microbatches of a batch of `size` samples for a model with batch norm.
+
+    As many as in other batches if each has at least 2 samples, of which a variance exists; otherwise as many as have
+    the size of microbatches in other batches, and at least one.
+    """
+    if size >= 2 * microbatches:
+        return microbatches
+    return max(1, size // max(2, batch_size // microbatches))

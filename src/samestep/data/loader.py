@@ -1,4 +1,4 @@
-"""Loader of global batches, one microbatch at a time, from any cursor."""
+"""Loader of global batches, one microbatch at a time, from any cursor, and epochs of a training loop."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from samestep.data.microbatch_dataset import (
     SizedDataset,
 )
 from samestep.data.order import (
+    Indices,
+    Order,
     global_order,
     grouped_order,
     repeats_of,
-    require_compatible,
-    require_samples,
     resolve_order,
 )
-from samestep.data.permutation import Indices, Order
 from samestep.data.samplers import Sampler, draw, drawn_order
 from samestep.data.streams.dataset import stream_of
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
+from samestep.errors import DataError, InputError
 from samestep.microbatches import (
     Cursor,
     Microbatches,
@@ -47,6 +47,13 @@ from samestep.microbatches import (
     require_shares,
     resolve_sizes,
 )
+
+_EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
+    "sampler": ("shuffle", "lengths", "order"),
+    "batch_sampler": ("sampler", "shuffle", "lengths", "batch_size", "drop_last", "order"),
+    "generator": ("seed",),
+    "lengths": ("order",),
+}
 
 
 class Loader:
@@ -134,7 +141,7 @@ class Loader:
         prepare: Callable[[Any], Any] | None = None,
         keeps_microbatch_size: bool | None = None,
     ) -> None:
-        require_compatible(dataset, locals())
+        _require_compatible(dataset, locals())
         if generator is None:
             self._seed = require_integer("seed", seed or 0, at_least=0, at_most=2**64 - 1, example=0)
         else:
@@ -261,7 +268,7 @@ class Loader:
         return self.stream.epoch_samples if self.stream is not None and self._shuffle else len(self._dataset)
 
     def _note_size(self, epoch: int, samples: int) -> int:
-        require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
+        _require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
         samples -= samples % self.batch_size if self._drop_last else 0
         self._epoch_size = (epoch, len(self._dataset)), samples
         return samples
@@ -393,3 +400,81 @@ class Loader:
 
 
 loader = Loader  # public name: `for batch in samestep.loader(...)`
+
+
+def epochs(batches: Loader, number: int) -> Iterator[int]:
+    """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
+
+    An epoch is complete when the steps have used all its samples. After a resumption, the first one is the epoch of the
+    checkpoint. If the body leaves an epoch early, the next iteration continues the epoch. After a stop request, the
+    iteration over the loader ends with the step, and so does this loop with the epoch.
+
+    Raises:
+        InputError: the body took no step with a batch of the loader.
+    """
+    batches.planned_epochs = number
+    while (begin := batches.cursor).epoch < number:
+        batches.ends_on_stop = True
+        try:
+            yield begin.epoch
+        finally:
+            batches.ends_on_stop = False
+        if batches.stopped:
+            return
+        if batches.cursor == begin:
+            raise InputError(
+                f"no step used a batch of the loader in epoch {begin.epoch}",
+                "engine.step(batch) with batches of the loader that samestep.epochs has",
+                "pass the loader of the training data to samestep.epochs",
+                code="E_EPOCHS",
+            )
+
+
+def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
+    """Require a dataset with an index, and arguments of a loader that fit together.
+
+    Raises:
+        InputError: the dataset is iterable only, or two arguments exclude each other.
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"the dataset {type(dataset).__name__} has no length and index",
+            "a dataset with __len__ and __getitem__: order, augmentation and resumption are functions of the index",
+            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
+            code="E_ITERABLE_DATASET",
+        )
+    present = {name for name, value in arguments.items() if value is not None and value is not False}
+    if arguments["order"] != "keyed":  # the order of lengths is `shuffled`
+        present.discard("order")
+    for one, others in _EXCLUSIVE.items():
+        other = next((name for name in others if name in present), None)
+        if one in present and other is not None:
+            problem = f"{one} and {other} of a loader exclude each other"
+            raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
+
+
+def _require_samples(samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool) -> None:
+    """Require samples in an epoch, and one length for each.
+
+    Raises:
+        DataError: there are no samples, or too few for a batch.
+        InputError: the number of lengths is another one.
+    """
+    if samples == 0:
+        raise DataError(
+            "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
+        )
+    if drop_last and samples < batch_size:
+        raise DataError(
+            f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
+            expected="at least one complete batch",
+            fix=f"batch_size={samples} or less, or leave drop_last out",
+            code="E_EMPTY_DATASET",
+        )
+    if lengths is not None and len(lengths) != samples:
+        raise InputError(
+            f"there are {len(lengths)} lengths for {samples} samples",
+            "one length per sample",
+            "pass lengths in the order of the dataset",
+            code="E_LENGTHS",
+        )

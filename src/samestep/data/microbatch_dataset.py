@@ -1,4 +1,4 @@
-"""Microbatches of a dataset: seeded random numbers for each sample, and substitutes for unusable ones."""
+"""Microbatches of a dataset: random numbers seeded per sample, skipped samples, microbatches without a usable one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from samestep.config import BadSamples
 from samestep.data.batch import Microbatch, digest_of
-from samestep.data.permutation import Indices
+from samestep.data.order import Indices
 from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, SamestepError

@@ -1,25 +1,111 @@
-"""Global order of samples: a pure function of (seed, epoch), and of lengths."""
+"""Global order of samples, a pure function of (seed, epoch), and of lengths.
+
+Orders are that of the dataset, a shuffled array, a keyed permutation without memory per sample, and groups of similar
+length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import numpy
-import torch
+from numpy.typing import NDArray
 
 from samestep.config import SampleOrder
-from samestep.data.permutation import DatasetOrder, Indices, KeyedPermutation, Order, random_order
 from samestep.distributed.rng import derive_seed
-from samestep.errors import DataError, InputError
 
+Indices = NDArray[numpy.int64]
+
+_ROUNDS = 8
+_MIN_BITS = 8  # of a block; a network of fewer bits has few permutations
+# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and rank.
+KEYED_ABOVE = 10_000_000
 # Global batches per window of samples that are sorted by length together. A large window gives batches of nearly equal
 # length; at least some windows per epoch keep the samples of a batch different from epoch to epoch.
 _MAX_BATCHES_PER_WINDOW, _MIN_WINDOWS = 50, 4
 
 
-# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and rank.
-KEYED_ABOVE = 10_000_000
+class Order(Protocol):
+    """Sample indices of one epoch in the order of use: an array, or an object that computes slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: slice, /) -> Indices: ...
+
+
+class DatasetOrder:
+    """Order of the dataset: indices 0 to `size - 1`."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, positions: slice, /) -> Indices:
+        return numpy.arange(*positions.indices(self._size), dtype=numpy.int64)
+
+
+def random_order(size: int, seed: int) -> Indices:
+    """Return a random permutation of `range(size)`.
+
+    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
+    which NumPy keeps stable between versions, unlike its `permutation`.
+    """
+    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(numpy.int64)
+
+
+class KeyedPermutation:
+    """Pseudo-random permutation of `range(size)` with constant memory at any position.
+
+    A balanced Feistel network permutes blocks of an even number of bits (Luby and Rackoff, "How to construct
+    pseudorandom permutations from pseudorandom functions", 1988). A result outside of the range is permuted again until
+    it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A block has fewer
+    than four times as many values as the range, so a position takes fewer than four networks on average; a range below
+    64 takes more. The round function adds a key and applies the mixing function of SplitMix64 (Steele et al., "Fast
+    splittable pseudorandom number generators", 2014), in integer arithmetic modulo 2**64, which NumPy does not change
+    between versions. The permutation has no cryptographic purpose.
+
+    Args:
+        size: number of indices, at least 0 and less than 2**63.
+        seed: seed of the order.
+        epoch: number of the epoch.
+    """
+
+    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        half = max(_MIN_BITS, (size - 1).bit_length() + 1) // 2
+        self._size, self._half, self._mask = size, numpy.uint64(half), numpy.uint64((1 << half) - 1)
+        keys = [derive_seed("keyed order", seed, epoch, size, number) for number in range(_ROUNDS)]
+        self._keys = [numpy.uint64(key) for key in keys]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, positions: slice, /) -> Indices:
+        """Return the indices at positions, shape of the slice."""
+        result = numpy.arange(*positions.indices(self._size), dtype=numpy.uint64)
+        outside = numpy.arange(len(result))
+        while len(outside):
+            values = self._permuted(result[outside])
+            result[outside] = values
+            outside = outside[values >= numpy.uint64(self._size)]
+        return result.astype(numpy.int64)
+
+    def _permuted(self, blocks: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+        left, right = blocks >> self._half, blocks & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right + key) & self._mask)
+        return (left << self._half) | right
+
+
+def _mix(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+    """Mix the bits of `values` in place."""
+    values ^= values >> numpy.uint64(30)
+    values *= numpy.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> numpy.uint64(27)
+    values *= numpy.uint64(0x94D049BB133111EB)
+    values ^= values >> numpy.uint64(31)
+    return values
 
 
 def resolve_order(order: SampleOrder, size: int) -> Literal["shuffled", "keyed"]:
@@ -69,70 +155,3 @@ def repeats_of(order: Indices) -> Indices:
     counts = numpy.empty_like(order)
     counts[positions] = numpy.arange(len(order)) - first
     return counts
-
-
-_EXCLUSIVE = (  # arguments that exclude each other, as those of torch's DataLoader
-    ("sampler", "shuffle"),
-    ("sampler", "lengths"),
-    ("batch_sampler", "sampler"),
-    ("batch_sampler", "shuffle"),
-    ("batch_sampler", "lengths"),
-    ("batch_sampler", "batch_size"),
-    ("batch_sampler", "drop_last"),
-    ("generator", "seed"),
-    ("sampler", "order"),
-    ("batch_sampler", "order"),
-    ("lengths", "order"),
-)
-
-
-def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
-    """Require a dataset with an index, and arguments of a loader that fit together.
-
-    Raises:
-        InputError: the dataset is iterable only, or two arguments exclude each other.
-    """
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InputError(
-            f"the dataset {type(dataset).__name__} has no length and index",
-            "a dataset with __len__ and __getitem__: order, augmentation and resumption are functions of the index",
-            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
-            code="E_ITERABLE_DATASET",
-        )
-    present = {name for name, value in arguments.items() if value is not None and value is not False}
-    present -= {"order"} if arguments.get("order") != "keyed" else set()  # the order of lengths is `shuffled`
-    for one, other in _EXCLUSIVE:
-        if one in present and other in present:
-            raise InputError(
-                f"{one} and {other} of a loader exclude each other",
-                "one of them",
-                f"leave out {other}",
-                code="E_LOADER",
-            )
-
-
-def require_samples(samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool) -> None:
-    """Require samples in an epoch, and one length for each.
-
-    Raises:
-        DataError: there are no samples, or too few for a batch.
-        InputError: the number of lengths is another one.
-    """
-    if samples == 0:
-        raise DataError(
-            "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
-        )
-    if drop_last and samples < batch_size:
-        raise DataError(
-            f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
-            expected="at least one complete batch",
-            fix=f"batch_size={samples} or less, or leave drop_last out",
-            code="E_EMPTY_DATASET",
-        )
-    if lengths is not None and len(lengths) != samples:
-        raise InputError(
-            f"there are {len(lengths)} lengths for {samples} samples",
-            "one length per sample",
-            "pass lengths in the order of the dataset",
-            code="E_LENGTHS",
-        )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from samestep.data.permutation import Indices
+from samestep.data.order import Indices
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import InputError
 

@@ -12,8 +12,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader
 
 from samestep.data.loader import Loader
-from samestep.data.order import global_order
-from samestep.data.permutation import Order
+from samestep.data.order import Order, global_order
 from samestep.data.samplers import drawn_order
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World

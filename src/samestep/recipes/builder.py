@@ -43,7 +43,7 @@ from samestep.session import start
 from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
-from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
+from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.splits import Splits
 
 # Short names and import paths.

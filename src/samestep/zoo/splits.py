@@ -1,8 +1,9 @@
-"""Training and validation samples of a dataset, and its prediction task."""
+"""Training and validation samples of a dataset, class numbers of labels, and the prediction task."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from samestep.errors import DataError
 from samestep.zoo.cache.sample_cache import SampleCache
 
 Answer = dict[str, Any]
+_MAX_LISTED = 20  # labels in an error
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
+_CLASS_NUMBER = re.compile(r"0*[0-9]{1,9}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +89,15 @@ class Task:
 
 def top_classes(logits: torch.Tensor, classes: Sequence[str], count: int) -> Answer:
     """Return the `count` most probable classes of one sample, with their probabilities."""
-    probabilities = logits.detach().double().reshape(-1).softmax(dim=0)
-    top = probabilities.topk(min(count, len(classes)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    pairs = most_probable(logits, min(count, len(classes)))
     return {"classes": [{"class": classes[number], "probability": value} for number, value in pairs]}
+
+
+def most_probable(logits: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """Return the `count` most probable class numbers of one sample, and their probabilities."""
+    probabilities = logits.detach().double().reshape(-1).softmax(dim=0)
+    top = probabilities.topk(min(count, len(probabilities)))
+    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def train_validation_split(
@@ -153,3 +162,32 @@ def require_fraction(fraction: float) -> None:
 def hash_fraction(key: str) -> float:
     """Return a number in [0, 1) that is a function of `key` alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+
+
+class ClassLabels:
+    """Class numbers of labels: integers are class numbers, texts are class names.
+
+    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a label 2 is ambiguous.
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._numbers = {name: number for number, name in enumerate(classes)}
+        are_same = all(name == str(number) for name, number in self._numbers.items())
+        self._reads_numbers = are_same or not any(_NUMBER.fullmatch(name.strip()) for name in classes)
+
+    def number(self, label: str | int) -> int | None:
+        """Return the class number of a label, or None if it is not a class."""
+        if isinstance(label, str):
+            name = label if label in self._numbers else label.strip()
+            if name in self._numbers:
+                return self._numbers[name]
+            label = int(name) if self._reads_numbers and _CLASS_NUMBER.fullmatch(name) else -1
+        return label if 0 <= label < len(self._numbers) else None
+
+    def expected(self, label: object) -> str:
+        """Return the classes as labels of the same kind as `label`, for errors."""
+        numbers = f"a class number, 0 to {len(self._numbers) - 1}"
+        if not isinstance(label, str | bytes):
+            return numbers
+        names = f"a class, such as {', '.join(list(self._numbers)[:_MAX_LISTED])}"
+        return f"{names}, or {numbers}" if self._reads_numbers else names

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from helpers.drawing_datasets import Draws, jittered
 from samestep.data.loader import Loader
-from samestep.data.order import global_order, grouped_order
-from samestep.data.permutation import Indices
+from samestep.data.order import Indices, global_order, grouped_order
 from samestep.errors import InputError
 from samestep.microbatches import Cursor, microbatch_bounds
-from unit.data.test_loader import epoch_of, start_world, used
+from unit.data.test_loader import arguments_and_cursor, epoch_of, start_world, used
 
 seeds, epochs, batch_sizes = st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40)
 some_lengths = st.lists(st.integers(0, 100), max_size=600).map(lambda lengths: numpy.array(lengths, dtype=numpy.int64))
@@ -105,25 +104,11 @@ def test_positions_do_not_depend_on_length() -> None:
     assert abs(positions - 49.5).max() < 3.3
 
 
-@st.composite
-def arguments_and_cursor(draw: st.DrawFn) -> dict[str, Any]:
-    size, microbatches = draw(st.integers(1, 50)), draw(st.integers(1, 8))
-    batch_size = draw(st.integers(microbatches, 24))
-    return {
-        "size": size,
-        "microbatches": microbatches,
-        "batch_size": batch_size,
-        "shuffle": draw(st.booleans()),
-        "ranks": draw(st.integers(1, microbatches)),
-        "cursor": Cursor(draw(st.integers(0, 3)), batch_size * draw(st.integers(0, (size - 1) // batch_size))),
-        "lengths": draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)),
-    }
-
-
 @settings(max_examples=100)
-@given(arguments_and_cursor())
-def test_ranks_together_use_the_order_from_any_cursor(drawn: dict[str, Any]) -> None:
+@given(arguments_and_cursor(), st.data())
+def test_ranks_together_use_the_order_from_any_cursor(drawn: dict[str, Any], data: st.DataObject) -> None:
     """The remaining samples are the same for any cursor and number of ranks."""
+    drawn["lengths"] = data.draw(st.lists(st.integers(1, 9), min_size=drawn["size"], max_size=drawn["size"]))
     cursor, lengths = drawn["cursor"], numpy.array(drawn["lengths"])
     order = grouped_order(lengths, drawn["batch_size"], seed=5, epoch=cursor.epoch, shuffle=drawn["shuffle"])
     assert used(epoch_of(**drawn)) == order[cursor.samples :].tolist()

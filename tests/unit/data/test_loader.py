@@ -24,8 +24,7 @@ from helpers.drawing_datasets import Draws, jittered
 from samestep import launch
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
-from samestep.data.order import KEYED_ABOVE, global_order
-from samestep.data.permutation import KeyedPermutation
+from samestep.data.order import KEYED_ABOVE, KeyedPermutation, global_order
 from samestep.distributed.world import World
 from samestep.errors import CheckpointError, DataError, InputError
 from samestep.launcher.launch import RankError

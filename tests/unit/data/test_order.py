@@ -1,13 +1,15 @@
-"""Global order: a permutation, a function of seed and epoch, stable between versions."""
+"""Global order: shuffled and keyed permutations, functions of seed and epoch, stable between versions."""
 
 import hashlib
+from collections import Counter
+from itertools import pairwise
 
 import numpy
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.order import global_order
-from samestep.data.permutation import Indices
+from samestep.data.order import DatasetOrder, Indices, KeyedPermutation, global_order
 
 sizes = st.integers(0, 3000)
 seeds = st.integers(0, 2**63)
@@ -61,3 +63,96 @@ def test_positions_of_samples_are_uniform() -> None:
     mean_position = numpy.mean([numpy.argsort(order) for order in orders], axis=0)
     # The position of a sample has mean 9.5 and deviation 5.77; the mean of 2000 positions deviates by 0.13.
     assert abs(mean_position - 9.5).max() < 0.6
+
+
+seeds, epochs = st.integers(0, 2**64 - 1), st.integers(0, 10**6)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 5000), seeds, epochs)
+def test_every_index_occurs_once(size: int, seed: int, epoch: int) -> None:
+    indices = KeyedPermutation(size, seed=seed, epoch=epoch)[:]
+    assert indices.dtype == numpy.int64
+    assert sorted(indices.tolist()) == list(range(size))
+
+
+@given(st.integers(1, 2**63 - 1), seeds, st.data())
+def test_indices_of_large_ranges_are_distinct_and_inside(size: int, seed: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, size - 1))
+    indices = KeyedPermutation(size, seed=seed, epoch=0)[start : start + 200]
+    assert len(set(indices.tolist())) == len(indices) == min(200, size - start)
+    assert 0 <= indices.min() <= indices.max() < size
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 300), seeds, st.slices(300))
+def test_slices_are_those_of_the_whole_order(size: int, seed: int, positions: slice) -> None:
+    for order in (KeyedPermutation(size, seed=seed, epoch=1), DatasetOrder(size)):
+        assert order[positions].tolist() == order[:][positions].tolist()
+        assert len(order) == size
+
+
+def test_permutation_is_stable_between_versions() -> None:
+    assert KeyedPermutation(10, seed=0, epoch=0)[:].tolist() == [2, 5, 9, 4, 6, 0, 3, 7, 1, 8]
+    last = KeyedPermutation(10**9, seed=3, epoch=7)[999_999_995:]
+    assert last.tolist() == [
+        479568709,
+        183735647,
+        503252426,
+        852304362,
+        806901040,
+    ]
+    order = KeyedPermutation(50_000, seed=3, epoch=7)[:]
+    assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest() == (
+        "c5548f82c42bc120eb2dbda7360284a21ca64714d5d326c621819f414f5c7f8f"
+    )
+
+
+def test_seeds_epochs_and_sizes_have_independent_orders() -> None:
+    orders = {
+        tuple((KeyedPermutation(size, seed=seed, epoch=epoch)[:50]).tolist())
+        for size in (1000, 1001)
+        for seed in range(10)
+        for epoch in range(10)
+    }
+    assert len(orders) == 200
+
+
+def test_every_index_is_equally_often_the_first() -> None:
+    counts = Counter(int(KeyedPermutation(64, seed=seed, epoch=0)[:1][0]) for seed in range(1280))
+    # Chi-square with 63 degrees of freedom: mean 63, deviation 11.2.
+    assert 20 < sum((counts[index] - 20) ** 2 / 20 for index in range(64)) < 120
+
+
+@pytest.mark.parametrize("size", [4097, 100_000])
+def test_fixed_points_and_neighbours_are_as_frequent_as_in_a_random_permutation(size: int) -> None:
+    fixed = rising = 0
+    for epoch in range(30):
+        order = KeyedPermutation(size, seed=1, epoch=epoch)[:]
+        fixed += int((order == numpy.arange(size)).sum())
+        rising += int((numpy.diff(order) == 1).sum())
+    # Each is Poisson with mean 1 per permutation: 30 of 30, deviation 5.5.
+    assert 5 <= fixed <= 60
+    assert 5 <= rising <= 60
+
+
+@pytest.mark.parametrize("size", [5000, 1 << 17, 10**9])
+def test_blocks_of_positions_spread_over_blocks_of_indices(size: int) -> None:
+    blocks, per_block = 16, 4096 if size > 10**6 else size // 16
+    counts = numpy.zeros((blocks, blocks))
+    for epoch in range(4):
+        order = KeyedPermutation(size, seed=2, epoch=epoch)
+        for block in range(blocks):
+            start = size * block // blocks
+            counts[block] += numpy.bincount(order[start : start + per_block] * blocks // size, minlength=blocks)
+    expected = 4 * per_block / blocks
+    # Chi-square with at most 240 degrees of freedom: deviation 22.
+    assert 100 < ((counts - expected) ** 2 / expected).sum() < 360
+
+
+def test_neighbouring_positions_are_not_correlated() -> None:
+    order = KeyedPermutation(10**9, seed=0, epoch=0)[:100_000] / 1e9
+    for lag in (1, 2, 16, 1024):
+        # Deviation of the correlation of 100,000 pairs: 0.003.
+        assert abs(numpy.corrcoef(order[:-lag], order[lag:])[0, 1]) < 0.016
+    assert all(one != other for one, other in pairwise(order))

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from helpers.mask_data import draw_images
+from helpers.mask_data import draw_images, logged
 from helpers.system import Running, answer, events, here, state_of, steps_saved, tree, weights
 from samestep.config import NamedConfig, RunOptions
 from samestep.distributed.world import World
@@ -19,8 +19,8 @@ from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
-from samestep.zoo.segmentation.foreground_weight import resolve_foreground_weight
 from samestep.zoo.segmentation.images import load_segmentation
+from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 
 SMALL = (
@@ -48,13 +48,6 @@ def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -
     options = ("--name", name, "--processes", processes, "--workers", 0)
     assert here("train", *options, *arguments(data, *overrides), cwd=place) == EXIT_DONE
     return place / "runs" / name
-
-
-def logged(run: Path) -> list[dict[str, Any]]:
-    """Return the notes, evaluations and skipped samples of a run."""
-    ignored = ("time", "samples_per_second")
-    results = [*events(run, "note"), *events(run, "evaluation"), *events(run, "skipped")]
-    return [{key: value for key, value in event.items() if key not in ignored} for event in results]
 
 
 # --- training --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Images and masks: pairs, mask values, joint transforms and bad files."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -309,35 +310,21 @@ def test_task_segments_an_image_as_evaluation_does(cells: Path, fit: Any) -> Non
 # --- bad files -------------------------------------------------------------------------------------------
 
 
-def spoil(root: Path, kind: str) -> None:
-    """Make one pair bad."""
-    image, mask = root / "images" / "004.jpg", root / "masks" / "004.png"
-    if kind == "mask of another size":
-        Image.new("L", (9, 9)).save(mask)
-    elif kind == "truncated image":
-        image.write_bytes(image.read_bytes()[:200])
-    elif kind == "truncated mask":
-        mask.write_bytes(mask.read_bytes()[:60])
-    elif kind == "empty image":
-        image.write_bytes(b"")
-    elif kind == "label outside":
-        saved(mask, numpy.full((36, 40), 9, numpy.uint8))
-    elif kind == "floating-point mask":
-        saved(mask.with_suffix(".tiff"), numpy.full((36, 40), 0.5, numpy.float32))
-        mask.unlink()
-    elif kind == "colored mask":
-        saved(mask, numpy.random.default_rng(0).integers(0, 255, (36, 40, 3)).astype(numpy.uint8))
+def float_mask(image: Path, mask: Path) -> None:
+    saved(mask.with_suffix(".tiff"), numpy.full((36, 40), 0.5, numpy.float32))
+    mask.unlink()
 
 
-BAD = [
-    "mask of another size",
-    "truncated image",
-    "truncated mask",
-    "empty image",
-    "label outside",
-    "floating-point mask",
-    "colored mask",
-]
+COLORS = numpy.random.default_rng(0).integers(0, 255, (36, 40, 3)).astype(numpy.uint8)
+BAD: dict[str, Callable[[Path, Path], Any]] = {  # functions of an image and its mask
+    "mask of another size": lambda image, mask: Image.new("L", (9, 9)).save(mask),
+    "truncated image": lambda image, mask: image.write_bytes(image.read_bytes()[:200]),
+    "truncated mask": lambda image, mask: mask.write_bytes(mask.read_bytes()[:60]),
+    "empty image": lambda image, mask: image.write_bytes(b""),
+    "label outside": lambda image, mask: saved(mask, numpy.full((36, 40), 9, numpy.uint8)),
+    "floating-point mask": float_mask,
+    "colored mask": lambda image, mask: saved(mask, COLORS),
+}
 
 
 def sample_of(root: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,7 +341,7 @@ def sample_of(root: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_pair_is_reported(cells: Path, tmp_path: Path, kind: str) -> None:
     root = shutil.copytree(cells, tmp_path / "cells")
-    spoil(root, kind)
+    BAD[kind](root / "images" / "004.jpg", root / "masks" / "004.png")
     with pytest.raises(DataError, match=r"004\."):
         sample_of(root, "004")
 

@@ -2,6 +2,7 @@
 
 import gzip
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from helpers.mask_data import make_volumes
+from helpers.mask_data import logged, make_volumes
 from helpers.system import answer, events, here, weights
 from samestep.errors import EXIT_DONE, DataError
 from samestep.zoo.segmentation.masks import IGNORED, MaskCode, Pair
@@ -51,12 +52,6 @@ def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -
     options = ("volumes", "--set", f"data.options.path={data}", *SMALL, *overrides)
     assert here("train", *chosen, *options, cwd=place) == EXIT_DONE
     return place / "runs" / name
-
-
-def logged(run: Path) -> list[dict[str, Any]]:
-    ignored = ("time", "samples_per_second")
-    results = [*events(run, "note"), *events(run, "evaluation"), *events(run, "skipped")]
-    return [{key: value for key, value in event.items() if key not in ignored} for event in results]
 
 
 # --- training --------------------------------------------------------------------------------------------
@@ -220,39 +215,21 @@ def spoil_with_nan(path: Path) -> None:
     numpy.save(path, values)
 
 
-def spoil(pair: Pair, kind: str) -> None:
-    shape = numpy.load(pair.image).shape
-    if kind == "nan":
-        spoil_with_nan(pair.image)
-    elif kind == "mask of another size":
-        numpy.save(pair.mask, numpy.zeros((2, 2, 2), numpy.uint8))
-    elif kind == "label outside":
-        numpy.save(pair.mask, numpy.full(shape, 9, numpy.uint8))
-    elif kind == "fractions in the mask":
-        numpy.save(pair.mask, numpy.full(shape, 0.5))
-    elif kind == "nan in the mask":
-        numpy.save(pair.mask, numpy.full(shape, numpy.nan))
-    elif kind == "truncated":
-        pair.image.write_bytes(pair.image.read_bytes()[:500])
-    elif kind == "two dimensions":
-        numpy.save(pair.image, numpy.zeros((4, 4)))
-    elif kind == "objects":
-        numpy.save(pair.image, numpy.array([{"a": 1}]), allow_pickle=True)
-    elif kind == "text":
-        pair.image.write_text("no volume", encoding="utf-8")
+def replace_mask(pair: Pair, value: Any) -> None:
+    numpy.save(pair.mask, numpy.full(numpy.load(pair.image).shape, value))
 
 
-BAD = [
-    "nan",
-    "mask of another size",
-    "label outside",
-    "fractions in the mask",
-    "nan in the mask",
-    "truncated",
-    "two dimensions",
-    "objects",
-    "text",
-]
+BAD: dict[str, Callable[[Pair], Any]] = {
+    "nan": lambda pair: spoil_with_nan(pair.image),
+    "mask of another size": lambda pair: numpy.save(pair.mask, numpy.zeros((2, 2, 2), numpy.uint8)),
+    "label outside": lambda pair: replace_mask(pair, numpy.uint8(9)),
+    "fractions in the mask": lambda pair: replace_mask(pair, 0.5),
+    "nan in the mask": lambda pair: replace_mask(pair, numpy.nan),
+    "truncated": lambda pair: pair.image.write_bytes(pair.image.read_bytes()[:500]),
+    "two dimensions": lambda pair: numpy.save(pair.image, numpy.zeros((4, 4))),
+    "objects": lambda pair: numpy.save(pair.image, numpy.array([{"a": 1}]), allow_pickle=True),
+    "text": lambda pair: pair.image.write_text("no volume", encoding="utf-8"),
+}
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -261,7 +238,7 @@ def test_bad_pair_is_reported_on_access(balls: Path, tmp_path: Path, kind: str) 
     splits = load_volumes(str(root), patch_size=16, patches=1, evaluation_fraction=0.5)
     evaluation: Any = splits.evaluation
     pair = evaluation._volumes.pairs[0]
-    spoil(pair, kind)
+    BAD[kind](pair)
     splits = load_volumes(str(root), patch_size=16, patches=1, evaluation_fraction=0.5)
     with pytest.raises(DataError, match=pair.name):
         splits.evaluation[0]

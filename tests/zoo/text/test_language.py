@@ -19,10 +19,17 @@ from samestep.config import ModelConfig
 from samestep.errors import EXIT_DONE, DataError, InputError, RecipeError
 from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
-from samestep.zoo.text.language import Blocks, generate, language_task, load_language, next_tokens
+from samestep.zoo.text.language import (
+    Blocks,
+    cached_tokens,
+    generate,
+    language_task,
+    load_language,
+    next_tokens,
+    read_document,
+)
 from samestep.zoo.text.models import GPT, gpt2
 from samestep.zoo.text.sentences import collate_padded
-from samestep.zoo.text.token_cache import cached_tokens, read_document
 from samestep.zoo.text.tokenizer import ByteTokenizer, read_tokenizer
 
 END = 256

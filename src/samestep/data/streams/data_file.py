@@ -1,4 +1,4 @@
-"""One file of samples: its facts in an index, and their verification."""
+"""One file of samples: its facts in an index, their verification, and errors of missing or damaged files."""
 
 from __future__ import annotations
 
@@ -52,19 +52,29 @@ def changed_file(name: str, difference: str) -> DataError:
     )
 
 
-def failed_read(name: str, error: OSError) -> RunError:
+def damaged_file(name: str, problem: str) -> DataError:
+    """Return the error of a file whose contents are invalid."""
+    return DataError(
+        f"{name} is damaged: {problem}",
+        expected="an intact file of the format",
+        fix="copy the file again, or write it again",
+        code="E_UNREADABLE",
+    )
+
+
+def failed_read(name: str, error: Exception) -> RunError:
     """Return the error of a file that the disk or the network failed to read."""
     return RunError(
-        f"{name} cannot be read now: {error.strerror or error}",
+        f"{name} cannot be read now: {getattr(error, 'strerror', None) or error}",
         expected="a working disk and network, and access to the file",
         fix="resume the run when the disk or the network works again",
         code="E_IO",
     )
 
 
-def is_failed_read(error: OSError) -> bool:
+def is_failed_read(error: Exception) -> bool:
     """Return whether the disk or the network failed; errors of decoders, about the contents, have no number."""
-    return error.errno is not None or isinstance(error, TimeoutError | ConnectionError)
+    return getattr(error, "errno", None) is not None or isinstance(error, TimeoutError | ConnectionError)
 
 
 def difference(path: Path, file: DataFile) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy
 
-from samestep.data.permutation import DatasetOrder, Indices, random_order
+from samestep.data.order import DatasetOrder, Indices, random_order
 from samestep.data.streams.mixture import quotas
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError

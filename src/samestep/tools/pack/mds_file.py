@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from samestep.data.streams.formats.mds_encodings import encode, fixed_size
+from samestep.data.streams.formats.mds import encode, fixed_size
 from samestep.errors import DataError
 
 _MAX_BYTES = 1 << 32  # offsets have 32 bits

@@ -17,8 +17,7 @@ from typing import Any
 from samestep.checkpoint.files import make_folder, remove, replacing, sync_folder, write_atomically, write_file
 from samestep.checkpoint.lock import LOCK, FolderLock
 from samestep.data.streams.data_file import DataFile, difference
-from samestep.data.streams.formats.mds import INDEX
-from samestep.data.streams.formats.mds_encodings import WRITABLE, encoding_of
+from samestep.data.streams.formats.mds import INDEX, WRITABLE, encoding_of
 from samestep.errors import DataError, InputError, RunError
 from samestep.tools.pack.mds_file import MdsFile
 from samestep.tools.pack.samples import Samples, columns_of

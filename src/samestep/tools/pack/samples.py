@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
-from samestep.data.streams.opened import IndexedSource
+from samestep.data.streams.source import IndexedSource
 from samestep.errors import DataError
 from samestep.recipes.builder import find
 

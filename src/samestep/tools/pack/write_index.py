@@ -13,7 +13,7 @@ from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.arrow import count_rows
 from samestep.data.streams.formats.index import INDEX, PATTERNS, index_text, list_files
 from samestep.data.streams.formats.parquet import count_rows as count_parquet_rows
-from samestep.data.streams.formats.tar_index import SUFFIX, index_of_tar, read_members
+from samestep.data.streams.formats.webdataset import SUFFIX, index_of_tar, read_members
 from samestep.errors import DataError
 
 

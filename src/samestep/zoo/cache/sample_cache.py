@@ -1,4 +1,7 @@
-"""Cache of samples: limits, checksums and reports on top of the files of `parts`."""
+"""Cache of samples: limits, checksums and reports on top of the files of `parts`.
+
+The list and the removal of caches include those of files of an object store, `data.streams.cache`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,21 @@ import errno
 import json
 import mmap
 import os
+import secrets
+import shutil
 import time
 import weakref
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.checkpoint.files import replacing
+from samestep.data.streams.cache import KIND
+from samestep.distributed.env import cache_folder
+from samestep.errors import RunError
 from samestep.zoo.cache.parts import Entry, Key, Parts
 
 DESCRIPTION = "cache.json"
@@ -23,6 +33,7 @@ _FREE_SHARE = 0.05
 _REFRESH_SECONDS = 0.05  # two runs that build at once see the entries of each other after this time
 _MAX_REPORT_BYTES = 1024  # below the limit of an atomic write to a pipe (POSIX: 512; Linux: 4096)
 _MIN_SLOTS = 1 << 10
+_REMOVED = ".removed-"
 
 
 class CachedSample(NamedTuple):
@@ -189,12 +200,68 @@ def file_key(path: str | Path, status: os.stat_result, variant: int = 1) -> Key:
 def _describe(folder: Path, description: Mapping[str, object]) -> None:
     path = folder / DESCRIPTION
     if not path.exists():
-        temporary = folder / f".{DESCRIPTION}-{os.getpid()}"
-        temporary.write_text(json.dumps({"format": _FORMAT, **description}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"format": _FORMAT, **description}, indent=1) + "\n", encoding="utf-8")
 
 
 def cache_name(root: Path, description: Mapping[str, object]) -> str:
     """Return the name of the folder for files below `root`: the name of `root` and a hash of the contents."""
     text = json.dumps([_FORMAT, str(root), dict(description)], sort_keys=True)
     return f"{root.name or 'root'}-{blake2b(text.encode(), digest_size=5).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """One cache on the disk.
+
+    Attributes:
+        name: name of the folder in `cache_folder()`.
+        kind: `decoded` or `encoded` samples, or `files` of an object store.
+        source: folder or address of the files.
+        entries: number of samples or files.
+        bytes: size of all files of the cache.
+    """
+
+    name: str
+    kind: str
+    source: str
+    entries: int
+    bytes: int
+
+
+def list_caches() -> list[CacheInfo]:
+    """Return the caches, sorted by name."""
+    paths = sorted(cache_folder().glob(f"*/{DESCRIPTION}"))
+    return [_info(path.parent) for path in paths if not path.parent.name.startswith(_REMOVED)]
+
+
+def remove_cache(name: str) -> None:
+    """Remove a cache; runs that use it continue without.
+
+    Raises:
+        RunError: the files cannot be removed.
+    """
+    folder = cache_folder() / name
+    try:
+        # A run that builds the cache finds no folder for new files, so that the removal meets no new names.
+        folder.rename(folder.with_name(f"{_REMOVED}{name}-{secrets.token_hex(4)}"))
+        for removed in folder.parent.glob(f"{_REMOVED}*"):  # those of killed commands too
+            shutil.rmtree(removed)
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be removed: {error.strerror}",
+            expected="a folder that can be written",
+            fix="make the folder writable, and repeat the command",
+            code="E_OUTPUT",
+        ) from error
+
+
+def _info(folder: Path) -> CacheInfo:
+    try:
+        facts = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        kind, source = str(facts["kind"]), str(facts["source"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed
+        kind, source = "unknown", "unknown"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    entries = sum(path.parent.name == "files" for path in files) if kind == KIND else len(Parts(folder))
+    return CacheInfo(folder.name, kind, source, entries, sum(path.stat().st_size for path in files))

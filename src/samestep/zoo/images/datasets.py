@@ -15,7 +15,7 @@ from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
-from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, collate_images, parse_augment
+from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_path
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 from samestep.zoo.tables import Row, read_table, require_columns
@@ -188,15 +188,12 @@ def _splits(
 ) -> Splits:
     read = transforms.reader()
     files = [sample.file for sample in (*train, *validation) if sample.label is not None]
-    return Splits(
-        train=ImageFiles(train, read, transforms.train(augmentation)),
-        evaluation=ImageFiles(validation, read, transforms.validation()),
-        classes=tuple(classes),
-        reads_files=True,
-        collate=collate_images,
-        train_collate=augmentation.collate(len(classes)),
-        prepare=transforms.normalize,
-        open_cache=partial(open_cache, read, files),
+    return transforms.splits(
+        ImageFiles(train, read, transforms.train(augmentation)),
+        ImageFiles(validation, read, transforms.validation()),
+        classes,
+        augmentation,
+        partial(open_cache, read, files),
     )
 
 

@@ -1,4 +1,4 @@
-"""Decoders of image files, called by their libraries."""
+"""Decoders of image files, and the scale at which a JPEG file is decoded for a crop."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from samestep.zoo.options import import_optional
 
 Decoder = Literal["pillow", "simplejpeg"]
 ReadImage = Callable[[Path | BytesIO, str], Any]  # from a file and its name in errors to an image for a transform
+Box = tuple[int, int, int, int]  # top, left, height, width
 SCALES = (8, 4, 2)  # divisors of height and width for which libjpeg-turbo has a fast reduced transform
 
 
@@ -60,6 +61,20 @@ def as_pixels(image: DecodedImage) -> torch.Tensor:
     if isinstance(image, Image.Image):
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
     return image.pixels()
+
+
+def cropped_pixels(image: LazyImage, box: Box, height: int, width: int) -> torch.Tensor:
+    """Return the pixels of a box at the smallest scale with at least `height` x `width` pixels, else at full scale."""
+    scale = next((n for n in SCALES if box[2] >= n * height and box[3] >= n * width), 1)
+    pixels = image.pixels(scale)
+    rows = _scaled(box[0], box[2], image.height, pixels.shape[1])
+    columns = _scaled(box[1], box[3], image.width, pixels.shape[2])
+    return pixels[:, rows, columns]
+
+
+def _scaled(start: int, length: int, full: int, decoded: int) -> slice:
+    """Return the pixels `start` to `start + length` of `full` ones in an image of `decoded` ones."""
+    return slice(round(start * decoded / full), max(1, round((start + length) * decoded / full)))
 
 
 # EXIF orientation: whether height and width are exchanged, and which axes are flipped afterwards.

@@ -12,7 +12,7 @@ import torch
 
 from samestep.errors import DataError, RecipeError
 from samestep.zoo.images.decoders import Decoder, ReadImage
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, collate_images, parse_augment
+from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import import_optional, require_path
 from samestep.zoo.splits import Splits, train_validation_split
 
@@ -104,15 +104,7 @@ def load_hub_images(
         name = f"{path}/{evaluation_split}"
         labels = _labels(table, label_column, classes, name)
         validation = replace(validation, table=table, labels=labels, rows=range(len(table)), name=name)
-    return Splits(
-        train=train,
-        evaluation=validation,
-        classes=classes,
-        reads_files=True,
-        collate=collate_images,
-        train_collate=augmentation.collate(len(classes)),
-        prepare=transforms.normalize,
-    )
+    return transforms.splits(train, validation, classes, augmentation)
 
 
 def _load(path: str) -> Any:

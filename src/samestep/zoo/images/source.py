@@ -12,6 +12,7 @@ import numpy
 import PIL
 import torch
 from PIL import Image, features
+from torch.nn.functional import interpolate
 
 from samestep.config.recipe import DataConfig
 from samestep.distributed.env import cache_folder
@@ -20,14 +21,15 @@ from samestep.torchvision_import import make_torchvision_importable
 from samestep.units import plural
 from samestep.zoo.cache.parts import Key
 from samestep.zoo.cache.sample_cache import CachedSample, SampleCache, cache_name, file_key
-from samestep.zoo.images.crops import limit_aspect_ratio, resize_shorter_side
 from samestep.zoo.images.decoders import (
+    Box,
     DecodedImage,
     Decoder,
     LazyImage,
     ReadImage,
     StoredImage,
     as_pixels,
+    cropped_pixels,
     image_reader,
 )
 from samestep.zoo.images.files import file_errors, open_header
@@ -39,6 +41,8 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 
 _MAX_SAMPLED = 64  # files whose size is read for an estimate
 _CHANNELS = 3
+# Longer images are cropped to this aspect ratio before their shorter side is resized.
+_MAX_ASPECT_RATIO = 4
 
 
 class ImageSource:
@@ -124,9 +128,7 @@ class ImageSource:
         mode = v2.InterpolationMode(self._interpolation)
         if not isinstance(image, Image.Image):
             return StoredImage(resize_shorter_side(image, self._shorter_side, mode))
-        top, left, height, width = limit_aspect_ratio(image.height, image.width)
-        center = image.crop((left, top, left + width, top + height))
-        resized: Image.Image = functional.resize(center, [self._shorter_side], interpolation=mode)
+        resized: Image.Image = functional.resize(crop_long_image(image), [self._shorter_side], interpolation=mode)
         return resized
 
     def _encoded(self, cache: SampleCache, path: Path, status: os.stat_result, name: str) -> DecodedImage:
@@ -191,6 +193,38 @@ def _is_unchanged(path: Path, status: os.stat_result) -> bool:
     except FileNotFoundError:
         return False
     return (now.st_size, now.st_mtime_ns, now.st_ino) == (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def limit_aspect_ratio(height: int, width: int) -> Box:
+    """Return the center of a very long image; resizing an image of one pixel in width would need gigabytes."""
+    longest = _MAX_ASPECT_RATIO * min(height, width)
+    return max(0, height - longest) // 2, max(0, width - longest) // 2, min(height, longest), min(width, longest)
+
+
+def crop_long_image(image: Image.Image) -> Image.Image:
+    """Return the center of a very long image of Pillow, or another image unchanged."""
+    top, left, height, width = limit_aspect_ratio(image.height, image.width)
+    is_whole = (height, width) == (image.height, image.width)
+    return image if is_whole else image.crop((left, top, left + width, top + height))
+
+
+def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+    """Return the bytes `(3, H, W)` of an image with a shorter side of `length` pixels; very long ones are cropped."""
+    box = limit_aspect_ratio(image.height, image.width)
+    pixels = cropped_pixels(image, box, length, length)
+    height, width = (max(length, length * side // min(box[2:])) for side in box[2:])
+    return resize_pixels(pixels, height, width, interpolation)
+
+
+def resize_pixels(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+    """Return the pixels `(3, height, width)`; torch resizes bytes fastest with the channels last in memory."""
+    channels, rows, columns = pixels.shape
+    bytes_of_image = pixels.permute(1, 2, 0).contiguous()
+    # An explicit stride of the batch dimension marks one image as channels-last, so that the result is too.
+    image = bytes_of_image.as_strided((1, channels, rows, columns), (pixels.numel(), 1, channels * columns, channels))
+    if (rows, columns) == (height, width):
+        return image[0]
+    return interpolate(image, (height, width), mode=interpolation.value, antialias=True)[0]
 
 
 def open_cache(

@@ -14,13 +14,12 @@ from PIL import Image
 
 from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
-from samestep.zoo.class_labels import ClassLabels
 from samestep.zoo.images.decoders import DecodedImage, Decoder, StoredImage, as_pixels
-from samestep.zoo.images.image_modes import to_rgb
+from samestep.zoo.images.files import to_rgb
 from samestep.zoo.images.source import ImageSource
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, collate_images, parse_augment
+from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_option
-from samestep.zoo.splits import Splits
+from samestep.zoo.splits import ClassLabels, Splits
 from samestep.zoo.streams import open_files, open_stream
 
 _TABLES = ("parquet", "arrow")  # formats that read single columns
@@ -65,14 +64,11 @@ def load_stream_images(
         partial(_convert, columns=columns, reader=reader, labels=labels, transform=transform)
         for transform in (transforms.train(augmentation), transforms.validation())
     )
-    return Splits(
-        train=open_stream(path, sources, format, options, train, window=window, samples=samples, store=store),
-        evaluation=StreamDataset(open_files(evaluation_path, format, options, validation, store=store)),
-        classes=names,
-        reads_files=True,
-        collate=collate_images,
-        train_collate=augmentation.collate(len(names)),
-        prepare=transforms.normalize,
+    return transforms.splits(
+        open_stream(path, sources, format, options, train, window=window, samples=samples, store=store),
+        StreamDataset(open_files(evaluation_path, format, options, validation, store=store)),
+        names,
+        augmentation,
     )
 
 

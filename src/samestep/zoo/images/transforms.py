@@ -1,4 +1,4 @@
-"""Transforms of training and validation images."""
+"""Transforms of training and validation images: crops, augmentation and normalization."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
-from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.config.validation import require
 from samestep.data.batch import map_tensors
-from samestep.data.microbatch_dataset import Collate
+from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.crops import CenterCrop, PlainCrop, RandomCrop, RandomFlip, limit_aspect_ratio
-from samestep.zoo.images.decoders import Decoder, as_image
-from samestep.zoo.images.source import ImageSource
+from samestep.zoo.cache.sample_cache import SampleCache
+from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
+from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side
 from samestep.zoo.options import call, is_count
+from samestep.zoo.splits import Splits
 
 make_torchvision_importable()
 
 from torchvision.transforms import v2  # noqa: E402
+from torchvision.transforms.v2 import functional  # noqa: E402
 
 AUGMENT_KEY = "data.options.augment"
 # Mean and standard deviation of ImageNet, with which torchvision's weights were trained.
@@ -160,6 +161,64 @@ def parse_augment(options: Mapping[str, Any] | None) -> Augment:
     return augment
 
 
+class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
+    """Random crop of an `EncodedImage` to `(3, size, size)` bytes, with the random numbers of the base class."""
+
+    def forward(self, image: LazyImage) -> torch.Tensor:
+        """Return the resized crop."""
+        box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
+        height, width = self.size
+        pixels = cropped_pixels(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
+        return resize_pixels(pixels, height, width, self.interpolation)
+
+
+@dataclass(frozen=True)
+class PlainCrop:
+    """Random crop without a resize, and a horizontal flip. Draws three numbers of torch's generator.
+
+    Only the pixels of the crop are read, so the cost does not depend on the size of a cached image.
+
+    Attributes:
+        size: height and width in pixels.
+        flip: probability of a flip.
+    """
+
+    size: int
+    flip: float
+
+    def __call__(self, image: DecodedImage) -> torch.Tensor:
+        """Return the bytes `(3, size, size)`, with the channels last in memory."""
+        pixels = as_pixels(image).permute(1, 2, 0)
+        top, left, side = torch.rand(3, dtype=torch.float64).tolist()
+        top, left = (int(at * (length - self.size + 1)) for at, length in zip((top, left), pixels.shape, strict=False))
+        crop = pixels[top : top + self.size, left : left + self.size]
+        return (crop.flip(1) if side < self.flip else crop.clone()).permute(2, 0, 1)
+
+
+class RandomFlip:
+    """Horizontal flip of a tensor with torchvision's random number, in a third of the time of torchvision's class."""
+
+    def __init__(self, probability: float) -> None:
+        self._probability = probability
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the pixels or their mirror image."""
+        return pixels.flip(-1) if torch.rand(1).item() < self._probability else pixels
+
+
+class CenterCrop:
+    """Center `(3, size, size)` of an `EncodedImage`, after its shorter side is resized to `resized_size`."""
+
+    def __init__(self, size: int, resized_size: int, interpolation: v2.InterpolationMode) -> None:
+        self._size, self._resized_size, self._interpolation = size, resized_size, interpolation
+
+    def __call__(self, image: LazyImage) -> torch.Tensor:
+        """Return the resized center as bytes."""
+        resized = resize_shorter_side(image, self._resized_size, self._interpolation)
+        center: torch.Tensor = functional.center_crop(resized, [self._size, self._size])
+        return center
+
+
 @dataclass(frozen=True)
 class ImageTransforms:
     """Decoding, resizing, cropping and normalization of images.
@@ -227,8 +286,8 @@ class ImageTransforms:
             )
             steps: list[Callable[..., Any]] = [PlainCrop(self.image_size, augment.flip)]
         else:
-            resized = v2.RandomResizedCrop if is_pillow else RandomCrop
-            crop = resized(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
+            crop_class = v2.RandomResizedCrop if is_pillow else RandomCrop
+            crop = crop_class(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
             flip = (v2.RandomHorizontalFlip if is_pillow else RandomFlip)(augment.flip)
             steps = [as_image, crop, flip] if is_pillow else [crop, flip]
         if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
@@ -246,7 +305,27 @@ class ImageTransforms:
         if self.decoder != "pillow":
             return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
-        return _composed([as_image, _limit_aspect_ratio, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+        return _composed([as_image, crop_long_image, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+
+    def splits(
+        self,
+        train: SizedDataset,
+        evaluation: SizedDataset,
+        classes: Sequence[str],
+        augment: Augment,
+        open_cache: Callable[..., tuple[SampleCache, str]] | None = None,
+    ) -> Splits:
+        """Return the splits of transformed images."""
+        return Splits(
+            train=train,
+            evaluation=evaluation,
+            classes=tuple(classes),
+            reads_files=True,
+            collate=collate_images,
+            train_collate=augment.collate(len(classes)),
+            prepare=self.normalize,
+            open_cache=open_cache,
+        )
 
     def normalize(self, data: Any) -> Any:
         """Return the data of a microbatch with images `(..., 3, H, W)` of bytes as normalized floats."""
@@ -267,12 +346,6 @@ class ImageTransforms:
 
 def _composed(steps: list[Callable[..., Any]]) -> Transform:
     return cast(Transform, v2.Compose([*steps, v2.ToPureTensor()]))
-
-
-def _limit_aspect_ratio(image: Image.Image) -> Image.Image:
-    top, left, height, width = limit_aspect_ratio(image.height, image.width)
-    is_whole = (height, width) == (image.height, image.width)
-    return image if is_whole else image.crop((left, top, left + width, top + height))
 
 
 def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, object]]) -> None:

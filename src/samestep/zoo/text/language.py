@@ -1,26 +1,45 @@
-"""Text files as blocks of tokens for next-token prediction, and generation of text."""
+"""Text files as blocks of tokens for next-token prediction, and generation of text.
+
+The tokens are in a memory-mapped file of a cache, named by a hash of tokenizer and texts.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import platform
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
+from samestep.checkpoint.files import replacing
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
-from samestep.zoo.splits import Answer, Splits, Task, hash_fraction, require_fraction, train_validation_split
+from samestep.zoo.splits import (
+    Answer,
+    Splits,
+    Task,
+    hash_fraction,
+    most_probable,
+    require_fraction,
+    train_validation_split,
+)
 from samestep.zoo.text.sentences import PADDING, Sample, collate_padded
-from samestep.zoo.text.token_cache import CACHE, Document, Tokens, cached_tokens, read_document
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
 
 # Folders of the standard library that contain installed packages or tests.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+CACHE = ".samestep-cache"
+_MAX_2_BYTES = 2**16
+_CACHE_FORMAT = 1  # part of the file name; a change makes existing files unused
+Tokens = NDArray[Any]
 
 
 class Blocks:
@@ -69,7 +88,9 @@ def load_language(
     require_count("block_size", block_size, 1, 64)
     for name, limit in (("train_tokens", train_tokens), ("evaluation_tokens", evaluation_tokens)):
         require_option(name, limit, limit is None or is_count(limit), "an integer >= 1, or null", "null")
-    is_suffixes = isinstance(suffixes, list | tuple) and all(map(_is_suffix, suffixes))
+    is_suffixes = isinstance(suffixes, list | tuple) and all(
+        isinstance(name, str) and name.startswith(".") for name in suffixes
+    )
     require_option("suffixes", suffixes, is_suffixes, "a list of suffixes that start with a dot", "[.md]")
     encoder, documents = read_tokenizer(tokenizer), _documents(path, suffixes)
     validation_documents: list[Document] = []
@@ -122,10 +143,6 @@ def count_tokens(microbatch: Sample) -> tuple[int, int]:
     """Return the number of targets without and with padding."""
     targets = microbatch[1]
     return int((targets != PADDING).sum()), targets.numel()
-
-
-def _is_suffix(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(".")
 
 
 def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
@@ -227,9 +244,7 @@ def generate(
 
 def next_tokens(tokenizer: Tokenizer, outputs: torch.Tensor) -> Answer:
     """Return the five most probable tokens after the last position of outputs `(1, C, T)` or `(C, T)`."""
-    probabilities = outputs.reshape(outputs.shape[-2:])[:, -1].double().softmax(dim=0)
-    values, tokens = probabilities.topk(min(5, len(probabilities)))
-    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    pairs = most_probable(outputs.reshape(outputs.shape[-2:])[:, -1], count=5)
     return {"next": [{"token": tokenizer.name(token), "probability": value} for token, value in pairs]}
 
 
@@ -240,3 +255,85 @@ def _sample(logits: torch.Tensor, temperature: float, top_k: int | None, generat
     values, tokens = values[:top_k], tokens[:top_k]
     choice = torch.multinomial((values / temperature).softmax(dim=0), 1, generator=generator)
     return int(tokens[choice])
+
+
+class Document(NamedTuple):
+    """Text file."""
+
+    name: str  # path below the dataset's folder, equal on all machines
+    path: Path
+    digest: str  # SHA-256 of the content
+    size: int  # size in bytes
+
+
+def read_document(path: Path, name: str) -> Document:
+    """Return name, size and hash of a file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return Document(name, path, hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}",
+            expected="readable files",
+            fix="correct the permissions, or remove the file",
+            code="E_UNREADABLE",
+        ) from error
+
+
+def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> Tokens:
+    """Return the tokens of all documents in order, each followed by the end token, as a memory-mapped file.
+
+    The file name is a hash of the tokenizer and of the names and contents of the documents. The file is written under
+    another name and renamed, so processes can write it at the same time without waiting: their contents are equal.
+
+    Raises:
+        DataError: a document is not text, the tokenizer has no end token, or `folder` is not writable.
+    """
+    dtype = numpy.dtype("<u2" if tokenizer.size <= _MAX_2_BYTES else "<u4")
+    key = [_CACHE_FORMAT, tokenizer.digest, tokenizer.end, [(document.name, document.digest) for document in documents]]
+    path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.{dtype.str[1:]}"
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                for row in _encoded(documents, tokenizer):
+                    file.write(numpy.array(row, dtype=dtype).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be written: {error.strerror}",
+                expected="a writable folder for tokens",
+                fix="--set data.options.cache=FOLDER",
+                code="E_OUTPUT",
+            ) from error
+    if not path.stat().st_size:
+        return numpy.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+    return numpy.memmap(path, dtype=dtype, mode="r")
+
+
+def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of each document that is not empty."""
+    if tokenizer.end is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token",
+            expected="a token that separates documents, such as <|endoftext|>",
+            fix="add the token to the special tokens of the tokenizer",
+            code="E_TOKENIZER",
+        )
+    for document in documents:
+        try:
+            tokens = tokenizer.encode(document.path.read_bytes())
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{document.path} is not text: {error.reason} at byte {error.start}",
+                expected="UTF-8, with a tokenizer from a file",
+                fix="convert or remove the file, or use bytes: data.options.tokenizer: null",
+                code="E_UNREADABLE",
+            ) from error
+        if tokens:
+            yield [*tokens, tokenizer.end]

@@ -11,9 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.errors import DataError
-from samestep.zoo.class_labels import ClassLabels
 from samestep.zoo.options import require_count, require_option
-from samestep.zoo.splits import Answer, Splits, Task, require_fraction, train_validation_split
+from samestep.zoo.splits import Answer, ClassLabels, Splits, Task, require_fraction, train_validation_split
 from samestep.zoo.tables import Row, read_table, require_columns
 from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
 

@@ -198,14 +198,19 @@ def test_rest_of_a_killed_process_is_removed(store: Any, tmp_path: Path) -> None
     assert not names(tmp_path, "reserved")
 
 
+def prefetch_ends() -> None:
+    deadline = time.monotonic() + 20
+    while any(thread.name == "samestep-prefetch" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_prefetch_copies_in_the_background(store: Any, tmp_path: Path) -> None:
     folder = StreamFolder("memory://data")
     files = folder.find("*.bin")
     folder.prefetch([files[3], files[1], DataFile("9.bin", 1000)])  # the last one does not exist: its read reports it
-    deadline = time.monotonic() + 20
-    while len(names(tmp_path)) < 2 or any(thread.name == "samestep-prefetch" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    prefetch_ends()
+    assert len(names(tmp_path)) == 2
     store.rm("/data/3.bin")
     assert used(folder, files[3]) == bytes([3]) * 1000
 
@@ -221,13 +226,6 @@ def test_copy_of_another_account(store: Any, monkeypatch: pytest.MonkeyPatch) ->
     store.rm("/data/1.bin")
     monkeypatch.setattr(os, "utime", denied)
     assert used(folder, file) == bytes([1]) * 1000
-
-
-def prefetch_ends() -> None:
-    deadline = time.monotonic() + 20
-    while any(thread.name == "samestep-prefetch" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_prefetch_continues_after_an_error_of_the_disk(

@@ -1,18 +1,21 @@
-"""Arrow IPC files and streams, such as those of Hugging Face `save_to_disk` (https://arrow.apache.org)."""
+"""Arrow IPC files and streams, such as those of Hugging Face `save_to_disk` (https://arrow.apache.org).
+
+The import of pyarrow, the check of columns and the conversion of rows are also those of Parquet files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from samestep.data.streams.data_file import is_failed_read
+from samestep.data.streams.data_file import damaged_file, is_failed_read
 from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import find_files
-from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
-from samestep.data.streams.opened import IndexedSource, damaged_file
+from samestep.data.streams.source import IndexedSource
+from samestep.errors import DataError
 
 _FILE_MAGIC = b"ARROW1"
 
@@ -89,8 +92,47 @@ def count_rows(path: Path) -> int:
     try:
         reader = _Reader(path)
     except (ValueError, OSError, EOFError) as error:
-        if isinstance(error, OSError) and is_failed_read(error):
+        if is_failed_read(error):
             raise
         raise damaged_file(str(path), str(error)) from error
     reader.close()
     return reader.rows
+
+
+def require_pyarrow(needed_by: str) -> Any:
+    """Return the module pyarrow.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(
+            f"{needed_by} need pyarrow: {error}",
+            expected="the optional package pyarrow",
+            fix="pip install 'samestep[streams]'",
+            code="E_NOT_INSTALLED",
+        ) from error
+    return pyarrow
+
+
+def require_columns(columns: Iterable[str], known: Collection[str], name: str) -> None:
+    """Require that a file has all selected columns; `name` is for errors.
+
+    Raises:
+        DataError: it has not.
+    """
+    if unknown := [column for column in columns if column not in known]:
+        raise DataError(
+            f"{name} has no column {', '.join(map(str, unknown))}",
+            expected=f"columns of the file: {', '.join(known)}",
+            fix="correct the option columns",
+            code="E_COLUMN",
+        )
+
+
+def row_of(table: Any, index: int) -> dict[str, Any]:
+    """Return one row of a table or record batch, with a Python value per column."""
+    row: dict[str, Any] = table.slice(index, 1).to_pylist()[0]
+    return row

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samestep.data.streams.data_file import DataFile, missing_file
+from samestep.data.streams.data_file import DataFile, damaged_file, missing_file
 from samestep.data.streams.folder import StreamFolder
-from samestep.data.streams.opened import damaged_file
 
 INDEX = "samestep-index.json"
 PATTERNS = {"webdataset": "*.tar", "parquet": "*.parquet", "arrow": "*.arrow", "tokens": "*.bin"}

@@ -13,7 +13,7 @@ from samestep.data.streams.formats.mds import MdsSource
 from samestep.data.streams.formats.parquet import ParquetSource
 from samestep.data.streams.formats.tokens import TokenSource
 from samestep.data.streams.formats.webdataset import WebDatasetSource
-from samestep.data.streams.opened import IndexedSource
+from samestep.data.streams.source import IndexedSource
 from samestep.errors import DataError
 
 FORMATS: Mapping[str, Callable[..., IndexedSource[Any]]] = {

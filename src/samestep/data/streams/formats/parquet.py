@@ -10,11 +10,11 @@ from typing import IO, Any
 
 import numpy
 
-from samestep.data.streams.data_file import is_failed_read
+from samestep.data.streams.data_file import damaged_file, is_failed_read
 from samestep.data.streams.folder import StreamFolder
+from samestep.data.streams.formats.arrow import require_columns, require_pyarrow, row_of
 from samestep.data.streams.formats.index import find_files
-from samestep.data.streams.formats.tables import require_columns, require_pyarrow, row_of
-from samestep.data.streams.opened import IndexedSource, damaged_file
+from samestep.data.streams.source import IndexedSource
 
 _GROUP_BYTES = 1 << 27  # of the decoded row groups of a file: a window of a stream reads several in random order
 
@@ -104,6 +104,6 @@ def count_rows(opened: IO[bytes], name: str) -> int:
     try:
         return int(pyarrow.parquet.read_metadata(opened).num_rows)
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and is_failed_read(error):
+        if is_failed_read(error):
             raise
         raise damaged_file(name, str(error)) from error

@@ -9,9 +9,10 @@ from typing import Literal
 import numpy
 import torch
 
+from samestep.data.streams.data_file import damaged_file
 from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.index import find_files
-from samestep.data.streams.opened import IndexedSource, RawFile, damaged_file
+from samestep.data.streams.source import IndexedSource, RawFile
 from samestep.errors import DataError
 
 _HEADER = struct.Struct("<256i")  # magic number, version, number of tokens
