@@ -45,8 +45,13 @@ def add_audit(commands: Any) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.audit.against import ProgramComparison, compare_commands, comparisons_as_json, print_comparisons
     from samestep.tools.audit.analysis import analyse, as_json, print_report
+    from samestep.tools.audit.comparison import (
+        ProgramComparison,
+        compare_commands,
+        comparisons_as_json,
+        print_comparisons,
+    )
     from samestep.tools.audit.injection import run_observed
 
     require_single_process("audit")
@@ -84,7 +89,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _reference(arguments: argparse.Namespace) -> list[str]:
     """Return the command on the other number of processes, or an empty list."""
-    from samestep.tools.audit.against import reference_command
+    from samestep.tools.audit.comparison import reference_command
 
     if arguments.against is not None:
         return reference_command(arguments.script_arguments, int(arguments.against))

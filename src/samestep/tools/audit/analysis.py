@@ -9,12 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.padding import Padding
 
-from samestep.tools.audit.checkpoint_findings import checkpoint_findings
-from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import read_events
-from samestep.tools.audit.file_findings import file_findings
-from samestep.tools.audit.findings import Finding, plural
-from samestep.tools.audit.step_findings import step_findings
+from samestep.tools.audit.file_findings import checkpoint_findings, file_findings
+from samestep.tools.audit.findings import Finding, data_findings, plural, step_findings
 from samestep.tools.audit.worlds import World, group_worlds
 
 
