@@ -1,11 +1,14 @@
-"""Work and resources of a job, and the result of a submission."""
+"""Work and resources of a job, the result of a submission, and the parts of jobs in containers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
 
 from samestep.errors import InputError
 
@@ -17,6 +20,9 @@ _RESOURCE_LENGTH = 40
 PORT = 29400
 # Attempts after failures of ranks or machines.
 RESTARTS = 3
+# Folders in the container.
+SUBJECT_FOLDER = "/samestep"
+RUNS = "/runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +179,75 @@ class Submission:
                 raise InputError(
                     f"{path} cannot be written: {error.strerror}", "a writable folder", "--out DIR", code="E_OUTPUT"
                 ) from error
+
+
+def file_name(job: Job) -> str:
+    """Return the name of the recipe or script without its folder."""
+    return PurePath(job.subject).name
+
+
+def torchrun(job: Job, host: str | None = None) -> list[str]:
+    """Return the command of each node.
+
+    The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store for
+    an agent that joins or replaces another one, and both wait.
+
+    Args:
+        job: the job.
+        host: host name of the first node; None if the variable PET_RDZV_ENDPOINT has host and port.
+    """
+    subject = job.subject if job.text is None else f"{SUBJECT_FOLDER}/{file_name(job)}"
+    nodes = str(job.nodes) if job.minimum == job.maximum else f"{job.minimum_nodes}:{job.nodes}"
+    return [
+        *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={job.per_node}",
+        "--rdzv-backend=c10d",
+        *([f"--rdzv-endpoint={host}:{PORT}"] if host else []),
+        f"--rdzv-id={job.name}",
+        f"--max-restarts={RESTARTS}",
+        *job.arguments_of(subject, RUNS),
+    ]
+
+
+def require_image(job: Job, system: str) -> str:
+    """Return the container image of the job."""
+    if job.image is None:
+        raise InputError(
+            f"{system} without --image",
+            expected="a container image with Samestep and its packages",
+            fix="--image registry.example.com/team/samestep:1",
+            code="E_OPTION_CONFLICT",
+        )
+    return job.image
+
+
+def require_volume(job: Job, system: str) -> str:
+    """Return the volume with the folder of runs."""
+    if job.volume is None:
+        raise InputError(
+            f"{system} without --volume",
+            expected=f"a volume that all nodes can write to, for the folder of runs {RUNS}",
+            fix="--volume NAME",
+            code="E_OPTION_CONFLICT",
+        )
+    return job.volume
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as blocks, and repeats equal parts in place of aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(*documents: dict[str, Any]) -> str:
+    """Return documents as one YAML file, with keys in their order and long lines."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from samestep.tools.submit.container import RUNS, SUBJECT_FOLDER, file_name, require_image, require_volume, torchrun
-from samestep.tools.submit.job import RESTARTS, Job, Submission
-from samestep.tools.submit.yaml_documents import to_yaml
+from samestep.tools.submit.job import (
+    RESTARTS,
+    RUNS,
+    SUBJECT_FOLDER,
+    Job,
+    Submission,
+    file_name,
+    require_image,
+    require_volume,
+    to_yaml,
+    torchrun,
+)
 
 Manifest = Literal["trainjob", "jobset"]
 _GPU = "nvidia.com/gpu"

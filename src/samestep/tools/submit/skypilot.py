@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import InputError
-from samestep.tools.submit.container import RUNS, SUBJECT_FOLDER, file_name, require_image, require_volume, torchrun
-from samestep.tools.submit.job import PORT, Job, Submission
-from samestep.tools.submit.yaml_documents import to_yaml
+from samestep.tools.submit.job import (
+    PORT,
+    RUNS,
+    SUBJECT_FOLDER,
+    Job,
+    Submission,
+    file_name,
+    require_image,
+    require_volume,
+    to_yaml,
+    torchrun,
+)
 
 
 def submission(job: Job) -> Submission:
