@@ -21,7 +21,7 @@ from samestep.distributed.env import Environment, launch_variables, read_environ
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.resources import read_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, InputError
-from samestep.tools.doctor.plan import MICROBATCH_BYTES, RANK_BYTES, WORKER_BYTES, Finding, Plan, Verdict, worst
+from samestep.tools.doctor.findings import MICROBATCH_BYTES, RANK_BYTES, WORKER_BYTES, Finding, Plan, Verdict, worst
 from samestep.units import parse_bytes
 
 if TYPE_CHECKING:
