@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.options import add_number, add_options, print_json
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
@@ -19,11 +18,9 @@ from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
 _STEPS = 50
 
 
-def add_audit(commands: Any) -> None:
+def add_audit(add_parser: Any) -> None:
     """Add `samestep audit`."""
-    parser = commands.add_parser(
-        "audit",
-        help=COMMANDS["audit"].summary,
+    parser = add_parser(
         description="Run a training command, such as torchrun, accelerate launch or python, observe its processes, and "
         "report mistakes of distributed training with evidence and the line of the script. The script does not use "
         "Samestep and is not changed.",

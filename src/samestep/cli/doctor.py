@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.launch_options import PRELOAD, gpu_names, parse_process_count
 from samestep.cli.options import add_number, add_options, option_conflict, print_json, progress
 from samestep.distributed.devices import visible_devices
@@ -32,11 +31,9 @@ _PLACE = ("rank", "world_size", "local_rank", "local_size", "restarts", "address
 _COLOURS: dict[Verdict, str] = {"pass": "green", "info": "dim", "warn": "yellow", "fail": "red"}
 
 
-def add_doctor(commands: Any) -> None:
+def add_doctor(add_parser: Any) -> None:
     """Add `samestep doctor`."""
-    parser = commands.add_parser(
-        "doctor",
-        help=COMMANDS["doctor"].summary,
+    parser = add_parser(
         description="Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short "
         "self-test. Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed.",
         epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4 --worker-memory 2GiB; "

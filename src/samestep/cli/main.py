@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -44,7 +45,8 @@ def build_parser(arguments: Sequence[str] | None = None) -> CommandParser:
     parser, commands = build_root(CommandParser)
     for name, command in COMMANDS.items():
         if arguments is None or name in arguments:
-            getattr(import_module(f"samestep.cli.{command.module}"), f"add_{name}")(commands)
+            add = getattr(import_module(f"samestep.cli.{command.module}"), f"add_{name}")
+            add(partial(commands.add_parser, name, help=command.summary))
         else:
             commands.add_parser(name, help=command.summary)
     for subparser in commands.choices.values():

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD
 from samestep.cli.options import (
@@ -34,11 +33,9 @@ _TOLERANCES = {True: 1e-12, False: 1e-4}
 _HOOK_TOLERANCES = {"fp16": 0.1, "bf16": 0.5}
 
 
-def add_verify(commands: Any) -> None:
+def add_verify(add_parser: Any) -> None:
     """Add `samestep verify`."""
-    parser = commands.add_parser(
-        "verify",
-        help=COMMANDS["verify"].summary,
+    parser = add_parser(
         description="Run the first steps, the last batch of the epoch and one evaluation of a recipe (or a complete "
         "script) on several numbers of processes, compare all results with those of the first number, and write a "
         "certificate. If results differ, find the cause by experiments.",
