@@ -139,6 +139,43 @@ class Job:
         options = ["--name", self.name, "--runs", runs, "--or-resume"]
         return ["-m", "samestep", "train", subject, *overrides, *options]
 
+    @property
+    def file_name(self) -> str:
+        """Name of the recipe or script without its folder."""
+        return PurePath(self.subject).name
+
+    def torchrun(self, host: str | None = None) -> list[str]:
+        """Return the command of each node of containers, with torchrun (torch.distributed.run).
+
+        The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store
+        for an agent that joins or replaces another one, and both wait.
+
+        Args:
+            host: host name of the first node; None if the variable PET_RDZV_ENDPOINT has host and port.
+        """
+        subject = self.subject if self.text is None else f"{SUBJECT_FOLDER}/{self.file_name}"
+        nodes = str(self.nodes) if self.minimum == self.maximum else f"{self.minimum_nodes}:{self.nodes}"
+        return [
+            *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={self.per_node}",
+            "--rdzv-backend=c10d",
+            *([f"--rdzv-endpoint={host}:{PORT}"] if host else []),
+            f"--rdzv-id={self.name}",
+            f"--max-restarts={RESTARTS}",
+            *self.arguments_of(subject, RUNS),
+        ]
+
+    def require_image(self, system: str) -> str:
+        """Return the container image of the job."""
+        expected, fix = "a container image with Samestep and its packages", "registry.example.com/team/samestep:1"
+        return required(self.image, "--image", system, expected, fix)
+
+    def require_volume(self, system: str) -> str:
+        """Return the volume with the folder of runs."""
+        expected = f"a volume that all nodes can write to, for the folder of runs {RUNS}"
+        return required(self.volume, "--volume", system, expected, "NAME")
+
     def require_fixed_size(self, system: str) -> None:
         """Require one number of ranks, for a system that cannot change it."""
         if self.minimum != self.maximum:
@@ -148,6 +185,13 @@ class Job:
                 fix=f"--processes {self.maximum}",
                 code="E_PROCESSES",
             )
+
+
+def required(value: str | None, option: str, system: str, expected: str, example: str) -> str:
+    """Return the value of an option, or raise an `InputError` if a system needs it and it is not set."""
+    if value is None:
+        raise InputError(f"{system} without {option}", expected, f"{option} {example}", code="E_OPTION_CONFLICT")
+    return value
 
 
 @dataclass(frozen=True)
@@ -179,59 +223,6 @@ class Submission:
                 raise InputError(
                     f"{path} cannot be written: {error.strerror}", "a writable folder", "--out DIR", code="E_OUTPUT"
                 ) from error
-
-
-def file_name(job: Job) -> str:
-    """Return the name of the recipe or script without its folder."""
-    return PurePath(job.subject).name
-
-
-def torchrun(job: Job, host: str | None = None) -> list[str]:
-    """Return the command of each node.
-
-    The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store for
-    an agent that joins or replaces another one, and both wait.
-
-    Args:
-        job: the job.
-        host: host name of the first node; None if the variable PET_RDZV_ENDPOINT has host and port.
-    """
-    subject = job.subject if job.text is None else f"{SUBJECT_FOLDER}/{file_name(job)}"
-    nodes = str(job.nodes) if job.minimum == job.maximum else f"{job.minimum_nodes}:{job.nodes}"
-    return [
-        *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
-        f"--nnodes={nodes}",
-        f"--nproc-per-node={job.per_node}",
-        "--rdzv-backend=c10d",
-        *([f"--rdzv-endpoint={host}:{PORT}"] if host else []),
-        f"--rdzv-id={job.name}",
-        f"--max-restarts={RESTARTS}",
-        *job.arguments_of(subject, RUNS),
-    ]
-
-
-def require_image(job: Job, system: str) -> str:
-    """Return the container image of the job."""
-    if job.image is None:
-        raise InputError(
-            f"{system} without --image",
-            expected="a container image with Samestep and its packages",
-            fix="--image registry.example.com/team/samestep:1",
-            code="E_OPTION_CONFLICT",
-        )
-    return job.image
-
-
-def require_volume(job: Job, system: str) -> str:
-    """Return the volume with the folder of runs."""
-    if job.volume is None:
-        raise InputError(
-            f"{system} without --volume",
-            expected=f"a volume that all nodes can write to, for the folder of runs {RUNS}",
-            fix="--volume NAME",
-            code="E_OPTION_CONFLICT",
-        )
-    return job.volume
 
 
 class _Dumper(yaml.SafeDumper):
