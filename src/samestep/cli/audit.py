@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,8 @@ def add_audit(add_parser: Any) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.audit.analysis import analyse, as_json, print_report
-    from samestep.tools.audit.comparison import (
-        ProgramComparison,
-        compare_commands,
-        comparisons_as_json,
-        print_comparisons,
-    )
+    from samestep.tools.audit.analysis import analyse, print_report
+    from samestep.tools.audit.comparison import ProgramComparison, compare_commands, print_comparisons
     from samestep.tools.audit.injection import run_observed
 
     require_single_process("audit")
@@ -72,8 +68,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         if reference and code == EXIT_DONE:
             code, comparisons = compare_commands(reference, command, folder, Path(name), run)
     if arguments.json:
-        against = {"against": comparisons_as_json(comparisons)} if reference else {}
-        print_json({**as_json(analysis, code), **against})
+        against = {"against": [asdict(comparison) for comparison in comparisons]} if reference else {}
+        print_json({**asdict(analysis), "exit_code": code, **against})
     else:
         print_report(analysis)
         print_comparisons(comparisons)

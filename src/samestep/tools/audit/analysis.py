@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -61,11 +61,6 @@ def _merged(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         first.setdefault((finding.name, finding.line), finding)
     return list(first.values())
-
-
-def as_json(analysis: Analysis, exit_code: int) -> dict[str, object]:
-    """Return the analysis for `--json`, with the exit code of the command."""
-    return {**asdict(analysis), "exit_code": exit_code}
 
 
 def print_report(analysis: Analysis) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -298,11 +298,6 @@ def compare_commands(
             changed = [_compare(*pair) for pair in _pairs(*map(_traces, folders))]
             results = [_attributed(*pair, subset) for pair in zip(results, changed, strict=True)]
     return 0, results
-
-
-def comparisons_as_json(comparisons: Sequence[ProgramComparison]) -> list[dict[str, object]]:
-    """Return the comparisons for `--json`."""
-    return [asdict(comparison) for comparison in comparisons]
 
 
 def print_comparisons(comparisons: Sequence[ProgramComparison]) -> None:
