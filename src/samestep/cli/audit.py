@@ -8,10 +8,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.options import add_number, add_options, print_json
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
@@ -19,11 +19,9 @@ from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
 _STEPS = 50
 
 
-def add_audit(commands: Any) -> None:
+def add_audit(add_parser: Any) -> None:
     """Add `samestep audit`."""
-    parser = commands.add_parser(
-        "audit",
-        help=COMMANDS["audit"].summary,
+    parser = add_parser(
         description="Run a training command, such as torchrun, accelerate launch or python, observe its processes, and "
         "report mistakes of distributed training with evidence and the line of the script. The script does not use "
         "Samestep and is not changed.",
@@ -45,8 +43,8 @@ def add_audit(commands: Any) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.audit.against import ProgramComparison, compare_commands, comparisons_as_json, print_comparisons
-    from samestep.tools.audit.analysis import analyse, as_json, print_report
+    from samestep.tools.audit.analysis import analyse, print_report
+    from samestep.tools.audit.comparison import ProgramComparison, compare_commands, print_comparisons
     from samestep.tools.audit.injection import run_observed
 
     require_single_process("audit")
@@ -70,8 +68,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         if reference and code == EXIT_DONE:
             code, comparisons = compare_commands(reference, command, folder, Path(name), run)
     if arguments.json:
-        against = {"against": comparisons_as_json(comparisons)} if reference else {}
-        print_json({**as_json(analysis, code), **against})
+        against = {"against": [asdict(comparison) for comparison in comparisons]} if reference else {}
+        print_json({**asdict(analysis), "exit_code": code, **against})
     else:
         print_report(analysis)
         print_comparisons(comparisons)
@@ -84,7 +82,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _reference(arguments: argparse.Namespace) -> list[str]:
     """Return the command on the other number of processes, or an empty list."""
-    from samestep.tools.audit.against import reference_command
+    from samestep.tools.audit.comparison import reference_command
 
     if arguments.against is not None:
         return reference_command(arguments.script_arguments, int(arguments.against))

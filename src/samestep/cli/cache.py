@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.options import add_options, print_json
 from samestep.distributed.env import CACHE, cache_folder
 from samestep.errors import EXIT_DONE, InputError
@@ -19,11 +18,9 @@ from samestep.zoo.cache.sample_cache import CacheInfo, list_caches, remove_cache
 _ALL = "all"
 
 
-def add_cache(commands: Any) -> None:
+def add_cache(add_parser: Any) -> None:
     """Add `samestep cache`."""
-    parser = commands.add_parser(
-        "cache",
-        help=COMMANDS["cache"].summary,
+    parser = add_parser(
         description="List the caches that runs with data.cache, or with files of an object store, have written, or "
         f"remove them. They are in ~/.cache/samestep, or in the folder of the environment variable {CACHE}.",
         epilog="example: samestep cache --clear photos-1f3a9c02de",

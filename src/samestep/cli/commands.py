@@ -9,7 +9,7 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class Command(NamedTuple):
-    """A command of `samestep`; the function `add_NAME` of its module adds its parser."""
+    """A command of `samestep`; the function `add_NAME` of its module receives a function that creates its parser."""
 
     module: str  # in samestep.cli
     summary: str

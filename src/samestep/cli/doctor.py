@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.launch_options import PRELOAD, gpu_names, parse_process_count
 from samestep.cli.options import add_number, add_options, option_conflict, print_json, progress
 from samestep.distributed.devices import visible_devices
@@ -21,7 +20,7 @@ from samestep.distributed.env import Environment, launch_variables, read_environ
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.resources import read_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, InputError
-from samestep.tools.doctor.plan import MICROBATCH_BYTES, RANK_BYTES, WORKER_BYTES, Finding, Plan, Verdict, worst
+from samestep.tools.doctor.findings import MICROBATCH_BYTES, RANK_BYTES, WORKER_BYTES, Finding, Plan, Verdict, worst
 from samestep.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -32,11 +31,9 @@ _PLACE = ("rank", "world_size", "local_rank", "local_size", "restarts", "address
 _COLOURS: dict[Verdict, str] = {"pass": "green", "info": "dim", "warn": "yellow", "fail": "red"}
 
 
-def add_doctor(commands: Any) -> None:
+def add_doctor(add_parser: Any) -> None:
     """Add `samestep doctor`."""
-    parser = commands.add_parser(
-        "doctor",
-        help=COMMANDS["doctor"].summary,
+    parser = add_parser(
         description="Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short "
         "self-test. Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed.",
         epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4 --worker-memory 2GiB; "

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, LaunchOptions, gpu_names
 from samestep.cli.options import (
@@ -49,11 +48,9 @@ if TYPE_CHECKING:
 _ROUNDS = 5  # of `samestep tune`
 
 
-def add_bench(commands: Any) -> None:
+def add_bench(add_parser: Any) -> None:
     """Add `samestep bench`."""
-    parser = commands.add_parser(
-        "bench",
-        help=COMMANDS["bench"].summary,
+    parser = add_parser(
         description="Train a recipe on one device, with nn.DataParallel and with DDP on several devices, with several "
         "microbatches per rank, in bf16, with compressed gradients, with sync batch norm and with additional "
         "strategies; then time all of them in turn. Variants that cannot run here are listed with the reason.",
@@ -98,11 +95,9 @@ def add_bench(commands: Any) -> None:
     parser.set_defaults(run=_bench)
 
 
-def add_profile(commands: Any) -> None:
+def add_profile(add_parser: Any) -> None:
     """Add `samestep profile`."""
-    parser = commands.add_parser(
-        "profile",
-        help=COMMANDS["profile"].summary,
+    parser = add_parser(
         description="Train some steps of a recipe or a script and measure their phases: data loading, forward, "
         "backward, communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible "
         "savings. Writes traces for Perfetto and TensorBoard.",
@@ -132,11 +127,9 @@ def add_profile(commands: Any) -> None:
     parser.set_defaults(run=_profile)
 
 
-def add_tune(commands: Any) -> None:
+def add_tune(add_parser: Any) -> None:
     """Add `samestep tune`."""
-    parser = commands.add_parser(
-        "tune",
-        help=COMMANDS["tune"].summary,
+    parser = add_parser(
         description="Find by short trials the number of loader processes and the prefetch of a recipe on this machine, "
         "check that microbatches fit into memory, and measure the effect of threads, channels-last and compilation. "
         "Settings that change no result are saved, and train and resume use them; the others are only reported.",

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
 from samestep.cli.launch_options import LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
@@ -39,11 +38,9 @@ _EXPORT_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".on
 _CONVERTED_SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
 
 
-def add_eval(commands: Any) -> None:
+def add_eval(add_parser: Any) -> None:
     """Add `samestep eval`."""
-    parser = commands.add_parser(
-        "eval",
-        help=COMMANDS["eval"].summary,
+    parser = add_parser(
         description="Evaluate a checkpoint of a run, or a file of weights with a recipe. Every sample counts once, on "
         "any number of processes.",
         epilog="example: samestep eval runs/first --checkpoint best",
@@ -61,11 +58,9 @@ def add_eval(commands: Any) -> None:
     parser.set_defaults(run=_evaluate)
 
 
-def add_predict(commands: Any) -> None:
+def add_predict(add_parser: Any) -> None:
     """Add `samestep predict`."""
-    parser = commands.add_parser(
-        "predict",
-        help=COMMANDS["predict"].summary,
+    parser = add_parser(
         description="Predict with the model of a run for files (images or texts, depending on the recipe), or complete "
         "a prompt with a language model. The training data is not needed.",
         epilog="example: samestep predict runs/first picture.png",
@@ -79,11 +74,9 @@ def add_predict(commands: Any) -> None:
     parser.set_defaults(run=_predict)
 
 
-def add_export(commands: Any) -> None:
+def add_export(add_parser: Any) -> None:
     """Add `samestep export`."""
-    parser = commands.add_parser(
-        "export",
-        help=COMMANDS["export"].summary,
+    parser = add_parser(
         description="Write the model of a run as weights (safetensors), as a torch.export program, or as ONNX, "
         "and compare outputs of the file with the model.",
         epilog="example: samestep export runs/first --format onnx --like picture.png",
@@ -97,11 +90,9 @@ def add_export(commands: Any) -> None:
     parser.set_defaults(run=_export)
 
 
-def add_push(commands: Any) -> None:
+def add_push(add_parser: Any) -> None:
     """Add `samestep push`."""
-    parser = commands.add_parser(
-        "push",
-        help=COMMANDS["push"].summary,
+    parser = add_parser(
         description="Upload the weights of a checkpoint with recipe, model card and, by choice, a certificate of "
         "samestep verify to a repository of the Hugging Face Hub. The Hub's client reads the token: hf auth login.",
         epilog="example: samestep push runs/first me/digits --certificate certificate/certificate.json",
@@ -115,11 +106,9 @@ def add_push(commands: Any) -> None:
     parser.set_defaults(run=_push)
 
 
-def add_convert(commands: Any) -> None:
+def add_convert(add_parser: Any) -> None:
     """Add `samestep convert`."""
-    parser = commands.add_parser(
-        "convert",
-        help=COMMANDS["convert"].summary,
+    parser = add_parser(
         description="Convert a YAML file of PaddleViT's ViT to a recipe, with a line for every key, or .pdparams "
         "weights to safetensors with timm's names. A .pdparams file is a pickle; no code in the file is executed.",
         epilog="example: samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml",

@@ -8,17 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.options import add_options, option_conflict, print_json, progress
 from samestep.errors import EXIT_DONE, InputError
 from samestep.units import format_bytes, parse_bytes
 
 
-def add_pack(commands: Any) -> None:
+def add_pack(add_parser: Any) -> None:
     """Add `samestep pack`."""
-    parser = commands.add_parser(
-        "pack",
-        help=COMMANDS["pack"].summary,
+    parser = add_parser(
         description="Write samples to MDS files, which support reads at any position, with checksums in their index. "
         "An interrupted command continues when it is repeated, and writes the same bytes. With --index: write an index "
         "next to existing files.",

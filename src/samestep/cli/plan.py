@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, gpu_names
 from samestep.cli.options import (
@@ -33,11 +32,9 @@ _NODE_LATENCY = 20e-6
 _DEVICE_HOURS = 16384 * 54 * 24 / 419
 
 
-def add_plan(commands: Any) -> None:
+def add_plan(add_parser: Any) -> None:
     """Add `samestep plan`."""
-    parser = commands.add_parser(
-        "plan",
-        help=COMMANDS["plan"].summary,
+    parser = add_parser(
         description="Predict memory per device and step time of each layout of a recipe on a number of devices, from "
         "measurements of about 30 seconds on this machine; choose the fastest layout that fits into memory; "
         "and predict the speed on thousands of devices.",

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import PRELOAD, LaunchOptions
 from samestep.cli.options import (
@@ -36,11 +35,9 @@ if TYPE_CHECKING:
 _LISTED = 12  # differences of environments in the text
 
 
-def add_replay(commands: Any) -> None:
+def add_replay(add_parser: Any) -> None:
     """Add `samestep replay`."""
-    parser = commands.add_parser(
-        "replay",
-        help=COMMANDS["replay"].summary,
+    parser = add_parser(
         description="Compute a run again from the nearest checkpoint, or from the beginning, up to a step, and compare "
         "the checksums of the state with those of the run. The run is only read.",
         epilog="example: samestep replay runs/first --step 120 --processes 2. "
@@ -58,11 +55,9 @@ def add_replay(commands: Any) -> None:
     parser.set_defaults(run=_replay)
 
 
-def add_diff(commands: Any) -> None:
+def add_diff(add_parser: Any) -> None:
     """Add `samestep diff`."""
-    parser = commands.add_parser(
-        "diff",
-        help=COMMANDS["diff"].summary,
+    parser = add_parser(
         description="Compare recipes and environments of two runs, find the first step with different checksums of the "
         "state, and compute this step of both runs again to find the first different tensor. The runs are only read.",
         epilog="example: samestep diff runs/first runs/second. "

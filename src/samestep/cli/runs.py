@@ -16,7 +16,6 @@ from rich.live import Live
 from rich.text import Text
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.commands import COMMANDS
 from samestep.cli.options import add_options, add_run_argument, output_errors, print_json
 from samestep.errors import EXIT_DONE, InputError
 from samestep.report_limits import printable
@@ -32,11 +31,9 @@ _REPORT = "report.html"
 Section = TypeVar("Section")
 
 
-def add_top(commands: Any) -> None:
+def add_top(add_parser: Any) -> None:
     """Add `samestep top`."""
-    parser = commands.add_parser(
-        "top",
-        help=COMMANDS["top"].summary,
+    parser = add_parser(
         description="Show the state of each rank of a run, read from the run's directory: before, during and after the "
         "run. Ctrl-C ends the view. Without a terminal, one picture is printed.",
         epilog="example: samestep top runs/first --once",
@@ -50,11 +47,9 @@ def add_top(commands: Any) -> None:
     parser.set_defaults(run=_top)
 
 
-def add_report(commands: Any) -> None:
+def add_report(add_parser: Any) -> None:
     """Add `samestep report`."""
-    parser = commands.add_parser(
-        "report",
-        help=COMMANDS["report"].summary,
+    parser = add_parser(
         description="Write one HTML file about one or several runs: curves, ranks, classes, certificate, recipes and "
         "their differences, environment and checkpoints. The file needs no other file and no network. Runs can be "
         "unfinished.",

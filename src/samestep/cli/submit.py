@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import (
@@ -39,11 +38,9 @@ _OPTIONS = {
 }
 
 
-def add_submit(commands: Any) -> None:
+def add_submit(add_parser: Any) -> None:
     """Add `samestep submit`."""
-    parser = commands.add_parser(
-        "submit",
-        help=COMMANDS["submit"].summary,
+    parser = add_parser(
         description="Write the files of a job on several machines, and submit them with the command of the system. A "
         "restarted job continues its run.",
         epilog="example: samestep submit slurm digits --nodes 2 --gpus 4 --dry-run",

@@ -13,7 +13,6 @@ from typing import Any
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.store import CheckpointFolder, read_state
-from samestep.cli.commands import COMMANDS
 from samestep.cli.external_launcher import require_single_process, run_as_rank
 from samestep.cli.launch_options import (
     LaunchOptions,
@@ -60,11 +59,9 @@ from samestep.recipes.recipe_files import make_saved_recipe, with_saved_weight
 from samestep.units import parse_duration, plural
 
 
-def add_train(commands: Any) -> None:
+def add_train(add_parser: Any) -> None:
     """Add `samestep train`."""
-    parser = commands.add_parser(
-        "train",
-        help=COMMANDS["train"].summary,
+    parser = add_parser(
         description="Train a recipe on any number of processes, with the same result.",
         epilog="example: samestep train digits --processes 2 --set epochs=5 --name first",
     )
@@ -79,11 +76,9 @@ def add_train(commands: Any) -> None:
     parser.set_defaults(run=_train_recipe)
 
 
-def add_resume(commands: Any) -> None:
+def add_resume(add_parser: Any) -> None:
     """Add `samestep resume`."""
-    parser = commands.add_parser(
-        "resume",
-        help=COMMANDS["resume"].summary,
+    parser = add_parser(
         description="Resume a run from a checkpoint, on any number of processes, with the same result.",
         epilog="example: samestep resume runs/first --processes 3",
     )
@@ -96,11 +91,9 @@ def add_resume(commands: Any) -> None:
     parser.set_defaults(run=_resume)
 
 
-def add_run(commands: Any) -> None:
+def add_run(add_parser: Any) -> None:
     """Add `samestep run`."""
-    parser = commands.add_parser(
-        "run",
-        help=COMMANDS["run"].summary,
+    parser = add_parser(
         description="Run a script on several processes of this machine: a script with samestep.start(), or one written "
         "for torchrun, whose variables are set. The output of ranks other than 0 is written to files.",
         epilog="example: samestep run --processes 2 train.py --epochs 3",

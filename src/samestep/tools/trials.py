@@ -1,7 +1,8 @@
-"""Trials of `samestep bench` and `samestep tune` on one rank."""
+"""Trials of `samestep bench` and `samestep tune` on one rank, and the memory of a rank: peak, held tensors, limit."""
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+import psutil
 import torch
 
 from samestep.config import Recipe, RunOptions
@@ -24,16 +26,17 @@ from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.recipes.builder import Built, build, start_world
 from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
-from samestep.tools.memory import held_bytes, limit_memory, peak_memory
 from samestep.tools.timing import Timing
 from samestep.tools.tune.memory_check import Inspection
 from samestep.tools.tune.search import SearchResult, search
 from samestep.tools.tune.settings import Setting
+from samestep.units import format_bytes
 
 _WARMUP = 2  # steps until workers and ranks run at the same speed
 _MAX_STEPS = 20
 _BATCHES = 2  # preloaded batches of trials that do not measure data loading
 _IMAGE_DIMENSIONS = 4
+_RESERVED_BYTES = 32 << 20  # least memory of a rank in addition to that in use before the model
 
 
 class StopRequested(Exception):
@@ -177,8 +180,8 @@ class _MicrobatchTimer(Callback):
         self.device, self.begins = engine.world.device, []
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
-        if self.device is not None and is_accelerator(self.device):
-            accelerator_module().synchronize(self.device)
+        if self.device is not None:
+            synchronize(self.device)
         self.begins.append(time.perf_counter())
 
     @property
@@ -254,7 +257,8 @@ def _time_steps(engine: Engine, batches: Iterator[GlobalBatch], *, warmup: int, 
     if any(engine.step(batch).stop for batch in islice(batches, warmup)):
         raise StopRequested
     samples, waits = 0, []
-    _synchronize(engine.world)
+    synchronize(engine.world.device)
+    engine.world.barrier()
     began = time.perf_counter()
     for _ in range(steps):
         asked = time.perf_counter()
@@ -263,17 +267,57 @@ def _time_steps(engine: Engine, batches: Iterator[GlobalBatch], *, warmup: int, 
         if engine.step(batch).stop:
             raise StopRequested
         samples += batch.size
-    _synchronize(engine.world)
+    synchronize(engine.world.device)
+    engine.world.barrier()
     return _TimedSteps(time.perf_counter() - began, samples, waits)
 
 
-def _synchronize(world: World) -> None:
-    if is_accelerator(world.device):
-        accelerator_module().synchronize(world.device)
-    world.barrier()
+def synchronize(device: torch.device) -> None:
+    """Wait for the computations of an accelerator."""
+    if is_accelerator(device):
+        accelerator_module().synchronize(device)
 
 
 def _agree(timed: _TimedSteps, world: World) -> _TimedSteps:
     """Return the same times on all ranks: the longest wait of each step, because a step waits for its last rank."""
     seconds, waits = zip(*all_gather([timed.seconds, timed.waits], world), strict=True)
     return _TimedSteps(max(seconds), timed.samples, [max(of_step) for of_step in zip(*waits, strict=True)])
+
+
+def held_bytes(engine: Engine) -> int:
+    """Return the bytes of parameters, gradients, buffers and optimizer state on this rank."""
+    parameters = list(engine.local_parameters.local.values())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = [value for values in engine.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    tensors = [*parameters, *gradients, *engine.model.buffers(), *state]
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+
+
+def limit_memory(memory: int, device: torch.device) -> None:
+    """Limit the memory of the GPU or of this process; allocations above the limit fail.
+
+    Raises:
+        InputError: this process uses more already.
+    """
+    if is_accelerator(device):
+        total = accelerator_module().get_device_properties(device).total_memory
+        accelerator_module().set_per_process_memory_fraction(min(1.0, memory / total), device)
+        return
+    # Heap and private mappings (getrlimit(2)): a limit of the address space would count reservations. Their size is
+    # available on Linux only.
+    minimum = getattr(psutil.Process().memory_info(), "data", 0) + _RESERVED_BYTES
+    if memory < minimum:
+        raise InputError(
+            f"--memory {format_bytes(memory)}: a rank needs {format_bytes(minimum)} before the model is built",
+            expected="the total memory of a rank, including Python and torch",
+            fix=f"--memory {2 * minimum >> 20}MiB",
+            code="E_MEMORY_LIMIT",
+        )
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest memory so far in bytes: of tensors on a GPU, of the process on a CPU."""
+    if is_accelerator(device):
+        return int(accelerator_module().max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
 
-from samestep.tools.audit.checkpoint_findings import checkpoint_findings
-from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import read_events
-from samestep.tools.audit.file_findings import file_findings
-from samestep.tools.audit.findings import Finding, plural
-from samestep.tools.audit.step_findings import step_findings
+from samestep.tools.audit.file_findings import checkpoint_findings, file_findings
+from samestep.tools.audit.findings import Finding, data_findings, plural, step_findings
 from samestep.tools.audit.worlds import World, group_worlds
 
 
@@ -64,11 +61,6 @@ def _merged(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         first.setdefault((finding.name, finding.line), finding)
     return list(first.values())
-
-
-def as_json(analysis: Analysis, exit_code: int) -> dict[str, object]:
-    """Return the analysis for `--json`, with the exit code of the command."""
-    return {**asdict(analysis), "exit_code": exit_code}
 
 
 def print_report(analysis: Analysis) -> None:

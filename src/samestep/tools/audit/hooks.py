@@ -60,9 +60,24 @@ class _TorchFinder:
             def load_and_observe(module: ModuleType) -> None:
                 sys.meta_path.remove(self)
                 load(module)
-                from samestep.tools.audit.observers.install import install_observers
-
-                install_observers(self._writer, self._steps, self._without)
+                _install_observers(self._writer, self._steps, self._without)
 
             spec.loader.exec_module = load_and_observe  # type: ignore[method-assign]
         return spec
+
+
+def _install_observers(writer: EventWriter, steps: int, without: Sequence[str]) -> None:
+    """Observe loaders, random draws, optimizers, losses, files and checkpoints of this process; see `Session`."""
+    # Here, since these modules import torch.
+    from samestep.tools.audit.observers.files import observe_files
+    from samestep.tools.audit.observers.functional import observe_losses, observe_modules
+    from samestep.tools.audit.observers.loading import observe_fetches, observe_loading
+    from samestep.tools.audit.observers.session import Session
+    from samestep.tools.audit.observers.steps import observe_steps
+
+    session = Session(writer, steps, without)
+    observe_loading(session, observe_steps(session))
+    observe_fetches(session)
+    observe_modules(session)
+    observe_losses(session)
+    observe_files(session)

@@ -20,7 +20,7 @@ from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import InputError
 from samestep.tools.doctor.doctor import Facts
 from samestep.tools.doctor.environment import EFFECTS
-from samestep.tools.doctor.plan import Finding
+from samestep.tools.doctor.findings import Finding
 
 _README = """\
 Written by `samestep doctor --bundle` for a bug report.

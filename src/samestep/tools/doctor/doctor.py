@@ -18,8 +18,8 @@ from samestep.errors import InputError, RunError, SamestepError
 from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.tools.doctor import environment, gpus, machine, versions
+from samestep.tools.doctor.findings import Finding, Plan, judged
 from samestep.tools.doctor.gpus import TorchDevices
-from samestep.tools.doctor.plan import Finding, Plan, judged
 from samestep.units import format_bytes
 
 _HANG_AFTER_SECONDS = 40.0

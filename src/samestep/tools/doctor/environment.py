@@ -16,7 +16,7 @@ from samestep.distributed.env import read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.resources import Processors
 from samestep.errors import InputError
-from samestep.tools.doctor.plan import Finding, Verdict, judged
+from samestep.tools.doctor.findings import Finding, Verdict, judged
 from samestep.units import plural
 
 _ON = r"(?i)1|true|yes|on"

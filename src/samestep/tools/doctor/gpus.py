@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.tools.doctor.plan import Finding, judged
+from samestep.tools.doctor.findings import Finding, judged
 from samestep.units import format_bytes
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -17,7 +17,7 @@ import psutil
 
 from samestep.checkpoint.files import sync_folder, write_file
 from samestep.distributed.resources import CgroupLimits, Processors
-from samestep.tools.doctor.plan import Finding, Plan, Verdict, judged
+from samestep.tools.doctor.findings import Finding, Plan, Verdict, judged
 from samestep.units import format_bytes, plural
 
 _SHM = "/dev/shm"

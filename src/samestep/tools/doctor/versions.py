@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from samestep.tools.doctor.findings import Finding, Verdict, judged
 from samestep.tools.doctor.gpus import Nvidia
-from samestep.tools.doctor.plan import Finding, Verdict, judged
 
 _REQUIRED = ("samestep", "torch", "numpy", "safetensors", "pydantic", "rich", "psutil")
 # Packages by extra.

@@ -1,4 +1,4 @@
-"""Contents of one MDS file, equal to those of MosaicML Streaming's `MDSWriter`."""
+"""Encodings of columns, and contents of one MDS file, equal to those of MosaicML Streaming's `MDSWriter`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,40 @@ from typing import Any
 
 import numpy
 
-from samestep.data.streams.formats.mds import encode, fixed_size
+from samestep.data.streams.formats.mds import WRITABLE, encode, encoding_of, fixed_size
 from samestep.errors import DataError
 
 _MAX_BYTES = 1 << 32  # offsets have 32 bits
+
+
+def encodings_of(first: Mapping[str, Any], encodings: Mapping[str, str]) -> dict[str, str]:
+    """Return the encodings of the columns of the first sample, sorted by name as MDS files have them."""
+    if unknown := sorted(set(encodings) - set(first)):
+        raise DataError(
+            f"the first sample has no column {', '.join(unknown)}",
+            expected=f"columns of the samples: {', '.join(first)}",
+            fix="correct --column",
+            code="E_COLUMN",
+        )
+    if invalid := sorted(set(encodings.values()) - set(WRITABLE)):
+        raise DataError(
+            f"--column with the encoding {', '.join(invalid)}",
+            expected=f"one of {', '.join(WRITABLE)}",
+            fix="leave --column out for the encoding of the first sample",
+            code="E_VALUE",
+        )
+    return {name: encodings.get(name) or _encoding_of(name, first[name]) for name in sorted(first)}
+
+
+def _encoding_of(name: str, value: object) -> str:
+    try:
+        return encoding_of(value)
+    except TypeError as error:
+        raise DataError(
+            f"sample 0, column {name}: {error}",
+            expected="dense tensors of integers or of floats of 16, 32 or 64 bits",
+            fix="convert the tensor in the source: tensor.float(), tensor.to_dense()",
+        ) from error
 
 
 class MdsFile:

@@ -17,9 +17,9 @@ from typing import Any
 from samestep.checkpoint.files import make_folder, remove, replacing, sync_folder, write_atomically, write_file
 from samestep.checkpoint.lock import LOCK, FolderLock
 from samestep.data.streams.data_file import DataFile, difference
-from samestep.data.streams.formats.mds import INDEX, WRITABLE, encoding_of
+from samestep.data.streams.formats.mds import INDEX
 from samestep.errors import DataError, InputError, RunError
-from samestep.tools.pack.mds_file import MdsFile
+from samestep.tools.pack.mds_file import MdsFile, encodings_of
 from samestep.tools.pack.samples import Samples, columns_of
 
 JOURNAL = "pack.json"
@@ -151,7 +151,7 @@ def _write_rest(
             raise DataError(
                 "the source has no samples", "at least one sample", "correct the source", code="E_EMPTY_DATASET"
             )
-        columns = _columns(columns_of(first), facts["encodings"])
+        columns = encodings_of(columns_of(first), facts["encodings"])
         rest = chain((first,), rest)
         opened = MdsFile(columns, facts["file_bytes"])
 
@@ -194,36 +194,6 @@ def _changed_source(problem: str) -> DataError:
         expected="the same samples in the same order in each iteration of the source",
         fix="make the order of the source deterministic; remove the folder, and pack again",
     )
-
-
-def _columns(first: Mapping[str, Any], encodings: Mapping[str, str]) -> dict[str, str]:
-    """Return the encodings of the columns of the first sample, sorted by name as MDS files have them."""
-    if unknown := sorted(set(encodings) - set(first)):
-        raise DataError(
-            f"the first sample has no column {', '.join(unknown)}",
-            expected=f"columns of the samples: {', '.join(first)}",
-            fix="correct --column",
-            code="E_COLUMN",
-        )
-    if invalid := sorted(set(encodings.values()) - set(WRITABLE)):
-        raise DataError(
-            f"--column with the encoding {', '.join(invalid)}",
-            expected=f"one of {', '.join(WRITABLE)}",
-            fix="leave --column out for the encoding of the first sample",
-            code="E_VALUE",
-        )
-    return {name: encodings.get(name) or _encoding_of(name, first[name]) for name in sorted(first)}
-
-
-def _encoding_of(name: str, value: object) -> str:
-    try:
-        return encoding_of(value)
-    except TypeError as error:
-        raise DataError(
-            f"sample 0, column {name}: {error}",
-            expected="dense tensors of integers or of floats of 16, 32 or 64 bits",
-            fix="convert the tensor in the source: tensor.float(), tensor.to_dense()",
-        ) from error
 
 
 def _write_file(folder: Path, number: int, opened: MdsFile) -> dict[str, Any]:

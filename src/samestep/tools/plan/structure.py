@@ -178,4 +178,4 @@ def _tensor_plan(model: nn.Module, plan: Mapping[str, str], calls: Mapping[str, 
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

@@ -23,12 +23,11 @@ from samestep.engine.engine import Engine
 from samestep.engine.step_stats import StepResult
 from samestep.recipes.builder import Built, build, start_world
 from samestep.strategies.reduction import communicate
-from samestep.tools.memory import peak_memory
 from samestep.tools.plan.calibration import Calibration, LocalStep
 from samestep.tools.plan.collectives import Link
 from samestep.tools.plan.structure import model_facts
 from samestep.tools.timing import Spread
-from samestep.tools.trials import StopRequested, time_engine
+from samestep.tools.trials import StopRequested, peak_memory, synchronize, time_engine
 
 _ROUNDS = 3
 _SIZES = (64, 4 << 20)  # bytes of messages
@@ -56,7 +55,7 @@ class _UpdateTimer(Callback):
         self._begin = time.perf_counter()
 
     def end_gradients(self, engine: Engine) -> None:
-        _synchronize(engine.world.device)
+        synchronize(engine.world.device)
         self._gradients = time.perf_counter()
 
     def end_step(self, engine: Engine, result: StepResult) -> None:
@@ -244,7 +243,7 @@ def _link(world: World, communicate_once: Callable[[torch.Tensor, torch.Tensor],
             for _ in range(repeats):
                 began = time.perf_counter()
                 communicate_once(tensor, received)
-                _synchronize(world.device)
+                synchronize(world.device)
                 times.append(time.perf_counter() - began)
         seconds.append(max(all_gather(min(times), world)[:level]))
     small, large = seconds
@@ -257,13 +256,8 @@ def _copy_seconds(device: torch.device) -> float:
     target.copy_(source)
     began = time.perf_counter()
     target.copy_(source)
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - began) / _COPY_BYTES
-
-
-def _synchronize(device: torch.device) -> None:
-    if is_accelerator(device):
-        accelerator_module().synchronize(device)
 
 
 def try_strategies(

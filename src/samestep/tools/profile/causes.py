@@ -1,7 +1,4 @@
-"""Causes of lost time in a step, each with an upper bound of the possible saving.
-
-Every estimate follows from measurements of these steps or from timings on these ranks.
-"""
+"""Causes of lost time in a step, each with an upper bound of the possible saving."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from enum import StrEnum
 from math import ceil
 from statistics import mean, median
 
-from samestep.tools.profile.measurements import Measurements, PhaseSeconds, computing_seconds
-from samestep.tools.profile.straggler import straggler_of
+from samestep.tools.profile.measurements import Measurements, Phase, PhaseSeconds, computing_seconds
 from samestep.units import format_bytes, plural
 from samestep.units import format_milliseconds as ms
 
@@ -24,6 +20,10 @@ _MAX_WORKERS = 8
 _CHECKPOINT_SHARE = 0.02  # acceptable share of checkpoints in the time of a step
 _MANY_MESSAGES = 4  # times as many messages as torch's buckets
 _HOST_SHARE = 0.4  # least share of a step for the advice about the host
+# A straggler causes at least this share of a step, and of all waits, ...
+_SHARE_OF_STEP, _SHARE_OF_WAITS = 0.05, 0.6
+# ... and its longest phase explains at least this share of the waits for it.
+_EXPLAINED_SHARE = 0.3
 
 
 class Cause(StrEnum):
@@ -335,3 +335,35 @@ _CHECKS: tuple[Callable[[Measurements], Advice | None], ...] = (
     host_bound,
     communication,
 )
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Rank that arrives late again and again."""
+
+    rank: int
+    seconds: float  # wait of each other rank for this rank, per step
+    last: int  # number of collectives at which this rank arrived last, of the `apart` collectives with uneven arrivals
+    apart: int
+    phase: Phase  # phase with the largest difference to the other ranks
+    more: float  # that difference, in seconds per step
+
+
+def straggler_of(measured: Measurements) -> Straggler | None:
+    """Return the rank that the other ranks wait for; None if no rank stands out."""
+    lateness = measured.lateness
+    if measured.size == 1 or not lateness.steps:
+        return None
+    seconds = max(lateness.caused)
+    rank = lateness.caused.index(seconds)
+    others = [phases for other, phases in enumerate(measured.phases) if other != rank]
+    excess = {
+        phase: own - mean(phases[phase] for phases in others)
+        for phase, own in measured.phases[rank].items()
+        if phase != "communication"
+    }
+    phase = max(excess, key=lambda phase: excess[phase])
+    least = max(_SHARE_OF_STEP * measured.step_seconds, _SHARE_OF_WAITS * sum(lateness.caused))
+    if seconds < least or excess[phase] < _EXPLAINED_SHARE * seconds:
+        return None
+    return Straggler(rank, seconds, lateness.last[rank], lateness.apart, phase, excess[phase])

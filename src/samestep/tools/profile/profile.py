@@ -21,9 +21,8 @@ from samestep.errors import InputError
 from samestep.loggers.trackers import tensorboard_command
 from samestep.recipes.recipe_files import recipe_data
 from samestep.runs import LOOP
-from samestep.tools.profile.causes import Advice, advise
+from samestep.tools.profile.causes import Advice, advise, straggler_of
 from samestep.tools.profile.measurements import PHASES, Measurements, Phase, Step
-from samestep.tools.profile.straggler import straggler_of
 from samestep.tools.timing import run_trial
 from samestep.units import format_milliseconds as ms
 from samestep.units import plural
@@ -38,7 +37,7 @@ _MICRO = 1e6
 Event = dict[str, Any]
 CHECKPOINTS, TENSORBOARD, TRACE = "checkpoints", "tensorboard", "trace.json.gz"
 RUN = "run.txt"  # path of the run directory of a script
-_TRIAL, _SCRIPT_TRIAL = "samestep.tools.profile.trial", "samestep.tools.profile.script"
+_TRIALS = "samestep.tools.profile.trial"
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}  # silences torch's profiler
 _MAX_WIDTH = 200
 _NAMES: dict[Phase, str] = {
@@ -185,11 +184,11 @@ def profile(
         StoppedError: a stop was requested.
     """
     variables = {**_ENVIRONMENT, **environment}
-    trial = (_SCRIPT_TRIAL, "profile_script") if isinstance(subject, Script) else (_TRIAL, "profile_rank")
+    function = "profile_script" if isinstance(subject, Script) else "profile_rank"
     with TemporaryDirectory(prefix=".checkpoints-", dir=plan.folder) as scratch:
         own = replace(plan, scratch=Path(scratch).resolve())
         measured: Measurements = run_trial(
-            *trial, subject, own, processes=processes, preload=preload, environment=variables
+            _TRIALS, function, subject, own, processes=processes, preload=preload, environment=variables
         )
     trace = None
     if measured.traced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy
 import torch
 
 from samestep.distributed.world import all_gather
@@ -46,13 +47,6 @@ def _find(parts: Mapping[str, Part], difference: int) -> str | None:
             hits = ((changes == signed(difference)) | (changes == signed(-difference))).nonzero()
             if len(hits):
                 element, word = divmod(begin + int(hits[0]), per_element)
-                return f"bit {width * word + bit} of element {_indices(element, part.shape)} of {name}"
+                indices = [int(index) for index in numpy.unravel_index(element, part.shape)]
+                return f"bit {width * word + bit} of element {indices} of {name}"
     return None
-
-
-def _indices(element: int, shape: torch.Size) -> list[int]:
-    indices = []
-    for size in reversed(shape):
-        element, index = divmod(element, size)
-        indices.append(index)
-    return indices[::-1]

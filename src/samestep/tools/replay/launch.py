@@ -13,7 +13,7 @@ from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.tools.verify.trials import Trial
 
-_WORKER, _SCRIPT_WORKER = "samestep.tools.replay.worker", "samestep.tools.replay.script"
+_WORKER = "samestep.tools.replay.worker"
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,16 @@ def run_replay(subject: Subject, last: int, options: ReplayOptions, **fields: An
         quiet=options.quiet,
         **fields,
     )
-    module, function = _SCRIPT_WORKER, "replay_script"
+    function = "replay_script"
     arguments: tuple[Any, ...] = (request,)
     if isinstance(subject.command, Recipe):
-        module, function = _WORKER, "replay"
-        arguments = (subject.command, RunOptions(device=options.device), request)
+        function, arguments = "replay", (subject.command, RunOptions(device=options.device), request)
     result = run_workers(
-        ByName(module, function),
+        ByName(_WORKER, function),
         *arguments,
         processes=subject.processes,
         launch_config=LaunchConfig(HANG_AFTER),
-        preload=(*options.preload, module),
+        preload=(*options.preload, _WORKER),
         environment=options.environment,
     )
     replayed: Replayed = result.value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -34,22 +36,22 @@ def read_certificate(folder: Path) -> dict[str, Any]:
         InputError: the certificate is missing, damaged or of another format.
     """
     path = folder / CERTIFICATE_FILE
-    try:
+    with _reading(path, "samestep verify --out", "correct the path, or repeat samestep verify --out"):
         data = json.loads(path.read_bytes())
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return _certificate(path, data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path} cannot be read: {_cause(error)}",
-            expected=f"a folder written by samestep verify --out, which contains {CERTIFICATE_FILE}",
-            fix="correct the path, or repeat samestep verify --out",
-            code="E_UNREADABLE",
-        ) from error
 
 
-def _cause(error: Exception) -> str:
-    return str(error.strerror) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+@contextmanager
+def _reading(path: Path, command: str, fix: str) -> Iterator[None]:
+    """Report a missing or damaged file of a folder that a command has written."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        cause = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        expected = f"a folder written by {command}, which contains {path.name}"
+        raise InputError(f"{path} cannot be read: {cause}", expected, fix, code="E_UNREADABLE") from error
 
 
 def _certificate(path: Path, data: dict[str, Any]) -> dict[str, Any]:
@@ -112,16 +114,9 @@ def read_class_report(folder: Path) -> ClassReport:
         InputError: the folder has other content.
     """
     path = folder / CLASSES_FILE
-    try:
+    with _reading(path, "samestep eval --report", "repeat the evaluation, or remove the folder from the command"):
         data = json.loads(path.read_bytes())
         rows = class_rows(data["confusion"], [str(row["name"]) for row in data["classes"]])
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise InputError(
-            f"{path} cannot be read: {_cause(error)}",
-            expected=f"a folder written by samestep eval --report, which contains {CLASSES_FILE}",
-            fix="repeat the evaluation, or remove the folder from the command",
-            code="E_UNREADABLE",
-        ) from error
     numbers = {name: parse_finite(value) for name, value in data.items() if name not in _NOT_VALUES}
     overlays = sorted((folder / "overlays").glob("*.png"))
     pictures = [_picture(path) for path in overlays[:_MAX_OVERLAYS]]

@@ -6,9 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from samestep.tools.submit.container import RUNS, SUBJECT_FOLDER, file_name, require_image, require_volume, torchrun
-from samestep.tools.submit.job import PORT, Job, Submission
-from samestep.tools.submit.yaml_documents import to_yaml
+from samestep.tools.submit.job import PORT, RUNS, SUBJECT_FOLDER, Job, Submission, to_yaml
 
 
 def submission(job: Job) -> Submission:
@@ -22,13 +20,13 @@ def submission(job: Job) -> Submission:
         "type": "task",
         "name": job.resource_name,
         "nodes": job.nodes,
-        "image": require_image(job, "dstack"),
-        "commands": [f'export PET_RDZV_ENDPOINT="$DSTACK_MASTER_NODE_IP:{PORT}"', shlex.join(torchrun(job))],
-        "volumes": [f"{require_volume(job, 'dstack')}:{RUNS}"],
+        "image": job.require_image("dstack"),
+        "commands": [f'export PET_RDZV_ENDPOINT="$DSTACK_MASTER_NODE_IP:{PORT}"', shlex.join(job.torchrun())],
+        "volumes": [f"{job.require_volume('dstack')}:{RUNS}"],
         "retry": {"on_events": ["no-capacity", "interruption", "error"], "duration": "1d"},
     }
     if job.text is not None:
-        task["files"] = [f"{Path(job.folder, job.subject)}:{SUBJECT_FOLDER}/{file_name(job)}"]
+        task["files"] = [f"{Path(job.folder, job.subject)}:{SUBJECT_FOLDER}/{job.file_name}"]
     if job.gpus:
         task["resources"] = {"gpu": {"count": job.gpus, **({"name": job.gpu_name} if job.gpu_name else {})}}
     name = f"{job.name}.dstack.yml"

@@ -1,11 +1,14 @@
-"""Work and resources of a job, and the result of a submission."""
+"""Work and resources of a job, the result of a submission, and the parts of jobs in containers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
 
 from samestep.errors import InputError
 
@@ -17,6 +20,9 @@ _RESOURCE_LENGTH = 40
 PORT = 29400
 # Attempts after failures of ranks or machines.
 RESTARTS = 3
+# Folders in the container.
+SUBJECT_FOLDER = "/samestep"
+RUNS = "/runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +139,43 @@ class Job:
         options = ["--name", self.name, "--runs", runs, "--or-resume"]
         return ["-m", "samestep", "train", subject, *overrides, *options]
 
+    @property
+    def file_name(self) -> str:
+        """Name of the recipe or script without its folder."""
+        return PurePath(self.subject).name
+
+    def torchrun(self, host: str | None = None) -> list[str]:
+        """Return the command of each node of containers, with torchrun (torch.distributed.run).
+
+        The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store
+        for an agent that joins or replaces another one, and both wait.
+
+        Args:
+            host: host name of the first node; None if the variable PET_RDZV_ENDPOINT has host and port.
+        """
+        subject = self.subject if self.text is None else f"{SUBJECT_FOLDER}/{self.file_name}"
+        nodes = str(self.nodes) if self.minimum == self.maximum else f"{self.minimum_nodes}:{self.nodes}"
+        return [
+            *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={self.per_node}",
+            "--rdzv-backend=c10d",
+            *([f"--rdzv-endpoint={host}:{PORT}"] if host else []),
+            f"--rdzv-id={self.name}",
+            f"--max-restarts={RESTARTS}",
+            *self.arguments_of(subject, RUNS),
+        ]
+
+    def require_image(self, system: str) -> str:
+        """Return the container image of the job."""
+        expected, fix = "a container image with Samestep and its packages", "registry.example.com/team/samestep:1"
+        return required(self.image, "--image", system, expected, fix)
+
+    def require_volume(self, system: str) -> str:
+        """Return the volume with the folder of runs."""
+        expected = f"a volume that all nodes can write to, for the folder of runs {RUNS}"
+        return required(self.volume, "--volume", system, expected, "NAME")
+
     def require_fixed_size(self, system: str) -> None:
         """Require one number of ranks, for a system that cannot change it."""
         if self.minimum != self.maximum:
@@ -142,6 +185,13 @@ class Job:
                 fix=f"--processes {self.maximum}",
                 code="E_PROCESSES",
             )
+
+
+def required(value: str | None, option: str, system: str, expected: str, example: str) -> str:
+    """Return the value of an option, or raise an `InputError` if a system needs it and it is not set."""
+    if value is None:
+        raise InputError(f"{system} without {option}", expected, f"{option} {example}", code="E_OPTION_CONFLICT")
+    return value
 
 
 @dataclass(frozen=True)
@@ -173,3 +223,22 @@ class Submission:
                 raise InputError(
                     f"{path} cannot be written: {error.strerror}", "a writable folder", "--out DIR", code="E_OUTPUT"
                 ) from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as blocks, and repeats equal parts in place of aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(*documents: dict[str, Any]) -> str:
+    """Return documents as one YAML file, with keys in their order and long lines."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)

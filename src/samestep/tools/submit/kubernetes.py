@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from samestep.tools.submit.container import RUNS, SUBJECT_FOLDER, file_name, require_image, require_volume, torchrun
-from samestep.tools.submit.job import RESTARTS, Job, Submission
-from samestep.tools.submit.yaml_documents import to_yaml
+from samestep.tools.submit.job import RESTARTS, RUNS, SUBJECT_FOLDER, Job, Submission, to_yaml
 
 Manifest = Literal["trainjob", "jobset"]
 _GPU = "nvidia.com/gpu"
@@ -36,7 +34,7 @@ def _config_map(job: Job) -> dict[str, Any] | None:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": job.resource_name},
-        "data": {file_name(job): job.text},
+        "data": {job.file_name: job.text},
     }
 
 
@@ -54,7 +52,7 @@ def _train_job(job: Job) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
-                "image": require_image(job, "kubernetes"),
+                "image": job.require_image("kubernetes"),
                 "numNodes": job.nodes,
                 "numProcPerNode": job.per_node,
                 "command": _command(job),
@@ -68,7 +66,7 @@ def _train_job(job: Job) -> dict[str, Any]:
 def _job_set(job: Job) -> dict[str, Any]:
     container = {
         "name": _NODE,
-        "image": require_image(job, "kubernetes"),
+        "image": job.require_image("kubernetes"),
         "command": _command(job),
         "volumeMounts": _mounts(job),
         **({"resources": _resources(job)} if job.gpus else {}),
@@ -102,7 +100,7 @@ def _job_set(job: Job) -> dict[str, Any]:
 def _command(job: Job) -> list[str]:
     # JobSet gives each pod this name: JOBSET-REPLICATEDJOB-REPLICA-INDEX.SUBDOMAIN
     host = f"{job.resource_name}-{_NODE}-0-0.{job.resource_name}"
-    return torchrun(job, host)
+    return job.torchrun(host)
 
 
 def _resources(job: Job) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _resources(job: Job) -> dict[str, Any]:
 
 def _volumes(job: Job) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": require_volume(job, "kubernetes")}}
+        {"name": "runs", "persistentVolumeClaim": {"claimName": job.require_volume("kubernetes")}}
     ]
     if job.text is not None:
         volumes.append({"name": "subject", "configMap": {"name": job.resource_name}})

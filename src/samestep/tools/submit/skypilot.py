@@ -6,10 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import InputError
-from samestep.tools.submit.container import RUNS, SUBJECT_FOLDER, file_name, require_image, require_volume, torchrun
-from samestep.tools.submit.job import PORT, Job, Submission
-from samestep.tools.submit.yaml_documents import to_yaml
+from samestep.tools.submit.job import PORT, RUNS, SUBJECT_FOLDER, Job, Submission, required, to_yaml
 
 
 def submission(job: Job) -> Submission:
@@ -19,22 +16,16 @@ def submission(job: Job) -> Submission:
         InputError: image, volume or kind of GPU are missing, or the number of ranks is not fixed.
     """
     job.require_fixed_size("skypilot")
-    resources: dict[str, Any] = {"image_id": f"docker:{require_image(job, 'skypilot')}"}
+    resources: dict[str, Any] = {"image_id": f"docker:{job.require_image('skypilot')}"}
     if job.gpus:
-        resources["accelerators"] = {_gpu_name(job): job.gpus}
+        expected = "the kind of GPU, as in sky gpus list"
+        resources["accelerators"] = {required(job.gpu_name, "--gpu-name", "skypilot", expected, "H100"): job.gpus}
     task: dict[str, Any] = {"name": job.resource_name, "num_nodes": job.nodes, "resources": resources}
     if job.text is not None:
-        task["file_mounts"] = {f"{SUBJECT_FOLDER}/{file_name(job)}": str(Path(job.folder, job.subject))}
-    task["volumes"] = {RUNS: require_volume(job, "skypilot")}
+        task["file_mounts"] = {f"{SUBJECT_FOLDER}/{job.file_name}": str(Path(job.folder, job.subject))}
+    task["volumes"] = {RUNS: job.require_volume("skypilot")}
     task["run"] = (
-        f'export PET_RDZV_ENDPOINT="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"\n{shlex.join(torchrun(job))}\n'
+        f'export PET_RDZV_ENDPOINT="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"\n{shlex.join(job.torchrun())}\n'
     )
     name = f"{job.name}.sky.yaml"
     return Submission({name: to_yaml(task)}, ("sky", "jobs", "launch", "--yes", name))
-
-
-def _gpu_name(job: Job) -> str:
-    if job.gpu_name is None:
-        expected = "the kind of GPU, as in sky gpus list"
-        raise InputError("skypilot without --gpu-name", expected, "--gpu-name H100", code="E_OPTION_CONFLICT")
-    return job.gpu_name

@@ -19,7 +19,7 @@ from samestep.distributed.rng import microbatch_seed, preserved_generators
 from samestep.engine.buffers import AveragedBuffers
 from samestep.engine.engine import Engine
 from samestep.engine.microbatch_forward import call_model
-from samestep.tools.verify.digest import digest_any
+from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
 
 StateValue = torch.Tensor | float | list[Any] | dict[Any, Any]

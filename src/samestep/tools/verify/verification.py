@@ -15,9 +15,8 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
-from samestep.tools.verify.arbitrary_order import check_orders
 from samestep.tools.verify.attribution import Attribution
-from samestep.tools.verify.causes import Finding, additivity_finding, additivity_notes
+from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
 from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
 from samestep.units import plural
@@ -247,3 +246,14 @@ def _short(label: str) -> str:
     """Return `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`."""
     first, _, rest = label.partition(", killed in step ")
     return f"{first} > {rest.rpartition(' ')[2]}" if rest else first.partition(" ")[0]
+
+
+def check_orders(runner: TrialRunner, processes: int, reference: Record) -> list[Finding]:
+    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
+    other = runner.run(processes, reference, other_orders=True)
+    first = compare(reference, other, runner.conditions.tolerance).first
+    if first is None and other.failure is None:
+        return []
+    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
+    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
+    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]

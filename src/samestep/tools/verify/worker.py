@@ -38,9 +38,8 @@ from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
 from samestep.session import start
 from samestep.tools.verify.additivity import check_additivity
-from samestep.tools.verify.digest import digest_any, digest_rows
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
-from samestep.tools.verify.step_tensors import StepTensors
+from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
 
 if TYPE_CHECKING:

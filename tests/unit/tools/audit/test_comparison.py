@@ -1,10 +1,11 @@
-"""First difference between two trainings, from their events."""
+"""First difference between two trainings, from their events, and commands on another number of processes."""
 
 from typing import Any
 
 import pytest
 
-from samestep.tools.audit.comparison import Trace, first_difference
+from samestep.errors import InputError
+from samestep.tools.audit.comparison import Trace, first_difference, reference_command
 from samestep.tools.audit.worlds import World
 from samestep.tools.verify.causes import Cause
 
@@ -63,3 +64,27 @@ def test_number_of_steps_and_counts_of_evaluations() -> None:
     count = {"kind": "count", "step": 1, "samples": 19}
     reference, padded = trace([*one, {**count, "samples": 37}]), trace([*one, count], [*one, count])
     assert first(reference, padded) == ("evaluation", 1, Cause.EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["torchrun", "--nproc-per-node", "4", "train.py"], ["torchrun", "--nproc-per-node", "1", "train.py"]),
+        (["torchrun", "--nproc_per_node=gpu", "train.py"], ["torchrun", "--nproc_per_node=1", "train.py"]),
+        (
+            ["accelerate", "launch", "--num_processes=4", "train.py"],
+            ["accelerate", "launch", "--num_processes=1", "train.py"],
+        ),
+    ],
+)
+def test_number_of_processes_is_replaced(command: list[str], expected: list[str]) -> None:
+    assert reference_command(command, 1) == expected
+
+
+@pytest.mark.parametrize(
+    "command", [["python", "train.py"], ["torchrun", "--nproc-per-node=2", "train.py", "--num_processes", "2"]]
+)
+def test_command_without_exactly_one_number(command: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        reference_command(command, 1)
+    assert caught.value.code == "E_OPTION_CONFLICT"

@@ -21,9 +21,9 @@ from samestep.tools.doctor.environment import (
     loopback_error,
     resolve,
 )
+from samestep.tools.doctor.findings import Finding
 from samestep.tools.doctor.gpus import Nvidia
 from samestep.tools.doctor.machine import Folder, check_folder, read_folder
-from samestep.tools.doctor.plan import Finding
 from samestep.tools.doctor.versions import Versions, check_builds, check_packages, conflict_finding, read_versions
 
 EIGHT_PROCESSORS = Processors(8, 8)

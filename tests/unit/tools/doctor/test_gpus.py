@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samestep.tools.doctor import doctor
+from samestep.tools.doctor.findings import Finding
 from samestep.tools.doctor.gpus import (
     Gpu,
     Nvidia,
@@ -16,7 +17,6 @@ from samestep.tools.doctor.gpus import (
     parse_gpus,
     parse_processes,
 )
-from samestep.tools.doctor.plan import Finding
 
 GIB = 1 << 30
 QUERY = """\

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from samestep.distributed.resources import Processors
+from samestep.tools.doctor.findings import Finding, Plan, judged, worst
 from samestep.tools.doctor.machine import Resources, check_limits, check_memory, check_processors
-from samestep.tools.doctor.plan import Finding, Plan, judged, worst
 
 GIB = 1 << 30
 PLAN = Plan(Path("runs"), processes=4, workers=2, threads=1)

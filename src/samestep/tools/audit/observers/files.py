@@ -1,4 +1,4 @@
-"""Observer of files that a process truncates and writes."""
+"""Observers of files that are opened for writing, and of checkpoints: the position in the data at a save, and loads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.observers.session import Session
@@ -53,21 +54,59 @@ class FileObserver:
 
 
 def observe_files(session: Session) -> None:
-    """Observe files that are opened for writing, and checkpoints, which torch writes without Python's `open`."""
+    """Observe files that are opened for writing, saved and loaded checkpoints, and optimizers that load a state.
+
+    Torch writes checkpoints without Python's `open`.
+    """
     observer = FileObserver(session)
+
+    def saved(file: Any) -> None:
+        positions = session.positions()
+        if positions:
+            session.emit("saved", key=_key(file), name=os.fsdecode(file), positions=positions)
+
+    def loaded(file: Any) -> None:
+        session.emit("loaded", key=_key(file))
+
+    def state_loaded() -> None:
+        session.emit("optimizer_loaded", line=user_line())
+
     opened, written = session.guarded(observer.opened), session.guarded(observer.written)
+    observed_saved, observed_loaded = session.guarded(saved), session.guarded(loaded)
+    observed_state = session.guarded(state_loaded)
+    patched: Any = torch
+    optimizer: Any = Optimizer
+    save, load, load_state = torch.save, torch.load, optimizer.load_state_dict
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and len(arguments) == 3 and isinstance(arguments[2], int):
             opened(arguments[0], arguments[2])
 
-    sys.addaudithook(hook)
-    save = torch.save
-
     def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike):
+        is_path = isinstance(f, str | os.PathLike)
+        if is_path:
             written(f)
-        return save(obj, f, *args, **kwargs)
+        result = save(obj, f, *args, **kwargs)
+        if is_path:
+            observed_saved(f)
+        return result
 
-    patched: Any = torch
-    patched.save = observed_save
+    def observed_load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(f, *args, **kwargs)
+        if isinstance(f, str | os.PathLike):
+            observed_loaded(f)
+        return result
+
+    def observed_load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observed_state()
+        return load_state(self, *args, **kwargs)
+
+    sys.addaudithook(hook)
+    patched.save, patched.load = observed_save, observed_load
+    optimizer.load_state_dict = observed_load_state
+
+
+def _key(file: Any) -> list[int]:
+    """Return the identity of the content of a file, which a rename does not change."""
+    status = os.stat(file)
+    return [status.st_ino, status.st_mtime_ns]

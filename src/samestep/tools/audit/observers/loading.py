@@ -1,7 +1,9 @@
-"""Observer of loaders: the samples of each pass over a dataset, and the counts that evaluations reduce."""
+"""Observer of loaders: passes over data sets, samples of batches, random draws in fetches, counts of evaluations."""
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 import zlib
 from collections import deque
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import fetch as torch_fetch
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.observers.session import Session, sample_numbers
@@ -27,6 +30,7 @@ _HASHED_ITEMS = 256  # of a list of a dataset
 _HASHED_VALUES_OF_DATASET = 4096
 _COUNT_SIZE = 64  # elements of a tensor that can contain the count of an evaluation
 _LIBRARIES = ("torch.", "accelerate.", "lightning.", "pytorch_lightning.", "transformers.")
+_FETCHES = 16  # observed batches per process
 
 
 class _Pass:
@@ -311,3 +315,59 @@ def _row_hashes(data: Any, count: int) -> list[list[int]]:
             rows = leaf.detach().reshape(count, -1)[:, :_HASHED_VALUES].contiguous().view(torch.uint8).cpu().numpy()
             hashes.append([zlib.crc32(row) for row in rows])
     return hashes
+
+
+class DrawObserver:
+    """Observer of the draws in `fetch`, in loader workers too."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._fetches = 0
+        self._before: dict[str, int] = {}
+
+    def begins_fetch(self) -> None:
+        """Store the states of the generators before a batch."""
+        self._fetches += 1
+        self._before = _states() if self._fetches <= _FETCHES else {}
+
+    def ends_fetch(self, index: Any) -> None:
+        """Write the states of the generators that a batch used."""
+        before, self._before = self._before, {}
+        if not before:
+            return
+        after = _states()
+        used = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
+        samples = sample_numbers(index)
+        if used and samples is not None:
+            self._session.emit("fetch_draws", samples=samples, states=used)
+
+
+def observe_fetches(session: Session) -> None:
+    """Observe the fetches of map-style datasets."""
+    observer = DrawObserver(session)
+    begins, ends = session.guarded(observer.begins_fetch), session.guarded(observer.ends_fetch)
+    patched: Any = torch_fetch._MapDatasetFetcher
+    fetch = patched.fetch
+
+    def observed_fetch(self: Any, index: Any) -> Any:
+        begins()
+        data = fetch(self, index)
+        ends(index)
+        return data
+
+    patched.fetch = observed_fetch
+
+
+def _states() -> dict[str, int]:
+    """Return hashes of the states of the generators of torch, Python and NumPy."""
+    states = {"torch": state_hash(torch.get_rng_state()), "random": hash(random.getstate()[1])}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        states["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return states
+
+
+def state_hash(state: torch.Tensor) -> int:
+    """Return a hash of the state of a generator."""
+    return zlib.crc32(state.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""`--per-device-batch-size` sets the global batch size of a new run."""
+"""`--per-device-batch-size` sets the global batch size of a new run, `--accumulate` the microbatches of a process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ from samestep.recipes.recipe_files import read_recipe
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 Refused = Callable[..., str]
+ONE_EPOCH = ("--set", "epochs=1")
 
 
 def test_global_batch_is_logged_and_saved_in_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,3 +85,30 @@ def test_recipe_has_no_per_device_batch_size(refused: Refused, tmp_path: Path) -
     text = RECIPE.read_text(encoding="utf-8").replace("batch_size: 8", "per_device_batch_size: 8")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     assert "mine.yaml: unknown key per_device_batch_size" in refused("train", "mine.yaml").splitlines()[0]
+
+
+def test_microbatches_are_logged_and_saved_and_the_batch_stays(tmp_path: Path) -> None:
+    arguments = ("--processes", 2, "--accumulate", 4, "--name", "a", *ONE_EPOCH, "batch_size=16")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    recipe = read_recipe(tmp_path / "runs" / "a" / "recipe.yaml")
+    assert (recipe.batch_size, recipe.microbatches) == (16, 8)
+    assert here("train", RECIPE, "--name", "b", *ONE_EPOCH, "batch_size=16", "microbatches=8", cwd=tmp_path) == 0
+    assert weights(tmp_path / "runs" / "a") == weights(tmp_path / "runs" / "b")
+
+
+def test_effect_is_printed_with_the_samples_of_a_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--accumulate", 3, "--per-device-batch-size", 4, "--name", "a", *ONE_EPOCH)
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    recipe = read_recipe(tmp_path / "runs" / "a" / "recipe.yaml")
+    assert (recipe.batch_size, recipe.microbatches) == (12, 3)
+    line = "global batch 12 = 3 microbatches of 4 samples: 3 per step on each of 1 process, saved in the recipe"
+    assert line in capsys.readouterr().err.splitlines()
+
+
+def test_invalid_combinations_are_errors(refused: Refused) -> None:
+    assert "--accumulate 0" in refused("train", "digits", "--accumulate", 0)
+    auto = refused("train", "digits", "--accumulate", 4, "--processes", "auto")
+    assert "--accumulate 4 with --processes auto" in auto.splitlines()[0]
+    twice = refused("train", "digits", "--accumulate", 4, "--set", "microbatches=4")
+    assert "--accumulate 4 and --set microbatches=4" in twice.splitlines()[0]
+    assert "[E_BATCH_SIZE]" in refused("train", "digits", "--accumulate", 100)

@@ -1,4 +1,4 @@
-"""Planned processes with their use of memory, threads and files, and findings about the machine for this plan."""
+"""Findings about a machine, and the planned processes with their use of memory, threads and files."""
 
 from __future__ import annotations
 

@@ -1,16 +1,19 @@
-"""Digests and distances of tensors."""
+"""Digests and distances of tensors, and gradients of zero except for rounding: optimizers scale it to a full step."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify.digest import digest, digest_any, digest_rows, leaves
-from samestep.tools.verify.step_tensors import distance
+from samestep.tools.verify.tensor_comparison import StepTensors, digest, digest_any, digest_rows, distance, leaves
+from samestep.tools.verify.trials import Trial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+TOLERANCE = 1e-4
+GRADIENT, STATE = torch.tensor([1e-9, 0.5, -0.5]), torch.tensor([0.010, 0.200, 0.300])
 
 
 @given(dtype=st.sampled_from(DTYPES[:-1]), size=st.integers(1, 9), bit=st.integers(0, 10**6))
@@ -66,3 +69,52 @@ def test_distance_of_incompatible_tensors_is_infinite() -> None:
     assert distance(torch.ones(2), torch.ones(2).double()) == math.inf
     assert distance(torch.ones(2), torch.zeros(2)) == math.inf
     assert distance(torch.ones(2), torch.zeros(2), min_scale=10.0) == 0.1
+
+
+def distances(
+    folder: Path, gradient: torch.Tensor, state: torch.Tensor, tolerance: float | None = TOLERANCE
+) -> dict[str, dict[str, float]]:
+    """Return the distances of a step from a reference with `GRADIENT` and `STATE`."""
+    for name, tensors in (("reference", (GRADIENT, STATE)), ("other", (gradient, state))):
+        is_reference = name == "reference"
+        trial = Trial(
+            tolerance=tolerance,
+            folder=folder / name,
+            processes=1,
+            steps=1,
+            writes_tensors=is_reference,
+            reference=None if is_reference else folder / "reference",
+        )
+        trial.folder.mkdir()
+        record = StepTensors(trial, rank=0)
+        for kind, tensor in zip(("gradients", "state"), tensors, strict=True):
+            record.add(kind, {"blocks.1.mixed.bias": tensor})
+        result = record.end_step(1)
+    return result
+
+
+def test_state_after_a_gradient_of_rounding_is_no_false_alarm(tmp_path: Path) -> None:
+    # The layers of a tensor-parallel block sum in another order: the bias of an attention key has no real gradient.
+    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.200, 0.300]))
+    assert result["state"]["blocks.1.mixed.bias"] == 0.0
+    assert result["rounding"]["blocks.1.mixed.bias"] > TOLERANCE
+    assert result["gradients"]["blocks.1.mixed.bias"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("element", [1, 2])
+def test_state_that_differs_after_equal_gradients_is_a_difference(tmp_path: Path, element: int) -> None:
+    state = STATE.clone()
+    state[element] += 0.01
+    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), state)
+    assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
+
+
+def test_elements_of_rounding_do_not_hide_others(tmp_path: Path) -> None:
+    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.250, 0.300]))
+    assert result["state"]["blocks.1.mixed.bias"] == pytest.approx(0.05 / 0.3, rel=0.5)
+
+
+def test_every_difference_counts_without_a_tolerance(tmp_path: Path) -> None:
+    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.200, 0.300]), tolerance=None)
+    assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
+    assert "rounding" not in result

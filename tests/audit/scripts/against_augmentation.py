@@ -1,5 +1,0 @@
-"""Compared with one process: augmentation."""
-
-from against_parts import train
-
-train("augmentation")

@@ -1,5 +1,0 @@
-"""Compared with one process: dropout."""
-
-from against_parts import train
-
-train("dropout")

@@ -1,5 +1,0 @@
-"""Compared with one process: mean."""
-
-from against_parts import train
-
-train("mean")

@@ -1,5 +1,0 @@
-"""Compared with one process: norm."""
-
-from against_parts import train
-
-train("norm")

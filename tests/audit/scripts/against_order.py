@@ -1,5 +1,0 @@
-"""Compared with one process: order."""
-
-from against_parts import train
-
-train("order")

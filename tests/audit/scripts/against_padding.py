@@ -1,5 +1,0 @@
-"""Compared with one process: padding."""
-
-from against_parts import train
-
-train("padding")

@@ -1,5 +1,0 @@
-"""Compared with one process: rate."""
-
-from against_parts import train
-
-train("rate")

@@ -1,5 +1,0 @@
-"""Compared with one process: weights."""
-
-from against_parts import train
-
-train("weights")
