@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from samestep.data.streams.cache import FileCache
-from samestep.data.streams.data_file import DataFile, failed_read, is_failed_read, verify
+from samestep.data.streams.data_file import DataFile, contents_key, failed_read, is_failed_read, missing_file, verify
 from samestep.data.streams.remote import RemoteFolder
 from samestep.errors import DataError
 
@@ -129,6 +129,22 @@ class StreamFolder:
                 except FileNotFoundError:  # removed by another process, to stay within the limit
                     continue
             return function(self._cache.fetch(file))
+
+    def cache_key(self, file: DataFile) -> str:
+        """Return a text that identifies a file with its present contents, for what is derived from them.
+
+        Raises:
+            DataError: the file of a local folder is missing (`E_FILE_MISSING`).
+            RunError: the disk failed (`E_IO`).
+        """
+        if self._remote is not None:
+            return "\0".join((self.address, file.name, str(file.bytes), file.checksum, file.version))
+        path = Path(self.address) / file.name
+        with self._disk_errors(file.name):
+            try:
+                return contents_key(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise missing_file(str(path)) from error
 
     def prefetch(self, files: Sequence[DataFile]) -> None:
         """Copy files to the local disk in the background, in this order; a later call replaces the files."""

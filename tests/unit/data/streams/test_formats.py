@@ -6,7 +6,7 @@ import pickle
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -247,6 +247,22 @@ def test_index_of_a_tar_file_without_a_cache_folder(tmp_path: Path, monkeypatch:
         reader.close()
 
 
+def test_index_of_a_tar_file_is_not_that_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files have equal relative paths, sizes and modification times; then the first is replaced."""
+    names = ("a.txt", "b.txt", "c.txt")
+    changed = {"one": (300, 100, 100), "two": (100, 100, 300), "one again": (100, 300, 100)}
+    for place, sizes in changed.items():
+        folder = tmp_path / place.split()[0] / "tars"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "new").write_bytes(tar_of(*names, sizes=sizes))
+        os.utime(folder / "new", (0, 0))
+        (folder / "new").replace(folder / "part.tar")
+        monkeypatch.chdir(folder.parent)
+        source = open_source("webdataset", StreamFolder("tars"))
+        assert [len(source.read(0, number)["txt"]) for number in range(3)] == list(sizes)
+        source.close()
+
+
 def tar_path(folder: StreamFolder, name: str) -> Path:
     return (Path(folder.address) / name).with_suffix(".moved")
 
@@ -330,14 +346,14 @@ def test_tar_that_ends_within_a_member(tmp_path: Path) -> None:
         open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
 
 
-def tar_of(*names: str) -> bytes:
+def tar_of(*names: str, sizes: Sequence[int] | None = None) -> bytes:
     """Return a tar file of members that occupy 1,024 bytes each, with padding to 10,240 bytes."""
     file = BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for number, name in enumerate(names):
             info = tarfile.TarInfo(name)
-            info.size = 300
-            tar.addfile(info, BytesIO(bytes([number + 1]) * 300))
+            info.size = 300 if sizes is None else sizes[number]
+            tar.addfile(info, BytesIO(bytes([number + 1]) * info.size))
     return file.getvalue()
 
 
