@@ -160,8 +160,40 @@ def require_fraction(fraction: float) -> None:
 
 
 def hash_fraction(key: str) -> float:
-    """Return a number in [0, 1) that is a function of `key` alone."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+    """Return a number in [0, 1) that is a function of `key` alone, which can be a file name that is not UTF-8."""
+    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogatepass")).digest()[:6]) / 2**48
+
+
+def label_text(value: object) -> str:
+    """Return a label as text without surrounding white space, empty if missing; 1 and 1.0 are equal labels."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_missing = value is None or value != value  # NaN is a missing value of tables
+    return "" if is_missing else str(value).strip()
+
+
+def text_problem(text: str) -> str:
+    """Return why a text has no UTF-8 form, or an empty text; JSON can contain one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the character {error.start + 1} is {error.object[error.start]!r}, half of a surrogate pair"
+    return ""
+
+
+def require_no_booleans(classes: Sequence[object]) -> None:
+    """Require class names that are not `yes` or `no` without quotation marks.
+
+    Raises:
+        DataError: `data.options.classes` contains booleans.
+    """
+    if any(isinstance(name, bool) for name in classes):
+        raise DataError(
+            "data.options.classes contains true or false",
+            expected="text; YAML reads yes and no as booleans",
+            fix="quote the names: ['no', 'yes']",
+            code="E_CLASSES",
+        )
 
 
 class ClassLabels:

@@ -17,7 +17,15 @@ from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
 from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_path
-from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
+from samestep.zoo.splits import (
+    Splits,
+    Task,
+    label_text,
+    require_no_booleans,
+    text_problem,
+    top_classes,
+    train_validation_split,
+)
 from samestep.zoo.tables import Row, read_table, require_columns
 
 Labels = Literal["names", "numbers"]
@@ -149,7 +157,7 @@ def load_image_list(
     if labels is None:
         labels = "numbers" if Path(path).suffix.lower() == ".txt" else "names"
     names = _classes(path, rows, columns, labels, classes)
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {label_text(name): number for number, name in enumerate(names)}
 
     def class_number(text: str) -> int | None:
         if labels == "names":
@@ -236,9 +244,11 @@ def _classes(
     is_known = labels in ("names", "numbers")
     require(is_known, f"data.options.labels is {labels!r}", "names or numbers", "set data.options.labels: names")
     if classes is not None:
-        names = [str(name) for name in classes] if isinstance(classes, list | tuple) else []
+        values = classes if isinstance(classes, list | tuple) else ()
+        require_no_booleans(values)
+        names = [str(name) for name in values]
         require(
-            len(names) >= 2 and len(set(names)) == len(names),
+            len(names) >= 2 and len({label_text(name) for name in names}) == len(names),
             f"data.options.classes is {classes!r}",
             "a list of at least two different names",
             "set data.options.classes: [cat, dog]",
@@ -246,7 +256,8 @@ def _classes(
         )
         return tuple(names)
     _require_columns(rows, path, columns)
-    texts = {text for row in rows if not row.problem and (text := _label_text(row.values.get(columns[1]))) is not None}
+    labels_of_rows = (label_text(row.values.get(columns[1])) for row in rows if not row.problem)
+    texts = {text for text in labels_of_rows if text and not text_problem(text)}
     if labels == "numbers":
         largest = max((int(text) for text in texts if _is_class_number(text)), default=-1)
         names = [str(number) for number in range(largest + 1)]
@@ -263,21 +274,15 @@ def _classes(
 
 
 def _sample(row: Row, root: Path, columns: tuple[str, str], class_number: Callable[[str], int | None]) -> Sample:
-    path, text = row.values.get(columns[0]), _label_text(row.values.get(columns[1]))
+    path, text = row.values.get(columns[0]), label_text(row.values.get(columns[1]))
     if row.problem:
         return Sample(Path(), None, f"{row.where}: {row.problem}")
     if not isinstance(path, str) or not path or "\0" in path:
         return Sample(Path(), None, f"{row.where}: no path in {columns[0]!r}")
-    if text is None:
+    if not text:
         return Sample(root / path, None, f"{row.where}: no label in {columns[1]!r}")
     label = class_number(text)
     return Sample(root / path, label, f"{row.where}: the label {text!r} is not a class" if label is None else "")
-
-
-def _label_text(value: object) -> str | None:
-    """Return a label as text; labels of JSON files can be integers."""
-    is_label = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
-    return str(value) if is_label else None
 
 
 def _is_class_number(text: str) -> bool:
