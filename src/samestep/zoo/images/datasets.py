@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samestep.config.validation import require
+from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
@@ -86,12 +88,13 @@ def load_images(
     """
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation = parse_augment(augment)
-    classes, train = _scan(Path(path))
+    classes, train, notes = _scan(Path(path))
     if evaluation_path is None:
         names = [sample.file.relative_to(path).as_posix() for sample in train]
         train, validation = _split(train, names, evaluation_fraction, classes)
     else:
-        validation_classes, validation = _scan(Path(evaluation_path))
+        validation_classes, validation, validation_notes = _scan(Path(evaluation_path))
+        notes += validation_notes
         if validation_classes != classes:
             raise DataError(
                 f"{evaluation_path} has the classes {', '.join(validation_classes)}, {path} has {', '.join(classes)}",
@@ -99,7 +102,7 @@ def load_images(
                 fix="rename the class folders, or correct data.options.evaluation_path",
                 code="E_CLASSES",
             )
-    return _splits(train, validation, classes, transforms, augmentation)
+    return replace(_splits(train, validation, classes, transforms, augmentation), notes=notes)
 
 
 def image_task(
@@ -205,8 +208,8 @@ def _splits(
     )
 
 
-def _scan(root: Path) -> tuple[list[str], list[Sample]]:
-    """Return the class names and the images of a folder of class folders."""
+def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
+    """Return the class names and the images of a folder of class folders, and notes about other files."""
     require_path(root, "folder", "data.options.path is a folder of class folders")
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
@@ -225,8 +228,9 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
             code="E_CLASSES",
         )
     samples: list[Sample] = []
+    others: list[Path] = []
     for number, name in enumerate(classes):
-        files = sorted(file for file in (root / name).rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        files, left_out = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
         if not files:
             raise DataError(
                 f"class {name!r} has no images in {root / name}",
@@ -235,7 +239,8 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
                 code="E_CLASSES",
             )
         samples += [Sample(file, number) for file in files]
-    return classes, samples
+        others += left_out
+    return classes, samples, left_out_notes(root, others, IMAGE_SUFFIXES)
 
 
 def _classes(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
@@ -87,7 +88,15 @@ def _find_pairs(
     image_folder: Path, mask_folder: Path, suffixes: Sequence[str], mask_suffix: str, unpaired: str
 ) -> tuple[list[Pair], list[str]]:
     require_option("unpaired", unpaired, unpaired in ("stop", "skip"), "stop or skip", "skip")
-    images, masks = _by_name(image_folder, suffixes, ""), _by_name(mask_folder, suffixes, mask_suffix)
+    image_files, others = by_suffix(files_below(image_folder), suffixes)
+    mask_files, mask_others = by_suffix(files_below(mask_folder), suffixes)
+    notes = [*left_out_notes(image_folder, others, suffixes), *left_out_notes(mask_folder, mask_others, suffixes)]
+    if mask_suffix and image_folder.samefile(mask_folder):
+        endings = [f"{mask_suffix}{suffix}" for suffix in suffixes]
+        mask_files, image_files = by_suffix(image_files, endings)
+        notes = notes[:1]
+    images = _by_name(image_folder, image_files, suffixes, "")
+    masks = _by_name(mask_folder, mask_files, suffixes, mask_suffix)
     alone = [f"{images[name]} has no mask" for name in sorted(images.keys() - masks.keys())]
     alone += [f"{masks[name]} has no image" for name in sorted(masks.keys() - images.keys())]
     pairs = [Pair(name, images[name], masks[name]) for name in sorted(images.keys() & masks.keys())]
@@ -99,7 +108,7 @@ def _find_pairs(
             code="E_UNPAIRED",
         )
     if not alone:
-        return pairs, []
+        return pairs, notes
     more = [f"and {len(alone) - _MAX_LISTED} more"] if len(alone) > _MAX_LISTED else []
     listed = "; ".join(alone[:_MAX_LISTED] + more)
     summary = f"{plural(len(alone), 'file')} without a partner: {listed}"
@@ -110,15 +119,13 @@ def _find_pairs(
             fix="add or remove files, or leave these out: data.options.unpaired=skip",
             code="E_UNPAIRED",
         )
-    return pairs, [f"left out {summary}"]
+    return pairs, [*notes, f"left out {summary}"]
 
 
-def _by_name(root: Path, suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
+def _by_name(root: Path, paths: Sequence[Path], suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for path in sorted(root.rglob("*")):
-        suffix = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
-        if suffix is None or path.name.startswith(".") or not path.is_file():
-            continue
+    for path in paths:
+        suffix = next(suffix for suffix in suffixes if path.name.lower().endswith(suffix))
         name = path.relative_to(root).as_posix()[: -len(suffix)].removesuffix(mask_suffix)
         if name in files:
             raise DataError(

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.checkpoint.files import replacing
+from samestep.data.folder_files import by_suffix, files_below
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (
@@ -154,7 +155,7 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
         files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
     else:
         require_path(root, "folder", "data.options.path is a file or folder of text")
-        files = [file for file in root.rglob("*") if file.suffix in suffixes and file.is_file()]
+        files, _ = by_suffix(files_below(root), suffixes)
     if not files:
         raise DataError(
             f"{root} has no files that end in {', '.join(suffixes)}",
