@@ -69,9 +69,11 @@ def dice_loss(
     dims = tuple(range(2, probabilities.ndim))
     probabilities, labels = probabilities * is_counted, labels * is_counted
     overlap = (probabilities * labels).sum(dim=dims)
-    dice = (2 * overlap + smooth) / (probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth)
+    sizes = probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth
     sample_counts = is_counted.flatten(1).any(dim=1)
-    return Loss(((1 - dice.mean(dim=1)) * sample_counts).sum(), sample_counts.sum())
+    # Without `smooth`, the size of a sample that does not count is zero, and a product of NaN and zero is NaN.
+    dice = (2 * overlap + smooth) / sizes.where(sample_counts[:, None], 1)
+    return Loss((1 - dice.mean(dim=1)).where(sample_counts, 0).sum(), sample_counts.sum())
 
 
 class DicePlus(MultiLoss):
