@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +169,7 @@ def label_text(value: object) -> str:
     """Return a label as text without surrounding white space, empty if missing; 1 and 1.0 are equal labels."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    is_missing = value is None or value != value  # NaN is a missing value of tables
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
     return "" if is_missing else str(value).strip()
 
 

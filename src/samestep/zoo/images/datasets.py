@@ -228,7 +228,7 @@ def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
             code="E_CLASSES",
         )
     samples: list[Sample] = []
-    others: list[Path] = []
+    no_images: list[Path] = []
     for number, name in enumerate(classes):
         files, left_out = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
         if not files:
@@ -239,8 +239,8 @@ def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
                 code="E_CLASSES",
             )
         samples += [Sample(file, number) for file in files]
-        others += left_out
-    return classes, samples, left_out_notes(root, others, IMAGE_SUFFIXES)
+        no_images += left_out
+    return classes, samples, left_out_notes(root, no_images, IMAGE_SUFFIXES)
 
 
 def _classes(

@@ -16,7 +16,7 @@ from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
-from samestep.zoo.options import is_count, require_option, require_path
+from samestep.zoo.options import is_count, is_number, require_option, require_path
 from samestep.zoo.splits import train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
@@ -25,6 +25,7 @@ Unpaired = Literal["stop", "skip"]
 Value = int | Sequence[int]
 ClassNumbers = NDArray[numpy.int16]
 
+_MAX_VALUE = 2**63 - 1
 _MAX_LISTED = 10  # files without a partner in an error or a note
 
 
@@ -93,7 +94,7 @@ def _find_pairs(
     notes = [*left_out_notes(image_folder, others, suffixes), *left_out_notes(mask_folder, mask_others, suffixes)]
     if mask_suffix and image_folder.samefile(mask_folder):
         endings = [f"{mask_suffix}{suffix}" for suffix in suffixes]
-        mask_files, image_files = by_suffix(image_files, endings)
+        image_files, mask_files = by_suffix(image_files, endings)[1], by_suffix(mask_files, endings)[0]
         notes = notes[:1]
     images = _by_name(image_folder, image_files, suffixes, "")
     masks = _by_name(mask_folder, mask_files, suffixes, mask_suffix)
@@ -170,6 +171,8 @@ class MaskCode:
         self.is_binary = classes is None
         self.classes = tuple(classes or ("foreground",))
         self.has_colors = any(not isinstance(value, int) for value in values or ())
+        is_threshold = threshold is None or is_number(threshold)
+        require_option("threshold", threshold, is_threshold, "a number, or null", 128)
         self._threshold = threshold
         self._is_default_binary = self.is_binary and values is None
         count = 2 if self.is_binary else len(self.classes)
@@ -234,12 +237,12 @@ class MaskCode:
 
     def _packed(self, value: Value) -> int:
         """Return an integer, or a color as `0xRRGGBB`."""
-        if isinstance(value, int) and not self.has_colors:
+        if isinstance(value, int) and not self.has_colors and abs(value) <= _MAX_VALUE:
             return value
         if isinstance(value, int) or len(value) != 3 or not all(0 <= part <= 255 for part in value):
             raise DataError(
                 f"data.options.mask_values or ignore_values contains {value}",
-                expected="integers only, or colors [R, G, B] of 0 to 255 only",
+                expected="integers of 64 bits only, or colors [R, G, B] of 0 to 255 only",
                 fix="set data.options.mask_values: [[0, 0, 0], [255, 0, 0]]",
                 code="E_VALUE",
             )

@@ -267,6 +267,21 @@ def tar_path(folder: StreamFolder, name: str) -> Path:
     return (Path(folder.address) / name).with_suffix(".moved")
 
 
+def test_hidden_files_and_linked_folders_of_a_format(tmp_path: Path) -> None:
+    for name in ("part-0.tar", "._part-0.tar", ".old/part-1.tar"):
+        (tmp_path / "tars" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tars" / name).write_bytes(INTACT)
+    for address in (str(tmp_path / "tars"), f"file://{tmp_path}/tars"):
+        assert [file.name for file in StreamFolder(address).find("*.tar")] == ["part-0.tar"]
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "part-2.tar").write_bytes(INTACT)
+    (tmp_path / "tars" / "link").symlink_to(tmp_path / "more")
+    assert open_source("webdataset", StreamFolder(str(tmp_path / "tars"))).names == ["link/part-2.tar", "part-0.tar"]
+    (tmp_path / "tars" / "part-3.tar").symlink_to(tmp_path / "none")
+    with refused("E_FILE_MISSING", "part-3.tar"):
+        open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
+
+
 # --- faults ------------------------------------------------------------------------------------------------
 
 
