@@ -46,6 +46,7 @@ class Splits:
         notes: messages for the user, one line each.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
+        ignored_target: value of the targets that loss and metrics must ignore, or None if there are none.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
             without a cache.
     """
@@ -63,6 +64,7 @@ class Splits:
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
+    ignored_target: int | None = None
     open_cache: Callable[..., tuple[SampleCache, str]] | None = None
 
 

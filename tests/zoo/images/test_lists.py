@@ -129,6 +129,17 @@ def test_label_has_one_form(folder: Path, label: object, name: str) -> None:
     assert load_image_list(path, classes=["other", f"{name} "], evaluation_path=path, **SMALL).train[1][1] == 1
 
 
+def test_paths_of_one_image_are_on_one_side_of_the_split(folder: Path) -> None:
+    plain = [(name, number % 2) for number, (name, _) in enumerate(ROWS)]
+    others = [(f"./{name}", label) for name, label in plain] + [(str(folder / name), label) for name, label in plain]
+    one, all_paths = (
+        load_image_list(write_list(folder / "list.csv", rows), **SMALL) for rows in (plain, plain + others)
+    )
+    assert one.evaluation and isinstance(one.evaluation, ImageFiles) and isinstance(all_paths.evaluation, ImageFiles)
+    names = [sample.file.name for sample in one.evaluation._samples]
+    assert sorted(sample.file.name for sample in all_paths.evaluation._samples) == sorted(3 * names)
+
+
 @pytest.mark.parametrize("label", [None, "", " ", math.nan])
 def test_label_that_is_missing(folder: Path, label: object) -> None:
     path = write_list(folder / "list.json", [*ROWS, ("0.png", label), ("1.png", "\ud83d")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -176,8 +177,7 @@ def load_image_list(
     if evaluation_path is not None:
         validation = samples(read_table(Path(evaluation_path)), evaluation_path)
     else:
-        keys = [str(row.values.get(path_column)) for row in rows]
-        train, validation = _split(train, keys, evaluation_fraction, names)
+        train, validation = _split(train, _keys(train, rows, path_column), evaluation_fraction, names)
     return _splits(train, validation, names, transforms, augmentation)
 
 
@@ -276,6 +276,16 @@ def _classes(
             code="E_CLASSES",
         )
     return tuple(names)
+
+
+def _keys(samples: list[Sample], rows: list[Row], column: str) -> list[str]:
+    """Return the path of each row as in the list; rows of one image have the first of its paths."""
+    keys = [str(row.values.get(column)) for row in rows]
+    first: dict[str, str] = {}
+    for number, sample in enumerate(samples):
+        if sample.file.name:  # the row has a path
+            keys[number] = first.setdefault(os.path.abspath(sample.file), keys[number])
+    return keys
 
 
 def _sample(row: Row, root: Path, columns: tuple[str, str], class_number: Callable[[str], int | None]) -> Sample:

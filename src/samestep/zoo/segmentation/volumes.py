@@ -362,6 +362,7 @@ def load_volumes(
         reads_files=True,
         notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
+        ignored_target=IGNORED,
     )
 
 

@@ -165,6 +165,14 @@ def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
         open_source("tokens", folder, length=4, dtype="uint16", header="llm.c").read(0, 0)
 
 
+@pytest.mark.parametrize(("header", "size"), [("none", 3), ("llm.c", 1000), ("llm.c", 1025)])
+def test_short_token_file_that_is_damaged(header: str, size: int, tmp_path: Path) -> None:
+    """The file has no whole window, so no sample would open it."""
+    (tmp_path / "a.bin").write_bytes(bytes(size))
+    with refused("E_UNREADABLE", "a.bin"):
+        open_source("tokens", StreamFolder(str(tmp_path)), length=4, header=header)
+
+
 def test_blocks_of_litdata_tokens() -> None:
     source = open_source("litdata", StreamFolder(str(FILES / "litdata_tokens")), block_size=4)
     assert source.sizes == [7, 7]
