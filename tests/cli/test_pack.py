@@ -18,6 +18,7 @@ from samestep.data.streams.folder import StreamFolder
 from samestep.data.streams.formats.open import open_source
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError
 from samestep.tools.pack.pack import pack
+from samestep.tools.pack.samples import samples_of
 
 FILES = Path(__file__).parents[1] / "unit" / "data" / "streams" / "files"
 SOURCE = """
@@ -262,6 +263,17 @@ def test_other_arguments_for_the_same_folder(place: Path, capsys: pytest.Capture
     assert main([*COMMAND]) == EXIT_DONE
     assert main([*COMMAND[:-1], "800"]) == EXIT_INPUT
     assert code_of(capsys) == "E_OUTPUT"
+
+
+def test_files_of_lines_from_windows(place: Path) -> None:
+    for name, lines in (
+        ("a.txt", ["one", "", "two"]),
+        ("a.jsonl", ['{"text": "one"}', '{"text": ""}', '{"text": "two"}']),
+    ):
+        (place / name).write_bytes(b"\xef\xbb\xbf" + "".join(f"{line}\r\n" for line in lines).encode())
+        read = samples_of(str(place / name), None, {})
+        assert list(read(0)) == [{"text": "one"}, {"text": ""}, {"text": "two"}]
+        assert list(read(1)) == [{"text": ""}, {"text": "two"}]
 
 
 def test_files_of_lines(place: Path) -> None:

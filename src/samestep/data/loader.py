@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, islice, tee
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import torch.utils.data
@@ -434,8 +434,12 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
     """Require a dataset with an index, and arguments of a loader that fit together.
 
     Raises:
-        InputError: the dataset is iterable only, or two arguments exclude each other.
+        InputError: the dataset is iterable only, there is no such order, or two arguments exclude each other.
     """
+    order, orders = arguments["order"], get_args(SampleOrder)
+    if order not in orders:
+        problem = f"order of a loader is {order!r}"
+        raise InputError(problem, f"one of {', '.join(orders)}", "leave out order, or order='auto'", code="E_VALUE")
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
@@ -444,7 +448,7 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             code="E_ITERABLE_DATASET",
         )
     present = {name for name, value in arguments.items() if value is not None and value is not False}
-    if arguments["order"] != "keyed":  # the order of lengths is `shuffled`
+    if order != "keyed":  # the order of lengths is `shuffled`
         present.discard("order")
     for one, others in _EXCLUSIVE.items():
         other = next((name for name in others if name in present), None)

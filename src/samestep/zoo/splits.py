@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Splits:
         notes: messages for the user, one line each.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
+        ignored_target: value of the targets that loss and metrics must ignore, or None if there are none.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
             without a cache.
     """
@@ -62,6 +64,7 @@ class Splits:
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
+    ignored_target: int | None = None
     open_cache: Callable[..., tuple[SampleCache, str]] | None = None
 
 
@@ -160,8 +163,40 @@ def require_fraction(fraction: float) -> None:
 
 
 def hash_fraction(key: str) -> float:
-    """Return a number in [0, 1) that is a function of `key` alone."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+    """Return a number in [0, 1) that is a function of `key` alone, which can be a file name that is not UTF-8."""
+    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogatepass")).digest()[:6]) / 2**48
+
+
+def label_text(value: object) -> str:
+    """Return a label as text without surrounding white space, empty if missing; 1 and 1.0 are equal labels."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if is_missing else str(value).strip()
+
+
+def text_problem(text: str) -> str:
+    """Return why a text has no UTF-8 form, or an empty text; JSON can contain one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the character {error.start + 1} is {error.object[error.start]!r}, half of a surrogate pair"
+    return ""
+
+
+def require_no_booleans(classes: Sequence[object]) -> None:
+    """Require class names that are not `yes` or `no` without quotation marks.
+
+    Raises:
+        DataError: `data.options.classes` contains booleans.
+    """
+    if any(isinstance(name, bool) for name in classes):
+        raise DataError(
+            "data.options.classes contains true or false",
+            expected="text; YAML reads yes and no as booleans",
+            fix="quote the names: ['no', 'yes']",
+            code="E_CLASSES",
+        )
 
 
 class ClassLabels:

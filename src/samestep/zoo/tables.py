@@ -82,13 +82,21 @@ def require_columns(rows: Iterable[Row], path: str | Path, columns: Mapping[str,
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CELL)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-        for values in reader:
-            extra = values.pop(None, None)
-            columns = len(reader.fieldnames or ())
-            problem = f"{columns + len(extra)} values in {columns} columns" if extra else ""
-            yield Row(f"{path}, line {reader.line_num}", values, problem)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        first = 1  # line in which the present row begins
+        try:
+            for values in reader:
+                extra = values.pop(None, None)
+                if delimiter == "\t" and any("\t" in cell for cell in (*values.values(), *(extra or ())) if cell):
+                    raise csv.Error("a quotation mark begins a cell with a tab")
+                columns = len(reader.fieldnames or ())
+                problem = f"{columns + len(extra)} values in {columns} columns" if extra else ""
+                yield Row(f"{path}, line {reader.line_num}", values, problem)
+                first = reader.line_num + 1
+        except csv.Error as error:
+            raise csv.Error(f"line {first}: {error}") from error
 
 
 def _txt_rows(path: Path) -> Iterator[Row]:
@@ -148,7 +156,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} cannot be read: {error}",
-        expected="an intact table; text in UTF-8",
-        fix="correct the file, or write it again",
+        expected="an intact table; text in UTF-8; quotation marks in pairs around a cell of .csv and .tsv",
+        fix="correct the file, or write it again as .csv or .jsonl",
         code="E_UNREADABLE",
     )

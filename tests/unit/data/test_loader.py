@@ -332,6 +332,13 @@ def test_order_is_keyed_above_a_number_of_samples() -> None:
     assert order_of(100, order="keyed") == "keyed"
 
 
+@pytest.mark.parametrize("changes", [{}, {"shuffle": False}, {"lengths": [1] * 20}])
+def test_unknown_order_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="order of a loader is 'keyd'") as caught:
+        loader_of(order="keyd", **changes)
+    assert caught.value.code == "E_VALUE"
+
+
 def test_checkpoint_without_an_order_keeps_that_of_its_version() -> None:
     loader = Loader(Numbers(KEYED_ABOVE + 1), batch_size=8, world=start_world(0, 1), shuffle=True)
     assert loader.adopt(loader.settings_of(0))["order"] == loader.settings_of(0)["order"] == "keyed"

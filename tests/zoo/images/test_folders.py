@@ -1,6 +1,7 @@
 """Recipe `images` on generated images."""
 
 import json
+import os
 import shutil
 import signal
 import struct
@@ -271,6 +272,28 @@ def test_folders_of_splits_are_no_classes(pictures: Path, tmp_path: Path) -> Non
         (tmp_path / name).symlink_to(pictures)
     with pytest.raises(DataError, match=r"path=\S+/train data\.options\.evaluation_path=\S+/val"):
         load_images(str(tmp_path))
+
+
+def test_other_files_are_reported_and_hidden_ones_are_no_images(pictures: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(pictures, tmp_path / "more")
+    for name in ("disc/._00.jpg", "disc/.ipynb_checkpoints/00-checkpoint.jpg", "disc/notes.txt", "disc/new.JFIF"):
+        (root / name).parent.mkdir(exist_ok=True)
+        shutil.copy(root / "disc" / "00.jpg", root / name)
+    drawn("disc", 2).save(root / "disc" / "new.ppm")
+    splits = load_images(str(root), image_size=32)
+    assert len(splits.train) + len(splits.evaluation) == 62
+    [note] = splits.notes
+    assert note.startswith(f"left out 1 file of {root}, such as {root}/disc/notes.txt: ")
+
+
+def test_names_that_are_not_utf_8(pictures: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(pictures, tmp_path / "more")
+    named = {f"disc/{os.fsdecode(name)}" for name in (b"caf\xe9.jpg", b"caf\xea.jpg")}
+    for name in named:
+        shutil.copy(root / "disc" / "00.jpg", root / name)
+    train, evaluation = split(root)
+    assert named < train | evaluation
+    assert len(train | evaluation) == 62
 
 
 def test_evaluation_path(pictures: Path, tmp_path: Path) -> None:

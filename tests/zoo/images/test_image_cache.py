@@ -145,6 +145,11 @@ def test_announcement(tmp_path: Path) -> None:
     assert "already there: 20 entries" in text
 
 
+def test_cache_of_a_list_without_usable_rows() -> None:
+    _, text = open_cache(ImageSource(), [], DataConfig(name="image_list", cache="decoded"), announces=True)
+    assert "0 files, about 0 GB" in text
+
+
 # --- the fixed resize and the crop without a resize ---------------------------------------------------------
 
 

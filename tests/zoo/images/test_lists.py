@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
 from samestep.zoo.images.datasets import ImageFiles, load_image_list
 from samestep.zoo.images.hub import load_hub_images
+from samestep.zoo.images.streams import load_stream_images
 from samestep.zoo.splits import train_validation_split
 
 ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
@@ -110,11 +112,50 @@ def test_labels_can_be_class_numbers(folder: Path) -> None:
     names = [f"class {number}" for number in range(11)]
     splits = load_image_list(path, labels="numbers", classes=names, evaluation_path=path, **SMALL)
     assert [splits.train[place][1] for place in (0, 2, 10, 11)] == [0, 2, 10, 0]
-    for place, message in ((12, "label '-1' is not"), (13, "label '99' is not"), (14, "no label"), (15, "no label")):
-        with pytest.raises(DataError, match=message):
+    for place, label in ((12, "-1"), (13, "99"), (14, r"1\.5"), (15, "True")):
+        with pytest.raises(DataError, match=f"the label '{label}' is not a class"):
             splits.train[place]
     counted = load_image_list(write_list(folder / "b.csv", rows), labels="numbers", evaluation_path=path, **SMALL)
     assert counted.classes == tuple(map(str, range(11))), "sorted as numbers"
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [(1, "1"), (1.0, "1"), (" 1 ", "1"), ("a ", "a"), (True, "True"), (0.5, "0.5")]
+)
+def test_label_has_one_form(folder: Path, label: object, name: str) -> None:
+    rows = [(file, label if number % 2 else "other") for number, (file, _) in enumerate(ROWS)]
+    path = write_list(folder / "list.json", rows)
+    assert load_image_list(path, **SMALL).classes == tuple(sorted([name, "other"]))
+    assert load_image_list(path, classes=["other", f"{name} "], evaluation_path=path, **SMALL).train[1][1] == 1
+
+
+def test_paths_of_one_image_are_on_one_side_of_the_split(folder: Path) -> None:
+    plain = [(name, number % 2) for number, (name, _) in enumerate(ROWS)]
+    others = [(f"./{name}", label) for name, label in plain] + [(str(folder / name), label) for name, label in plain]
+    one, all_paths = (
+        load_image_list(write_list(folder / "list.csv", rows), **SMALL) for rows in (plain, plain + others)
+    )
+    assert one.evaluation and isinstance(one.evaluation, ImageFiles) and isinstance(all_paths.evaluation, ImageFiles)
+    names = [sample.file.name for sample in one.evaluation._samples]
+    assert sorted(sample.file.name for sample in all_paths.evaluation._samples) == sorted(3 * names)
+
+
+@pytest.mark.parametrize("label", [None, "", " ", math.nan])
+def test_label_that_is_missing(folder: Path, label: object) -> None:
+    path = write_list(folder / "list.json", [*ROWS, ("0.png", label), ("1.png", "\ud83d")])
+    splits = load_image_list(path, evaluation_path=path, **SMALL)
+    assert splits.classes == ("cat", "dog", "owl")
+    for place, message in ((12, "entry 13: no label"), (13, "entry 14: the label .* is not a class")):
+        with pytest.raises(DataError, match=message):
+            splits.train[place]
+
+
+def test_classes_that_yaml_reads_as_booleans_are_refused(folder: Path) -> None:
+    path = write_list(folder / "list.csv", ROWS)
+    with pytest.raises(DataError, match="contains true or false"):
+        load_image_list(path, classes=[True, False], **SMALL)  # type: ignore[list-item]
+    with pytest.raises(DataError, match="contains true or false"):
+        load_stream_images(str(folder), evaluation_path=str(folder), classes=[True, False])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

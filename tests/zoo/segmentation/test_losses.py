@@ -99,6 +99,19 @@ def test_ignored_microbatch_has_sum_and_count_zero() -> None:
         assert (float(results.sum), float(results.count)) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+def test_ignored_sample_without_smooth_changes_nothing(classes: int) -> None:
+    outputs, targets = drawn(5, 3, classes)
+    targets[1] = IGNORED
+    whole, counted = outputs.clone().requires_grad_(), outputs[[0, 2]].requires_grad_()
+    for loss in (dice_loss(whole, targets, smooth=0.0), dice_loss(counted, targets[[0, 2]], smooth=0.0)):
+        assert loss.count == 2
+        loss.sum.backward()
+    assert whole.grad is not None
+    assert not whole.grad[1].any()
+    torch.testing.assert_close(whole.grad[[0, 2]], counted.grad, rtol=0, atol=0)
+
+
 def test_bfloat16_is_summed_in_float32() -> None:
     outputs, targets = torch.full((2, 1, 300, 300), -0.1, dtype=torch.bfloat16), torch.zeros(2, 1, 300, 300)
     exact = bce_with_logits(outputs.double(), targets).sum

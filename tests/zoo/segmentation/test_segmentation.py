@@ -234,6 +234,17 @@ def test_foreground_weight_is_the_ratio_of_all_training_masks(cells: Path, alone
     assert note.startswith(f"foreground weight {background / foreground:.6g}: ")
 
 
+@pytest.mark.parametrize("name", ["bce_with_logits", "cross_entropy"])
+def test_loss_with_another_ignored_target_than_the_masks_is_refused(name: str, cells: Path, alone: World) -> None:
+    loss = NamedConfig(name=name, options={"ignore_index": 255})
+    assert resolve_foreground_weight(loss, load_segmentation(str(cells)), "stop", alone) == (loss, ())
+    masks = load_segmentation(str(cells), ignore_values=[7])
+    with pytest.raises(RecipeError, match="ignore_index is 255, but ignored targets of the data are -100"):
+        resolve_foreground_weight(loss, masks, "stop", alone)
+    default = NamedConfig(name=name, options={"ignore_index": -100})
+    assert resolve_foreground_weight(default, masks, "stop", alone) == (default, ())
+
+
 def test_numeric_foreground_weight_is_unchanged(cells: Path, alone: World) -> None:
     loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": 3.0})
     assert resolve_foreground_weight(loss, load_segmentation(str(cells)), "stop", alone) == (loss, ())

@@ -80,8 +80,17 @@ def test_names_with_subfolders_and_suffixes(tmp_path: Path) -> None:
             path.rename(root / folder / ("left" if number % 2 else "") / f"{path.stem}{suffix}{path.suffix.upper()}")
     (root / "images" / ".DS_Store").touch()
     (root / "masks" / "notes.txt").touch()
-    splits = load_segmentation(images=str(root / "images"), masks=str(root / "masks"), mask_suffix="_mask")
+    options = {"images": str(root / "images"), "masks": str(root / "masks"), "mask_suffix": "_mask"}
+    splits = load_segmentation(**options)
     assert names(splits.train) | names(splits.evaluation) == {"000", "002", "004", "left/001", "left/003", "left/005"}
+    [note] = splits.notes
+    assert note.startswith(f"left out 1 file of {root}/masks, such as {root}/masks/notes.txt: ")
+
+    for image in (root / "images").rglob("*.JPG"):  # one folder for images and masks
+        image.rename(root / "masks" / image.relative_to(root / "images"))
+    both = load_segmentation(**{**options, "images": f"{root}/images/../masks"})
+    assert (names(both.train), names(both.evaluation)) == (names(splits.train), names(splits.evaluation))
+    assert len(both.notes) == 1
 
 
 def test_two_files_of_one_name_are_refused(cells: Path, tmp_path: Path) -> None:
@@ -116,6 +125,9 @@ def test_evaluation_path(cells: Path, tmp_path: Path) -> None:
         ({"path": ".", "classes": ["a", "a"]}, "at least two different names"),
         ({"path": ".", "classes": ["a", "b"], "mask_values": [0]}, "1 values for 2 classes"),
         ({"path": ".", "classes": ["a", "b"], "threshold": 128}, "threshold is 128"),
+        ({"path": ".", "threshold": "128"}, "threshold is '128'"),
+        ({"path": ".", "mask_values": [0, 10**30]}, "mask_values or ignore_values contains 10000"),
+        ({"path": ".", "ignore_values": [-(2**63)]}, "mask_values or ignore_values contains -9"),
         ({"path": ".", "mask_values": [[0, 0, 0], 255]}, "mask_values or ignore_values contains 255"),
     ],
 )

@@ -264,6 +264,8 @@ def test_truncated_nifti_is_reported(tmp_path: Path) -> None:
         ({"patches": 0}, "patches is 0"),
         ({"foreground_share": 2}, "foreground_share is 2"),
         ({"window": [3, 1]}, "window is [3, 1]"),
+        ({"window": ["a", "b"]}, "window is ['a', 'b']"),
+        ({"window": 5}, "window is 5"),
         ({"patch_size": [4, 4]}, "patch_size is [4, 4]"),
         ({"kept_volumes": -1}, "kept_volumes is -1"),
         ({"kept_volumes": 1.5}, "kept_volumes is 1.5"),

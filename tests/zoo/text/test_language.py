@@ -1,6 +1,7 @@
 """Next-token prediction: tokens of documents, blocks, splits, GPT models and text generation."""
 
 import math
+import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,33 @@ def test_every_token_but_the_first_is_a_target_once(tokens: list[int], block_siz
         inputs, targets = blocks[index]
         assert inputs[1:].tolist() == targets[:-1].tolist()
         assert len(inputs) == (block_size if index < len(blocks) - 1 else len(tokens) - 1 - index * block_size)
+
+
+def test_files_of_a_folder(tmp_path: Path) -> None:
+    """The suffix has any case, the names any encoding; files of linked folders belong to the folder."""
+    other = write(tmp_path / "other", {"d.txt": b"dd"})
+    files = {"a.txt": b"aa", "b.TXT": b"bb", os.fsdecode(b"c\xe9.txt"): b"cc", ".hidden.txt": b"ee", "f.md": b"ff"}
+    folder = write(tmp_path / "texts", files)
+    (folder / "link").symlink_to(other)
+    splits = load_language(str(folder), split="tail", evaluation_fraction=0.4, cache=str(tmp_path / "cache"))
+    tokens = [*tokens_of(splits.train), *tokens_of(splits.evaluation)]
+    assert sorted(tokens) == sorted([*b"aabbccdd", *4 * [END]])
+
+
+def test_prompt_that_is_not_utf_8(tmp_path: Path) -> None:
+    """Bytes of a command line that are not UTF-8 are surrogates."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE({"a": 0, "<eos>": 1}, [])).save(str(tmp_path / "a.json"))
+    for tokenizer, allowed in ((None, True), (str(tmp_path / "a.json"), False)):
+        complete = language_task((), tokenizer=tokenizer).complete
+        assert complete is not None
+        model = GPT(257, n_embd=8, n_head=1, n_layer=1, block_size=4)
+        if allowed:
+            assert isinstance(complete(model, os.fsdecode(b"\xff"), 1), str)
+        else:
+            with pytest.raises(DataError, match="the prompt is not text"):
+                complete(model, os.fsdecode(b"\xff"), 1)
 
 
 def test_cache_is_written_once_and_again_for_changed_text(tmp_path: Path) -> None:

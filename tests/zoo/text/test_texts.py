@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers.system import events, here, weights
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
 from samestep.recipes.builder import MODELS, find
+from samestep.zoo.text.language import language_task
 from samestep.zoo.text.texts import LabeledText, Texts, collate_texts, load_texts, read_texts, text_task
 from samestep.zoo.text.tokenizer import ByteTokenizer, read_tokenizer
 
@@ -54,12 +55,15 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_siz
 @given(st.lists(st.tuples(texts, st.sampled_from(["a", "b", "0"])), min_size=1, max_size=5))
 def test_table_formats_give_equal_rows(tmp_path: Path, rows: Pairs) -> None:
     tables = []
-    for suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+    suffixes = [".csv", ".jsonl", ".parquet"]
+    if not any("\t" in text for text, _ in rows):
+        suffixes.append(".tsv")
+    for suffix in suffixes:
         path = write(tmp_path / f"table{suffix}", rows)
         read = read_texts(path, "text", "label")
         assert all(row.where.startswith(f"{path}, ") for row in read)
         tables.append([(row.text, row.label, row.problem) for row in read])
-    assert tables[0] == tables[1] == tables[2] == tables[3]
+    assert all(table == tables[0] for table in tables)
     assert [row[0] for row in tables[0]] == [text if text.strip() else "" for text, _ in rows]
 
 
@@ -84,6 +88,13 @@ def test_integers_floats_and_text_give_equal_labels(tmp_path: Path) -> None:
         ("a.csv", b"text,label\n\xff,1\n", "cannot be read"),
         ("a.jsonl", '{"words": "x"}\n', "has no column 'text'"),
         ("a.parquet", "nothing", "cannot be read"),
+        (
+            "a.tsv",
+            'text\tlabel\nfine\tx\n"begins\tx\nmiddle\ty\nends"\ty\nlast\ty\n',
+            "line 3: a quotation mark begins",
+        ),
+        ("a.tsv", 'text\tlabel\nfine\tx\n"begins\tx\nlast\ty\n', "line 3: .*end of data"),
+        ("a.csv", 'text,label\nfine,x\n\n"a" b,x\n', "line [34]: "),
         ("a.xlsx", "nothing", r"ends in \.xlsx"),
     ],
 )
@@ -106,6 +117,47 @@ def test_unusable_row_raises_an_error_with_its_line_on_access(tmp_path: Path) ->
     for number, problem in enumerate([*problems, "the label 'c' is not a class"], start=1):
         with pytest.raises(DataError, match=rf"a\.jsonl, line {number + 1}: {problem}"):
             data[number]
+
+
+def test_text_without_a_utf_8_form_is_an_unusable_row(tmp_path: Path) -> None:
+    """JSON can contain one half of a surrogate pair."""
+    path = tmp_path / "a.jsonl"
+    rows = [("hello", "a"), ("hi \ud83d", "a"), ("fine", "b\ud83d"), ("good", "b")]
+    write(path, rows)
+    splits = load_texts(str(path), evaluation_path=str(path))
+    assert splits.classes == ("a", "b")
+    for index, message in ((1, r"line 2: the text is not valid: the character 4"), (2, "line 3: the label is not")):
+        with pytest.raises(DataError, match=message):
+            splits.train[index]
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> str:
+    """Tokenizer file of the letters a and b without an unknown token."""
+    from tokenizers import Tokenizer, models
+
+    path = tmp_path / "letters.json"
+    Tokenizer(models.BPE({"a": 0, "b": 1, "<eos>": 2}, [])).save(str(path))
+    return str(path)
+
+
+def test_text_without_tokens_is_an_unusable_row(tmp_path: Path, letters: str) -> None:
+    path = write(tmp_path / "a.csv", [("ab", "x"), ("QQQ", "y")])
+    splits = load_texts(str(path), evaluation_path=str(path), tokenizer=letters)
+    assert splits.train[0][0].tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"a\.csv, line 3: the tokenizer gives no tokens"):
+        splits.train[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff\xfe", r"(is not text|cannot be read).*0"), (b"QQQ", "gives no tokens"), (b"", "is empty")],
+)
+def test_file_that_a_tokenizer_cannot_encode(tmp_path: Path, letters: str, content: bytes, message: str) -> None:
+    (tmp_path / "z.txt").write_bytes(content)
+    for task in (text_task(("x", "y"), tokenizer=letters), language_task((), tokenizer=letters)):
+        with pytest.raises(DataError, match=message):
+            task.read(tmp_path / "z.txt")
 
 
 def test_label_is_a_class_name_or_a_class_number() -> None:

@@ -91,6 +91,16 @@ def difference(path: Path, file: DataFile) -> str:
     return ""
 
 
+def contents_key(path: Path) -> str:
+    """Return a text that identifies a local file with its present contents, in caches of this machine.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+    """
+    status = path.stat()
+    return "\0".join(map(str, (path.resolve(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)))
+
+
 def verify(path: Path, file: DataFile) -> None:
     """Compare a local file with its index; a checksum is computed once per machine and change of the file.
 
@@ -99,7 +109,7 @@ def verify(path: Path, file: DataFile) -> None:
     """
     try:
         status = path.stat()
-        facts = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\0{file.checksum}"
+        facts = f"{contents_key(path)}\0{file.checksum}"
         mark = cache_folder() / "verified" / hashlib.blake2b(os.fsencode(facts), digest_size=16).hexdigest()
         if not file.checksum and file.version not in ("", str(status.st_mtime_ns)):
             raise changed_file(str(path), "another modification time than at the start of the run")

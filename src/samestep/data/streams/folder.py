@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from samestep.data.folder_files import files_below
 from samestep.data.streams.cache import FileCache
-from samestep.data.streams.data_file import DataFile, failed_read, is_failed_read, verify
+from samestep.data.streams.data_file import DataFile, contents_key, failed_read, is_failed_read, missing_file, verify
 from samestep.data.streams.remote import RemoteFolder
 from samestep.errors import DataError
 
@@ -52,14 +53,18 @@ class StreamFolder:
     def find(self, pattern: str) -> list[DataFile]:
         """Return the files whose names match a shell pattern, such as `*.tar`, sorted by name; subfolders included.
 
+        Hidden files and files in hidden folders are left out.
+
         Raises:
-            DataError: there is no such folder, or no such file.
+            DataError: there is no such folder, or no such file, or a link to one is broken.
         """
         if self._remote is not None:
             files = [DataFile(name, size, "", version) for name, size, version in self._remote.list()]
+            selected = [file for file in files if fnmatch.fnmatchcase(file.name.rpartition("/")[2], pattern)]
+            selected = [file for file in selected if "/." not in f"/{file.name}"]
         else:
-            files = [self._stat(path) for path in Path(self.address).rglob("*") if path.is_file()]
-        selected = [file for file in files if fnmatch.fnmatchcase(file.name.rpartition("/")[2], pattern)]
+            paths = files_below(Path(self.address))
+            selected = [self._stat(path) for path in paths if fnmatch.fnmatchcase(path.name, pattern)]
         if not selected:
             raise DataError(
                 f"{self.address} has no file {pattern}",
@@ -130,6 +135,22 @@ class StreamFolder:
                     continue
             return function(self._cache.fetch(file))
 
+    def cache_key(self, file: DataFile) -> str:
+        """Return a text that identifies a file with its present contents, for what is derived from them.
+
+        Raises:
+            DataError: the file of a local folder is missing (`E_FILE_MISSING`).
+            RunError: the disk failed (`E_IO`).
+        """
+        if self._remote is not None:
+            return "\0".join((self.address, file.name, str(file.bytes), file.checksum, file.version))
+        path = Path(self.address) / file.name
+        with self._disk_errors(file.name):
+            try:
+                return contents_key(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise missing_file(str(path)) from error
+
     def prefetch(self, files: Sequence[DataFile]) -> None:
         """Copy files to the local disk in the background, in this order; a later call replaces the files."""
         if self._cache is not None:
@@ -159,7 +180,10 @@ class StreamFolder:
                 raise DataError(problem, expected, f"{name}={example}", code="E_VALUE")
 
     def _stat(self, path: Path) -> DataFile:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except FileNotFoundError as error:
+            raise missing_file(str(path)) from error
         return DataFile(path.relative_to(self.address).as_posix(), status.st_size, "", str(status.st_mtime_ns))
 
 

@@ -70,7 +70,7 @@ def _lines(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                text = line.removesuffix(b"\n").decode()
+                text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
                 if not is_text and not text.strip():
                     continue
                 sample = {"text": text} if is_text else json.loads(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,13 +13,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samestep.config.validation import require
+from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
 from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_path
-from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
+from samestep.zoo.splits import (
+    Splits,
+    Task,
+    label_text,
+    require_no_booleans,
+    text_problem,
+    top_classes,
+    train_validation_split,
+)
 from samestep.zoo.tables import Row, read_table, require_columns
 
 Labels = Literal["names", "numbers"]
@@ -78,12 +89,13 @@ def load_images(
     """
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
     augmentation = parse_augment(augment)
-    classes, train = _scan(Path(path))
+    classes, train, notes = _scan(Path(path))
     if evaluation_path is None:
         names = [sample.file.relative_to(path).as_posix() for sample in train]
         train, validation = _split(train, names, evaluation_fraction, classes)
     else:
-        validation_classes, validation = _scan(Path(evaluation_path))
+        validation_classes, validation, validation_notes = _scan(Path(evaluation_path))
+        notes += validation_notes
         if validation_classes != classes:
             raise DataError(
                 f"{evaluation_path} has the classes {', '.join(validation_classes)}, {path} has {', '.join(classes)}",
@@ -91,7 +103,7 @@ def load_images(
                 fix="rename the class folders, or correct data.options.evaluation_path",
                 code="E_CLASSES",
             )
-    return _splits(train, validation, classes, transforms, augmentation)
+    return replace(_splits(train, validation, classes, transforms, augmentation), notes=notes)
 
 
 def image_task(
@@ -149,7 +161,7 @@ def load_image_list(
     if labels is None:
         labels = "numbers" if Path(path).suffix.lower() == ".txt" else "names"
     names = _classes(path, rows, columns, labels, classes)
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {label_text(name): number for number, name in enumerate(names)}
 
     def class_number(text: str) -> int | None:
         if labels == "names":
@@ -165,8 +177,7 @@ def load_image_list(
     if evaluation_path is not None:
         validation = samples(read_table(Path(evaluation_path)), evaluation_path)
     else:
-        keys = [str(row.values.get(path_column)) for row in rows]
-        train, validation = _split(train, keys, evaluation_fraction, names)
+        train, validation = _split(train, _keys(train, rows, path_column), evaluation_fraction, names)
     return _splits(train, validation, names, transforms, augmentation)
 
 
@@ -197,8 +208,8 @@ def _splits(
     )
 
 
-def _scan(root: Path) -> tuple[list[str], list[Sample]]:
-    """Return the class names and the images of a folder of class folders."""
+def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
+    """Return the class names and the images of a folder of class folders, and notes about other files."""
     require_path(root, "folder", "data.options.path is a folder of class folders")
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
@@ -217,8 +228,9 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
             code="E_CLASSES",
         )
     samples: list[Sample] = []
+    no_images: list[Path] = []
     for number, name in enumerate(classes):
-        files = sorted(file for file in (root / name).rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        files, left_out = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
         if not files:
             raise DataError(
                 f"class {name!r} has no images in {root / name}",
@@ -227,7 +239,8 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
                 code="E_CLASSES",
             )
         samples += [Sample(file, number) for file in files]
-    return classes, samples
+        no_images += left_out
+    return classes, samples, left_out_notes(root, no_images, IMAGE_SUFFIXES)
 
 
 def _classes(
@@ -236,9 +249,11 @@ def _classes(
     is_known = labels in ("names", "numbers")
     require(is_known, f"data.options.labels is {labels!r}", "names or numbers", "set data.options.labels: names")
     if classes is not None:
-        names = [str(name) for name in classes] if isinstance(classes, list | tuple) else []
+        values = classes if isinstance(classes, list | tuple) else ()
+        require_no_booleans(values)
+        names = [str(name) for name in values]
         require(
-            len(names) >= 2 and len(set(names)) == len(names),
+            len(names) >= 2 and len({label_text(name) for name in names}) == len(names),
             f"data.options.classes is {classes!r}",
             "a list of at least two different names",
             "set data.options.classes: [cat, dog]",
@@ -246,7 +261,8 @@ def _classes(
         )
         return tuple(names)
     _require_columns(rows, path, columns)
-    texts = {text for row in rows if not row.problem and (text := _label_text(row.values.get(columns[1]))) is not None}
+    labels_of_rows = (label_text(row.values.get(columns[1])) for row in rows if not row.problem)
+    texts = {text for text in labels_of_rows if text and not text_problem(text)}
     if labels == "numbers":
         largest = max((int(text) for text in texts if _is_class_number(text)), default=-1)
         names = [str(number) for number in range(largest + 1)]
@@ -262,22 +278,26 @@ def _classes(
     return tuple(names)
 
 
+def _keys(samples: list[Sample], rows: list[Row], column: str) -> list[str]:
+    """Return the path of each row as in the list; rows of one image have the first of its paths."""
+    keys = [str(row.values.get(column)) for row in rows]
+    first: dict[str, str] = {}
+    for number, sample in enumerate(samples):
+        if sample.file.name:  # the row has a path
+            keys[number] = first.setdefault(os.path.abspath(sample.file), keys[number])
+    return keys
+
+
 def _sample(row: Row, root: Path, columns: tuple[str, str], class_number: Callable[[str], int | None]) -> Sample:
-    path, text = row.values.get(columns[0]), _label_text(row.values.get(columns[1]))
+    path, text = row.values.get(columns[0]), label_text(row.values.get(columns[1]))
     if row.problem:
         return Sample(Path(), None, f"{row.where}: {row.problem}")
     if not isinstance(path, str) or not path or "\0" in path:
         return Sample(Path(), None, f"{row.where}: no path in {columns[0]!r}")
-    if text is None:
+    if not text:
         return Sample(root / path, None, f"{row.where}: no label in {columns[1]!r}")
     label = class_number(text)
     return Sample(root / path, label, f"{row.where}: the label {text!r} is not a class" if label is None else "")
-
-
-def _label_text(value: object) -> str | None:
-    """Return a label as text; labels of JSON files can be integers."""
-    is_label = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
-    return str(value) if is_label else None
 
 
 def _is_class_number(text: str) -> bool:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from samestep.errors import DataError, RunError, SamestepError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
 # Formats by content: Pillow starts another program for some others, whatever the name of the file.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 _MAX_PIXELS = 2**26  # 200 MB as RGB; a few bytes of a file can claim any size

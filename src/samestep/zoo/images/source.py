@@ -239,7 +239,7 @@ def open_cache(
         announces: estimate the size; the announcement is empty otherwise.
     """
     kind = config.cache
-    root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]))
+    root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]) if files else "")
     description = source.description(kind)
     limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
     folder = cache_folder() / cache_name(root, description)

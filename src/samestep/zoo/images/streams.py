@@ -19,7 +19,7 @@ from samestep.zoo.images.files import to_rgb
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_option
-from samestep.zoo.splits import ClassLabels, Splits
+from samestep.zoo.splits import ClassLabels, Splits, require_no_booleans
 from samestep.zoo.streams import open_files, open_stream
 
 _TABLES = ("parquet", "arrow")  # formats that read single columns
@@ -75,6 +75,7 @@ def load_stream_images(
 def _class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
     values = range(classes) if isinstance(classes, int) else classes if isinstance(classes, list | tuple) else ()
     names = tuple(map(str, values))
+    require_no_booleans(values)
     is_valid = len(set(names)) == len(names) >= 2
     require_option("classes", classes, is_valid, "at least two different names, or their number", "[cat, dog]")
     return names

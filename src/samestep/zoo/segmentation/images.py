@@ -198,6 +198,7 @@ def load_segmentation(
         reads_files=True,
         notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
+        ignored_target=IGNORED if ignore_values else None,
         open_cache=partial(open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]),
     )
 

@@ -69,9 +69,11 @@ def dice_loss(
     dims = tuple(range(2, probabilities.ndim))
     probabilities, labels = probabilities * is_counted, labels * is_counted
     overlap = (probabilities * labels).sum(dim=dims)
-    dice = (2 * overlap + smooth) / (probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth)
+    sizes = probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth
     sample_counts = is_counted.flatten(1).any(dim=1)
-    return Loss(((1 - dice.mean(dim=1)) * sample_counts).sum(), sample_counts.sum())
+    # Without `smooth`, the size of a sample that does not count is zero, and a product of NaN and zero is NaN.
+    dice = (2 * overlap + smooth) / sizes.where(sample_counts[:, None], 1)
+    return Loss((1 - dice.mean(dim=1)).where(sample_counts, 0).sum(), sample_counts.sum())
 
 
 class DicePlus(MultiLoss):
@@ -148,9 +150,17 @@ def resolve_foreground_weight(
     the masks; counts are integers, so their sums do not depend on the number of ranks.
 
     Raises:
-        RecipeError: the dataset has no binary masks.
+        RecipeError: the dataset has no binary masks, or its ignored targets have another value than those of the loss.
         DataError: a mask cannot be used and `bad_samples` is `stop`, or there is no foreground.
     """
+    ignored, ignore_index = splits.ignored_target, loss.options.get("ignore_index")
+    if ignored is not None and ignore_index not in (None, ignored):
+        raise RecipeError(
+            f"loss.options.ignore_index is {ignore_index}, but ignored targets of the data are {ignored}",
+            expected=f"{ignored}, the default; data.options.ignore_values has the values in the masks",
+            fix="remove loss.options.ignore_index",
+            code="E_INCOMPATIBLE",
+        )
     if loss.options.get("foreground_weight") != "from_masks":
         return loss, ()
     if splits.count_foreground is None:

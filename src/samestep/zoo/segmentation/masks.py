@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
-from samestep.zoo.options import is_count, require_option, require_path
+from samestep.zoo.options import is_count, is_number, require_option, require_path
 from samestep.zoo.splits import train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
@@ -24,6 +25,7 @@ Unpaired = Literal["stop", "skip"]
 Value = int | Sequence[int]
 ClassNumbers = NDArray[numpy.int16]
 
+_MAX_VALUE = 2**63 - 1
 _MAX_LISTED = 10  # files without a partner in an error or a note
 
 
@@ -87,7 +89,15 @@ def _find_pairs(
     image_folder: Path, mask_folder: Path, suffixes: Sequence[str], mask_suffix: str, unpaired: str
 ) -> tuple[list[Pair], list[str]]:
     require_option("unpaired", unpaired, unpaired in ("stop", "skip"), "stop or skip", "skip")
-    images, masks = _by_name(image_folder, suffixes, ""), _by_name(mask_folder, suffixes, mask_suffix)
+    image_files, others = by_suffix(files_below(image_folder), suffixes)
+    mask_files, mask_others = by_suffix(files_below(mask_folder), suffixes)
+    notes = [*left_out_notes(image_folder, others, suffixes), *left_out_notes(mask_folder, mask_others, suffixes)]
+    if mask_suffix and image_folder.samefile(mask_folder):
+        endings = [f"{mask_suffix}{suffix}" for suffix in suffixes]
+        image_files, mask_files = by_suffix(image_files, endings)[1], by_suffix(mask_files, endings)[0]
+        notes = notes[:1]
+    images = _by_name(image_folder, image_files, suffixes, "")
+    masks = _by_name(mask_folder, mask_files, suffixes, mask_suffix)
     alone = [f"{images[name]} has no mask" for name in sorted(images.keys() - masks.keys())]
     alone += [f"{masks[name]} has no image" for name in sorted(masks.keys() - images.keys())]
     pairs = [Pair(name, images[name], masks[name]) for name in sorted(images.keys() & masks.keys())]
@@ -99,7 +109,7 @@ def _find_pairs(
             code="E_UNPAIRED",
         )
     if not alone:
-        return pairs, []
+        return pairs, notes
     more = [f"and {len(alone) - _MAX_LISTED} more"] if len(alone) > _MAX_LISTED else []
     listed = "; ".join(alone[:_MAX_LISTED] + more)
     summary = f"{plural(len(alone), 'file')} without a partner: {listed}"
@@ -110,15 +120,13 @@ def _find_pairs(
             fix="add or remove files, or leave these out: data.options.unpaired=skip",
             code="E_UNPAIRED",
         )
-    return pairs, [f"left out {summary}"]
+    return pairs, [*notes, f"left out {summary}"]
 
 
-def _by_name(root: Path, suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
+def _by_name(root: Path, paths: Sequence[Path], suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for path in sorted(root.rglob("*")):
-        suffix = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
-        if suffix is None or path.name.startswith(".") or not path.is_file():
-            continue
+    for path in paths:
+        suffix = next(suffix for suffix in suffixes if path.name.lower().endswith(suffix))
         name = path.relative_to(root).as_posix()[: -len(suffix)].removesuffix(mask_suffix)
         if name in files:
             raise DataError(
@@ -163,6 +171,8 @@ class MaskCode:
         self.is_binary = classes is None
         self.classes = tuple(classes or ("foreground",))
         self.has_colors = any(not isinstance(value, int) for value in values or ())
+        is_threshold = threshold is None or is_number(threshold)
+        require_option("threshold", threshold, is_threshold, "a number, or null", 128)
         self._threshold = threshold
         self._is_default_binary = self.is_binary and values is None
         count = 2 if self.is_binary else len(self.classes)
@@ -227,12 +237,12 @@ class MaskCode:
 
     def _packed(self, value: Value) -> int:
         """Return an integer, or a color as `0xRRGGBB`."""
-        if isinstance(value, int) and not self.has_colors:
+        if isinstance(value, int) and not self.has_colors and abs(value) <= _MAX_VALUE:
             return value
         if isinstance(value, int) or len(value) != 3 or not all(0 <= part <= 255 for part in value):
             raise DataError(
                 f"data.options.mask_values or ignore_values contains {value}",
-                expected="integers only, or colors [R, G, B] of 0 to 255 only",
+                expected="integers of 64 bits only, or colors [R, G, B] of 0 to 255 only",
                 fix="set data.options.mask_values: [[0, 0, 0], [255, 0, 0]]",
                 code="E_VALUE",
             )

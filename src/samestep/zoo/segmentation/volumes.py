@@ -27,7 +27,7 @@ from PIL import Image
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
-from samestep.zoo.options import import_optional, require_count, require_option
+from samestep.zoo.options import import_optional, is_number, require_count, require_option
 from samestep.zoo.segmentation.masks import (
     IGNORED,
     ClassNumbers,
@@ -345,7 +345,8 @@ def load_volumes(
     require_option("flips", flips, isinstance(flips, bool), "true or false", "true")
     is_share = 0 <= foreground_share <= 1
     require_option("foreground_share", foreground_share, is_share, "0 <= foreground_share <= 1", 0.5)
-    is_window = window is None or (len(window) == 2 and window[0] < window[1])
+    is_pair = isinstance(window, list | tuple) and len(window) == 2 and all(map(is_number, window))
+    is_window = window is None or (is_pair and window[0] < window[1])
     require_option("window", window, is_window, "[minimum, maximum], or null", "null")
     require_count("kept_volumes", kept_volumes, 0, 4)
     size = require_sides("patch_size", patch_size, 3, "a number of voxels, or three", 64)
@@ -361,6 +362,7 @@ def load_volumes(
         reads_files=True,
         notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
+        ignored_target=IGNORED,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.checkpoint.files import replacing
+from samestep.data.folder_files import by_suffix, files_below
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (
@@ -32,7 +33,7 @@ from samestep.zoo.splits import (
     train_validation_split,
 )
 from samestep.zoo.text.sentences import PADDING, Sample, collate_padded
-from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
+from samestep.zoo.text.tokenizer import Tokenizer, as_tokens, read_tokenizer
 
 # Folders of the standard library that contain installed packages or tests.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -126,10 +127,10 @@ def language_task(
     encoder = read_tokenizer(tokenizer)
 
     def read(path: Path) -> torch.Tensor:
-        tokens = encoder.encode(path.read_bytes())[-block_size:]
-        if not tokens:
+        content = path.read_bytes()
+        if not content:
             raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
-        return torch.tensor(tokens)
+        return as_tokens(_tokens_of(content, path, encoder)[-block_size:], path, "choose another file")
 
     return Task(
         reads="a text file",
@@ -154,7 +155,7 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
         files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
     else:
         require_path(root, "folder", "data.options.path is a file or folder of text")
-        files = [file for file in root.rglob("*") if file.suffix in suffixes and file.is_file()]
+        files, _ = by_suffix(files_below(root), suffixes)
     if not files:
         raise DataError(
             f"{root} has no files that end in {', '.join(suffixes)}",
@@ -188,7 +189,8 @@ def _note(path: str | None, documents: Sequence[Document], targets: str) -> str:
 
 def complete(model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Tokenizer, block_size: int) -> str:
     """Return at most `count` tokens after `prompt` as text, without the prompt."""
-    start = tokenizer.encode(prompt.encode())
+    # Bytes of the command line that are not UTF-8 are surrogates.
+    start = _tokens_of(prompt.encode(errors="surrogateescape"), "the prompt", tokenizer)
     if not start:
         start = [0 if tokenizer.end is None else tokenizer.end]  # the end token precedes every document
     return tokenizer.decode(generate(model, start, count, block_size=block_size, end=tokenizer.end))
@@ -326,14 +328,23 @@ def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[li
             code="E_TOKENIZER",
         )
     for document in documents:
-        try:
-            tokens = tokenizer.encode(document.path.read_bytes())
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{document.path} is not text: {error.reason} at byte {error.start}",
-                expected="UTF-8, with a tokenizer from a file",
-                fix="convert or remove the file, or use bytes: data.options.tokenizer: null",
-                code="E_UNREADABLE",
-            ) from error
+        tokens = _tokens_of(document.path.read_bytes(), document.path, tokenizer)
         if tokens:
             yield [*tokens, tokenizer.end]
+
+
+def _tokens_of(text: bytes, place: str | Path, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text at `place`.
+
+    Raises:
+        DataError: the text is not UTF-8, and the tokens are not bytes.
+    """
+    try:
+        return tokenizer.encode(text)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place} is not text: {error.reason} at byte {error.start}",
+            expected="UTF-8, with a tokenizer from a file",
+            fix="convert or remove the text, or use bytes: data.options.tokenizer: null",
+            code="E_UNREADABLE",
+        ) from error

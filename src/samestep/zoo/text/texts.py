@@ -12,9 +12,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.errors import DataError
 from samestep.zoo.options import require_count, require_option
-from samestep.zoo.splits import Answer, ClassLabels, Splits, Task, require_fraction, train_validation_split
+from samestep.zoo.splits import (
+    Answer,
+    ClassLabels,
+    Splits,
+    Task,
+    label_text,
+    require_fraction,
+    require_no_booleans,
+    text_problem,
+    train_validation_split,
+)
 from samestep.zoo.tables import Row, read_table, require_columns
-from samestep.zoo.text.tokenizer import Tokenizer, read_tokenizer
+from samestep.zoo.text.tokenizer import Tokenizer, as_tokens, read_tokenizer
 
 Sample = tuple[torch.Tensor, int]
 Inputs = dict[str, torch.Tensor]
@@ -46,10 +56,10 @@ class Texts:
 
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[index]
+        fix = "correct the row, or skip such rows: data.bad_samples: skip"
         if row.problem:
-            fix = "correct the row, or skip such rows: data.bad_samples: skip"
             raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=fix, code="E_LABEL")
-        return torch.tensor(self._tokenizer.encode_framed(row.text)), self._class_number(row)
+        return as_tokens(self._tokenizer.encode_framed(row.text), row.where, fix), self._class_number(row)
 
     def _class_number(self, row: LabeledText) -> int:
         number = self._labels.number(row.label)
@@ -123,7 +133,7 @@ def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest
             ) from error
         if not text:
             raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
-        tokens = torch.tensor(encoder.encode_framed(text))
+        tokens = as_tokens(encoder.encode_framed(text), path, "choose another file")
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def describe(outputs: torch.Tensor) -> Answer:
@@ -162,24 +172,20 @@ def _labeled_text(row: Row, text_column: str, label_column: str) -> LabeledText:
     text, label = row.values.get(text_column), row.values.get(label_column)
     if row.problem:
         return LabeledText(row.where, "", "", row.problem)
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)  # 1 and 1.0 are equal labels
-    label = "" if label is None else str(label).strip()
+    label = label_text(label)
+    if problem := text_problem(label):
+        return LabeledText(row.where, "", "", f"the label is not valid: {problem}")
     if not isinstance(text, str) or not text.strip():
         kind = "empty" if text is None or isinstance(text, str) else f"a {type(text).__name__}"
         return LabeledText(row.where, "", label, f"the text is {kind}")
+    if problem := text_problem(text):
+        return LabeledText(row.where, "", label, f"the text is not valid: {problem}")
     return LabeledText(row.where, text, label)
 
 
 def _classes(classes: Sequence[str | int] | None, rows: Sequence[LabeledText], path: str) -> tuple[str, ...]:
     """Return `classes`, or the sorted labels of the rows; numbers are sorted as numbers."""
-    if classes is not None and any(isinstance(name, bool) for name in classes):
-        raise DataError(
-            "data.options.classes contains true or false",
-            expected="text; YAML reads yes and no as booleans",
-            fix="quote the names: ['no', 'yes']",
-            code="E_CLASSES",
-        )
+    require_no_booleans(classes or ())
     labels = {row.label for row in rows if row.label}
     ordered = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     names = ordered if classes is None else [str(name) for name in classes]

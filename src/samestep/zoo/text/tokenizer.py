@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from samestep.errors import DataError
 from samestep.zoo.options import import_optional
 
@@ -114,6 +116,22 @@ def read_tokenizer(path: str | None, max_tokens: int | None = None) -> Tokenizer
         return ByteTokenizer(max_tokens)
     backend = _from_folder(Path(path)) if Path(path).is_dir() else _from_file(Path(path))
     return FileTokenizer(backend, max_tokens)
+
+
+def as_tokens(tokens: list[int], place: str | Path, fix: str) -> torch.Tensor:
+    """Return the tokens of a text at `place` as a tensor.
+
+    Raises:
+        DataError: there are none, because the tokenizer drops all characters of the text.
+    """
+    if not tokens:
+        raise DataError(
+            f"{place}: the tokenizer gives no tokens for the text",
+            expected="a text with characters of the tokenizer, or a tokenizer with an unknown token",
+            fix=fix,
+            code="E_TOKENIZER",
+        )
+    return torch.tensor(tokens, dtype=torch.long)
 
 
 def _from_file(path: Path) -> Any:

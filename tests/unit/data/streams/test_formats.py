@@ -6,7 +6,7 @@ import pickle
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -165,6 +165,14 @@ def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
         open_source("tokens", folder, length=4, dtype="uint16", header="llm.c").read(0, 0)
 
 
+@pytest.mark.parametrize(("header", "size"), [("none", 3), ("llm.c", 1000), ("llm.c", 1025)])
+def test_short_token_file_that_is_damaged(header: str, size: int, tmp_path: Path) -> None:
+    """The file has no whole window, so no sample would open it."""
+    (tmp_path / "a.bin").write_bytes(bytes(size))
+    with refused("E_UNREADABLE", "a.bin"):
+        open_source("tokens", StreamFolder(str(tmp_path)), length=4, header=header)
+
+
 def test_blocks_of_litdata_tokens() -> None:
     source = open_source("litdata", StreamFolder(str(FILES / "litdata_tokens")), block_size=4)
     assert source.sizes == [7, 7]
@@ -247,8 +255,39 @@ def test_index_of_a_tar_file_without_a_cache_folder(tmp_path: Path, monkeypatch:
         reader.close()
 
 
+def test_index_of_a_tar_file_is_not_that_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files have equal relative paths, sizes and modification times; then the first is replaced."""
+    names = ("a.txt", "b.txt", "c.txt")
+    changed = {"one": (300, 100, 100), "two": (100, 100, 300), "one again": (100, 300, 100)}
+    for place, sizes in changed.items():
+        folder = tmp_path / place.split()[0] / "tars"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "new").write_bytes(tar_of(*names, sizes=sizes))
+        os.utime(folder / "new", (0, 0))
+        (folder / "new").replace(folder / "part.tar")
+        monkeypatch.chdir(folder.parent)
+        source = open_source("webdataset", StreamFolder("tars"))
+        assert [len(source.read(0, number)["txt"]) for number in range(3)] == list(sizes)
+        source.close()
+
+
 def tar_path(folder: StreamFolder, name: str) -> Path:
     return (Path(folder.address) / name).with_suffix(".moved")
+
+
+def test_hidden_files_and_linked_folders_of_a_format(tmp_path: Path) -> None:
+    for name in ("part-0.tar", "._part-0.tar", ".old/part-1.tar"):
+        (tmp_path / "tars" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tars" / name).write_bytes(INTACT)
+    for address in (str(tmp_path / "tars"), f"file://{tmp_path}/tars"):
+        assert [file.name for file in StreamFolder(address).find("*.tar")] == ["part-0.tar"]
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "part-2.tar").write_bytes(INTACT)
+    (tmp_path / "tars" / "link").symlink_to(tmp_path / "more")
+    assert open_source("webdataset", StreamFolder(str(tmp_path / "tars"))).names == ["link/part-2.tar", "part-0.tar"]
+    (tmp_path / "tars" / "part-3.tar").symlink_to(tmp_path / "none")
+    with refused("E_FILE_MISSING", "part-3.tar"):
+        open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
 
 
 # --- faults ------------------------------------------------------------------------------------------------
@@ -330,14 +369,14 @@ def test_tar_that_ends_within_a_member(tmp_path: Path) -> None:
         open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
 
 
-def tar_of(*names: str) -> bytes:
+def tar_of(*names: str, sizes: Sequence[int] | None = None) -> bytes:
     """Return a tar file of members that occupy 1,024 bytes each, with padding to 10,240 bytes."""
     file = BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for number, name in enumerate(names):
             info = tarfile.TarInfo(name)
-            info.size = 300
-            tar.addfile(info, BytesIO(bytes([number + 1]) * 300))
+            info.size = 300 if sizes is None else sizes[number]
+            tar.addfile(info, BytesIO(bytes([number + 1]) * info.size))
     return file.getvalue()
 
 

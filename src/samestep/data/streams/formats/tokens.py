@@ -52,20 +52,27 @@ class TokenSource(IndexedSource[RawFile]):
         self._length, self._dtype = length, numpy.dtype(dtype).newbyteorder("<")
         self._begin = _HEADER.size if header == "llm.c" else 0
         files, _ = find_files(folder, "tokens")
+        for file in files:  # a file without a whole window is never opened
+            self._require_whole(f"{folder.address}/{file.name}", file.bytes - self._begin)
         counts = [(file.bytes - self._begin) // self._dtype.itemsize for file in files]
         super().__init__(folder, files, [max(count - 1, 0) // length for count in counts])
 
     def open(self, path: Path, file: int) -> RawFile:
         """Open a file, and compare its header with its size."""
         reader, size = RawFile(path), path.stat().st_size - self._begin
-        if size % self._dtype.itemsize:
-            raise damaged_file(str(path), f"{size:,} bytes of tokens are no multiple of {self._dtype.itemsize}")
+        self._require_whole(str(path), size)
         if self._begin:
             magic, _, count, *_ = _HEADER.unpack(reader.read(0, _HEADER.size))
             if _HEADERS.get(magic) != self._dtype.name or count * self._dtype.itemsize != size:
                 problem = f"its header has the magic number {magic} and {count:,} tokens, the file {size:,} bytes"
                 raise damaged_file(str(path), f"{problem} of {self._dtype.name} tokens")
         return reader
+
+    def _require_whole(self, name: str, size: int) -> None:
+        if size < 0:
+            raise damaged_file(name, f"it ends within its header of {self._begin:,} bytes")
+        if size % self._dtype.itemsize:
+            raise damaged_file(name, f"{size:,} bytes of tokens are no multiple of {self._dtype.itemsize}")
 
     def sample(self, reader: RawFile, file: int, index: int) -> torch.Tensor:
         """Return one window `(length + 1,)` as int64."""

@@ -72,8 +72,8 @@ class WebDatasetSource(IndexedSource[_Reader]):
         data = self.folder.read(f"{file.name}{SUFFIX}")
         if data is not None:
             return _parsed(data, f"{self.folder.address}/{file.name}{SUFFIX}")
-        facts = "\0".join((self.folder.address, file.name, str(file.bytes), file.checksum, file.version))
-        path = cache_folder() / "indexes" / f"{hashlib.sha256(os.fsencode(facts)).hexdigest()[:32]}{SUFFIX}"
+        key = hashlib.sha256(os.fsencode(self.folder.cache_key(file))).hexdigest()[:32]
+        path = cache_folder() / "indexes" / f"{key}{SUFFIX}"
         with suppress(OSError):  # not written yet, or no access
             return _parsed(path.read_bytes(), str(path))
         samples = self.folder.use(file, read_members)
