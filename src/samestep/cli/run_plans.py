@@ -117,8 +117,8 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
         )
 
 
-def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
-    """Return the plan that computes a step of a run again, from the nearest checkpoint at or before the step, if any.
+def plan_to_replay(folder: Path, begin: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
+    """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
 
     The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
 
@@ -126,12 +126,12 @@ def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool
         InputError: there is no such run, or its recipe names code that is not trusted.
         CheckpointError: the checkpoint is damaged, or belongs to another recipe.
     """
-    steps = {int(path.name.removeprefix("step-")): path for path in CheckpointFolder(folder / "checkpoints").steps()}
-    later = [number for number in steps if number >= step]
+    steps = {int(path.name.rpartition("step-")[2]): path for path in CheckpointFolder(folder / "checkpoints").steps()}
+    later = [number for number in steps if number > begin]
     if later:
         epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
         overrides = [*overrides, f"epochs={epochs}"] if isinstance(epochs, int) else overrides
-    before = [number for number in steps if number <= step]
+    before = [number for number in steps if number <= begin]
     if before and not from_start:
         return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
     _require_run(folder)
