@@ -3,7 +3,9 @@
 import json
 import os
 import pty
+import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -196,3 +198,10 @@ def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
         ended = started.wait()
     assert [rank.code for rank in ended] == [2, 2]
     assert "samestep run is rank 0 of 2 processes that Slurm started" in ended[0].err
+
+
+def test_runs_folder_that_cannot_be_created(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = script(tmp_path, "open('started', 'w').close()\n")
+    err = refused("run", "--processes", 2, "--runs", "sibling.py/runs", path)
+    assert re.match(r"error: sibling.py/runs/script-\S+/logs cannot be created: .* \[E_OUTPUT]", err)
+    assert "--runs DIR" in err

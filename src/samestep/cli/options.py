@@ -255,11 +255,11 @@ def unused_name(runs: Path, name: str) -> str:
 
 
 @contextmanager
-def output_folder(out: Path | None, stem: str) -> Iterator[Path]:
-    """Create the folder of `--out`, by default `runs/STEM-TIME`; remove new folders that stay empty."""
+def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
+    """Create the folder of an option, by default `runs/STEM-TIME`; remove new folders that stay empty."""
     folder = out or Path("runs") / timed_name(Path("runs"), stem)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with output_errors(f"{folder} cannot be created", "a writable folder", "--out DIR"):
+    with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
