@@ -26,7 +26,7 @@ from samestep.cli.options import (
     run_options,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
-from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, reading, refuse_script_run
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig
@@ -168,13 +168,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             return EXIT_DONE
     else:
         plan = make_plan()
-        values = launch_ranks(
-            "evaluate",
-            *rank_arguments(plan),
-            processes=launch.process_range(plan.recipe)[1],
-            launch_config=LaunchConfig(HANG_AFTER),
-            options=launch,
-        ).value
+        with reading(plan.checkpoint):
+            values = launch_ranks(
+                "evaluate",
+                *rank_arguments(plan),
+                processes=launch.process_range(plan.recipe)[1],
+                launch_config=LaunchConfig(HANG_AFTER),
+                options=launch,
+            ).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
     report: list[str] = []
@@ -259,11 +260,14 @@ def _predict(arguments: argparse.Namespace) -> int:
     options = RunOptions(device=arguments.device, quiet=True)
     model = (plan.recipe, options, read_dataset_info(arguments.folder), plan.checkpoint)
     if prompt is not None:
-        completion = call_in_worker("samestep.recipes.run", "complete", *model, prompt, arguments.tokens)
+        with reading(plan.checkpoint):
+            completion = call_in_worker("samestep.recipes.run", "complete", *model, prompt, arguments.tokens)
         print_json(completion) if arguments.json else print(completion["text"])
         return EXIT_DONE
     files = tuple(arguments.files)
-    for prediction in call_in_worker("samestep.recipes.run", "predict", *model, files, arguments.out):
+    with reading(plan.checkpoint):
+        predictions = call_in_worker("samestep.recipes.run", "predict", *model, files, arguments.out)
+    for prediction in predictions:
         print_json(prediction) if arguments.json else print("\n".join(_prediction_lines(prediction)))
     return EXIT_DONE
 
@@ -293,7 +297,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.like is not None:
         require_file(arguments.like, "--like")
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
-    exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
+    with reading(plan.checkpoint):
+        exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
     if arguments.json:
         print_json(asdict(exported))
         return EXIT_DONE

@@ -20,7 +20,7 @@ from samestep.cli.options import (
     require_absent,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides
-from samestep.cli.run_plans import plan_to_replay
+from samestep.cli.run_plans import plan_to_replay, reading
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.report_limits import printable
@@ -103,7 +103,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     origin = "its newest checkpoint before a checksum" if is_chosen else f"step {max(subject.first, 0)}"
     processes = plural(subject.processes, "process")
     progress(arguments)(f"replaying {run.folder} up to step {step} from {origin} on {processes}")
-    result = run_replay(subject, step, _options(arguments), out=arguments.out)
+    with reading(subject.checkpoint):
+        result = run_replay(subject, step, _options(arguments), out=arguments.out)
     compared = {number: value for number, value in result.checksums.items() if number in subject.checksums}
     if not compared:  # a script that loads its own checkpoint
         raise no_checksum(f"{run.folder} has no checksum of the steps from {result.first} to {step}")
@@ -155,7 +156,8 @@ def _diff(arguments: argparse.Namespace) -> int:
         note = _without_replay(arguments, runs, logs)
         if note is None:
             subjects = [_subject(run, logs.last_equal, logs.first_different, arguments, []) for run in runs]
-            finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
+            with reading(*(subject.checkpoint for subject in subjects)):
+                finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
     equal = logs.first_different is None and bool(logs.compared)
     if arguments.json:
         data = {"runs": [str(run.folder) for run in runs], "equal": equal, **asdict(logs), "note": note}

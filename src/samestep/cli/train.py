@@ -6,8 +6,8 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
