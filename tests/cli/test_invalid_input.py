@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from helpers.permissions import without_access
 from helpers.system import events, flip_bit, here, samestep, state_of, tree, weights
 from samestep.cli import launch_options
 from samestep.cli.main import main
@@ -438,6 +439,55 @@ def test_existing_run_is_not_overwritten(refused: Refused, run: Path) -> None:
 def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert "file" in refused("train", RECIPE, "--runs", "file", "--name", "a").splitlines()[0]
+
+
+UNREADABLE = {
+    "": (
+        "eval runs/a",
+        "predict runs/a recipe.yaml",
+        "export runs/a",
+        "push runs/a --out pushed",
+        "replay runs/a --step 1",
+        "diff runs/a runs/b",
+        "report runs/a --out report.html",
+        "top runs/a --once",
+    ),
+    "recipe.yaml": ("report runs/a --out report.html", "top runs/a --once"),
+    "events.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "ranks/rank-0.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "environment.json": ("report runs/a --out report.html", "top runs/a --once"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "command"), [(file, command) for file, commands in UNREADABLE.items() for command in commands]
+)
+def test_unreadable_run(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    check_error: CheckError,
+    file: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("", encoding="utf-8")
+    path = run / file
+    mode = path.stat().st_mode
+    path.chmod(0)
+    with without_access():
+        code = main(command.split())
+    path.chmod(mode)
+    err = capsys.readouterr().err
+    assert code == EXIT_INPUT
+    check_error(err)
+    assert re.match(rf"error: runs/a/{file}.* cannot be read: .*Permission denied.* \[E_UNREADABLE]\n", err)
+
+
+@pytest.mark.parametrize("command", ["top {} --once", "run {}", "predict runs/a {}", "export runs/a --out {}"])
+def test_path_that_is_too_long(refused: Refused, run: Path, command: str) -> None:
+    assert "File name too long" in refused(*command.format("x" * 300).split()).splitlines()[0]
 
 
 @pytest.mark.parametrize("command", ["resume", "eval"])

@@ -23,6 +23,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
+from samestep.tools.run_lines import run_errors
 from samestep.tools.tune.settings import TunedSetting
 
 
@@ -166,7 +167,9 @@ def plan_to_replay(folder: Path, begin: int, overrides: list[str], *, trust: boo
 
 def refuse_script_run(folder: Path) -> None:
     """Raise an `InputError` if a directory is the run of a script, whose model and data no recipe describes."""
-    if (folder / LOOP).is_file():
+    with run_errors(folder):
+        is_script = (folder / LOOP).is_file()
+    if is_script:
         raise InputError(
             f"{folder} is the run of a script",
             expected="the run of a recipe: a script builds model and data itself",
