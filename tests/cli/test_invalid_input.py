@@ -142,6 +142,12 @@ def test_option_without_a_default_is_not_left_out(refused: Refused, command: str
     assert refused(*command.split()).endswith(f"fix:      {WITHOUT_DEFAULT[command]}\n")
 
 
+@pytest.mark.parametrize(("text", "problem"), [("", "'' is empty"), ("'a", '"\'a": No closing quotation')])
+def test_invalid_command_of_a_comparison(refused: Refused, text: str, problem: str) -> None:
+    err = refused("audit", f"--against-command={text}", "--", "python", "train.py")
+    assert f"--against-command {problem} [E_VALUE]" in err.splitlines()[0]
+
+
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "", "a\\b", "a\nb"])
 def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
     err = refused("train", RECIPE, f"--name={name}")
@@ -175,6 +181,7 @@ USAGE = {
     "train digits --hang-after -5s": ("--hang-after: expected one argument [E_VALUE]", "--hang-after 600s"),
     "train digits --s 3": ("--s could match --set, ", "the whole name"),
     "train digits --share-gpu=3": ("--share-gpu: ignored explicit argument '3' [E_VALUE]", "samestep train --help"),
+    "run --processes 2 -- --epochs 3": ("unknown option --epochs 3 [E_UNKNOWN_OPTION]", "samestep run --help"),
     "audit --against 1 --against-command a -- b": ("[E_OPTION_CONFLICT]", "samestep audit --help"),
 }
 
@@ -490,9 +497,10 @@ def test_path_that_is_too_long(refused: Refused, run: Path, command: str) -> Non
     assert "File name too long" in refused(*command.format("x" * 300).split()).splitlines()[0]
 
 
-@pytest.mark.parametrize("command", ["resume", "eval"])
+@pytest.mark.parametrize("command", ["resume", "eval", "eval --report new/report"])
 def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, command: str) -> None:
-    assert "nowhere is not a run" in refused(command, "nowhere")
+    command, *options = command.split()
+    assert "nowhere is not a run" in refused(command, "nowhere", *options)
     (tmp_path / "empty").mkdir()
     assert "empty is not a run" in refused(command, "empty")
     (tmp_path / "file").write_text("", encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from samestep.checkpoint.files import replacing
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
 from samestep.cli.launch_options import LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
@@ -153,6 +154,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     file = arguments.pretrained
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
+        if arguments.report is not None:
+            with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
+                arguments.report.mkdir(parents=True, exist_ok=True)
         is_other_data = file is None and bool(arguments.overrides)
         classes = read_dataset_info(arguments.folder).classes if is_other_data else None
         return plan.recipe, options, plan.checkpoint, arguments.report, classes
@@ -168,11 +172,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             return EXIT_DONE
     else:
         plan = make_plan()
+        processes = launch.process_range(plan.recipe)[1]
         with reading(plan.checkpoint):
             values = launch_ranks(
                 "evaluate",
                 *rank_arguments(plan),
-                processes=launch.process_range(plan.recipe)[1],
+                processes=processes,
                 launch_config=LaunchConfig(HANG_AFTER),
                 options=launch,
             ).value
@@ -198,8 +203,6 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
         from samestep.metrics.class_report import require_matplotlib
 
         require_matplotlib("confusion matrix")
-        with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
-            arguments.report.mkdir(parents=True, exist_ok=True)
     if file is None:
         for override in arguments.overrides:
             if not override.startswith("data."):
@@ -313,19 +316,26 @@ def _convert(arguments: argparse.Namespace) -> int:
     file, out, devices = arguments.file, arguments.out, arguments.devices_meant
     _require_convertible(file, out, devices)
     # Imported here: the other commands do not need numpy.
-    from samestep.tools.convert import convert_recipe, convert_weights
+    from safetensors.torch import save
+
+    from samestep.tools.convert import convert_recipe
+    from samestep.zoo.paddle import read_pdparams
 
     if file.suffix == ".pdparams":
-        weights = convert_weights(file, out)
+        weights = read_pdparams(file)
+        content = save(weights.tensors)
         lines = [f"{source} -> {name}" for name, source in weights.sources.items()]
         lines += [f"{name}: left out, not part of the model" for name in weights.left_out]
         data: dict[str, Any] = {"names": weights.sources, "left_out": list(weights.left_out)}
         note = f", {len(weights.tensors)} tensors"
     else:
         recipe = convert_recipe(file, devices)
-        out.write_text(recipe.to_text(file.name), encoding="utf-8")
+        content = recipe.to_text(file.name).encode()
         lines = [str(key) for key in recipe.keys]
         data, note = {"keys": lines}, f"; train with: samestep train {out}"
+    problem = f"{out} cannot be written"
+    with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
+        temporary.write_bytes(content)
     if arguments.json:
         print_json({"out": str(out), **data})
     else:
