@@ -551,6 +551,14 @@ def test_checkpoint_that_a_running_training_removes(
     assert err.startswith(f"error: {checkpoint} was removed while it was read [E_CHECKPOINT_NOT_FOUND]")
 
 
+@pytest.mark.parametrize(
+    ("option", "code"), [("--certificate=certificate.json", "E_UNREADABLE"), ("--private", "E_OPTION_CONFLICT")]
+)
+def test_invalid_repository(refused: Refused, run: Path, tmp_path: Path, option: str, code: str) -> None:
+    (tmp_path / "certificate.json").write_text('{"holds": true}', encoding="utf-8")
+    assert f"[{code}]" in refused("push", run, "--out", "pushed", option)
+
+
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])
 def test_resume_with_another_recipe_lists_the_differences(refused: Refused, run: Path, change: str) -> None:
     key, _, new = change.partition("=")

@@ -132,6 +132,8 @@ def _push(arguments: argparse.Namespace) -> int:
     if (name is None) == (out is None):
         value = "push with neither a repository nor --out" if name is None else f"{name} with --out {out}"
         raise option_conflict(value, "a repository, or --out for the files alone", "samestep push RUN USER/NAME")
+    if arguments.private and out is not None:
+        raise option_conflict(f"--private with --out {out}", "--private for an upload", "leave --private out")
     with TemporaryDirectory() as folder:
         repository = write_repository(arguments.folder, arguments.checkpoint, arguments.certificate, Path(folder))
         address = None if name is None else upload(Path(folder), repository, name, private=arguments.private)
