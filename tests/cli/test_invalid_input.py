@@ -18,8 +18,8 @@ from helpers.system import events, flip_bit, here, samestep, state_of, tree, wei
 from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.order import global_order
-from samestep.errors import EXIT_FAILED, EXIT_INPUT
-from samestep.launcher.launch import run_workers
+from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from samestep.launcher.launch import StoppedError, run_workers
 from samestep.zoo.images.datasets import ImageFiles, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -549,6 +549,20 @@ def test_checkpoint_that_a_running_training_removes(
     err = capsys.readouterr().err
     check_error(err)
     assert err.startswith(f"error: {checkpoint} was removed while it was read [E_CHECKPOINT_NOT_FOUND]")
+
+
+def test_stopped_export_leaves_no_file(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(run)
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        (run / "model-13.safetensors").write_bytes(b"half of the model")
+        raise StoppedError("stopped before the end of a step")
+
+    monkeypatch.setattr(launch_options, "run_workers", stop)
+    assert main(["export", str(run)]) == EXIT_STOPPED
+    assert tree(run) == before
 
 
 @pytest.mark.parametrize(

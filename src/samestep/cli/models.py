@@ -302,8 +302,12 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.like is not None:
         require_file(arguments.like, "--like")
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
-    with reading(plan.checkpoint):
-        exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
+    try:
+        with reading(plan.checkpoint):
+            exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
+    except BaseException:
+        out.unlink(missing_ok=True)  # an incomplete file; there was none before
+        raise
     if arguments.json:
         print_json(asdict(exported))
         return EXIT_DONE
