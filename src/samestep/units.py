@@ -31,17 +31,18 @@ def parse_bytes(option: str, text: str) -> int:
     """Return the bytes of the text `512MiB`, `1.5g` or `4096` of a command-line option; KB means KiB.
 
     Raises:
-        InputError: `text` is not a size.
+        InputError: `text` is not a size of at least one byte.
     """
     match = _SIZE.fullmatch(text)
-    if match is None:
+    value = float(match[1]) * (1 << _BINARY_PREFIXES[match[2].lower()]) if match else 0.0
+    if not 1 <= value < float("inf"):
         raise InputError(
             f"{option} {text}",
-            expected="a number of bytes, or one with KiB, MiB or GiB",
+            expected="a number of bytes above 0, or one with KiB, MiB or GiB",
             fix=f"{option} 1GiB",
             code="E_SIZE",
         )
-    return int(float(match[1]) * (1 << _BINARY_PREFIXES[match[2].lower()]))
+    return int(value)
 
 
 def parse_bandwidth(option: str, text: str) -> float:

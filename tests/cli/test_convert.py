@@ -12,6 +12,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from helpers.paddle_files import save_state, save_training, vit_state
+from helpers.permissions import without_access
 from helpers.system import answer, here, tree
 from samestep.recipes.recipe_files import load_recipe
 
@@ -74,6 +75,19 @@ def test_refused_input_writes_nothing(refused: Refused, paddle_yaml: Path, tmp_p
     assert "vit.pth is not a file of PaddleViT" in refused("convert", "vit.pth", "--out", "a.safetensors")
     wrong = ("--out", "a.safetensors", "--devices-meant", 2)
     assert "--devices-meant 2 for vit.pdparams" in refused("convert", "vit.pdparams", *wrong)
+
+
+@pytest.mark.parametrize("name", ["paddle.yaml", "vit.pdparams"])
+def test_folder_without_permission(
+    paddle_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    save_state(tmp_path / "vit.pdparams", vit_state())
+    (tmp_path / "out").mkdir(mode=0o500)
+    out, options = {"paddle.yaml": ("a.yaml", ("--devices-meant", 4)), "vit.pdparams": ("a.safetensors", ())}[name]
+    with without_access():
+        assert here("convert", name, *options, "--out", f"out/{out}", cwd=tmp_path) == 2
+    assert f"error: out/{out} cannot be written: Permission denied [E_OUTPUT]" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
 
 
 class Trap:

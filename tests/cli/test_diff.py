@@ -73,7 +73,7 @@ def test_flipped_bit_of_one_run_is_located(tmp_path: Path, report: Report) -> No
     assert [line.partition(",")[0] for line in finding["replays"]] == [str(good), str(good), str(bad)]
     assert "has the logged checksums" in finding["replays"][1]
     assert finding["replays"][2].endswith("differs from the log from step 7 on")
-    assert report("replay", bad, "--step", 13, "--trust")[1]["compared"] == 1  # of its last checkpoint
+    assert report("replay", good, "--step", 13, "--trust")[1]["compared"] == 2  # from step 12
     code, data = report("replay", bad, "--step", 13, "--trust", "--from-start")
     assert (code, data["equal"], data["first_different"]) == (3, False, 7)
 
@@ -106,7 +106,20 @@ def test_replay_of_an_extended_run_starts_from_a_checkpoint(tmp_path: Path, repo
     code, data = report("replay", run, "--step", 20, "--trust", "--processes", 2)
     assert (code, data["from_step"], data["compared"]) == (0, 13, 8)
     code, data = report("replay", run, "--step", 13, "--trust")
-    assert (code, data["from_step"], data["compared"]) == (0, 13, 1)
+    assert (code, data["from_step"], data["compared"]) == (0, 10, 4)
+    code, data = report("replay", run, "--step", 14, "--trust")
+    assert (code, data["from_step"], data["compared"]) == (0, 13, 2)
+
+
+@pytest.mark.parametrize(("step", "compared"), [(8, 1), (10, 2), (13, 2)])
+def test_replay_computes_a_step_with_a_checksum(
+    runs: Path, capfd: pytest.CaptureFixture[str], step: int, compared: int
+) -> None:
+    """The run has checksums of the steps 5 and 10, and checkpoints of the steps 10 and 13."""
+    capfd.readouterr()
+    assert here("replay", "runs/coarse", "--step", step, "--json", cwd=runs) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert (data["from_step"], data["step"], data["compared"], data["equal"]) == (0, step, compared, True)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +134,8 @@ def test_replay_of_an_extended_run_starts_from_a_checkpoint(tmp_path: Path, repo
         (("diff", "runs/a", "runs/missing"), "E_NOT_A_RUN"),
         (("diff", "runs/a", "runs/silent"), "E_NO_CHECKSUM"),
         (("replay", "runs/silent", "--step", 5, "--trust"), "E_NO_CHECKSUM"),
+        (("replay", "runs/coarse", "--step", 4), "E_NO_CHECKSUM"),
+        (("replay", "runs/coarse", "--step", 14, "--from-start"), "E_VALUE"),
     ],
 )
 def test_invalid_input(runs: Path, refused: Callable[..., str], arguments: tuple[object, ...], code: str) -> None:
@@ -139,6 +154,7 @@ def runs_of_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(folder, "a")
     (folder / "runs" / "a" / "signature").unlink()
     train(folder, "silent", every=0)
+    train(folder, "coarse", options=("--checkpoint-every", 5), every=5)
     (folder / "runs" / "script").mkdir()
     (folder / "runs" / "script" / "run.json").write_text("{}", encoding="utf-8")
     return folder / "runs"

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from helpers.permissions import without_access
 from helpers.system import events, flip_bit, here, samestep, state_of, tree, weights
+from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.order import global_order
-from samestep.errors import EXIT_FAILED, EXIT_INPUT
+from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from samestep.launcher.launch import StoppedError, run_workers
 from samestep.zoo.images.datasets import ImageFiles, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -138,6 +142,12 @@ def test_option_without_a_default_is_not_left_out(refused: Refused, command: str
     assert refused(*command.split()).endswith(f"fix:      {WITHOUT_DEFAULT[command]}\n")
 
 
+@pytest.mark.parametrize(("text", "problem"), [("", "'' is empty"), ("'a", '"\'a": No closing quotation')])
+def test_invalid_command_of_a_comparison(refused: Refused, text: str, problem: str) -> None:
+    err = refused("audit", f"--against-command={text}", "--", "python", "train.py")
+    assert f"--against-command {problem} [E_VALUE]" in err.splitlines()[0]
+
+
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "", "a\\b", "a\nb"])
 def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
     err = refused("train", RECIPE, f"--name={name}")
@@ -171,6 +181,7 @@ USAGE = {
     "train digits --hang-after -5s": ("--hang-after: expected one argument [E_VALUE]", "--hang-after 600s"),
     "train digits --s 3": ("--s could match --set, ", "the whole name"),
     "train digits --share-gpu=3": ("--share-gpu: ignored explicit argument '3' [E_VALUE]", "samestep train --help"),
+    "run --processes 2 -- --epochs 3": ("unknown option --epochs 3 [E_UNKNOWN_OPTION]", "samestep run --help"),
     "audit --against 1 --against-command a -- b": ("[E_OPTION_CONFLICT]", "samestep audit --help"),
 }
 
@@ -437,9 +448,59 @@ def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) ->
     assert "file" in refused("train", RECIPE, "--runs", "file", "--name", "a").splitlines()[0]
 
 
-@pytest.mark.parametrize("command", ["resume", "eval"])
+UNREADABLE = {
+    "": (
+        "eval runs/a",
+        "predict runs/a recipe.yaml",
+        "export runs/a",
+        "push runs/a --out pushed",
+        "replay runs/a --step 1",
+        "diff runs/a runs/b",
+        "report runs/a --out report.html",
+        "top runs/a --once",
+    ),
+    "recipe.yaml": ("report runs/a --out report.html", "top runs/a --once"),
+    "events.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "ranks/rank-0.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "environment.json": ("report runs/a --out report.html", "top runs/a --once"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "command"), [(file, command) for file, commands in UNREADABLE.items() for command in commands]
+)
+def test_unreadable_run(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    check_error: CheckError,
+    file: str,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("", encoding="utf-8")
+    path = run / file
+    mode = path.stat().st_mode
+    path.chmod(0)
+    with without_access():
+        code = main(command.split())
+    path.chmod(mode)
+    err = capsys.readouterr().err
+    assert code == EXIT_INPUT
+    check_error(err)
+    assert re.match(rf"error: runs/a/{file}.* cannot be read: .*Permission denied.* \[E_UNREADABLE]\n", err)
+
+
+@pytest.mark.parametrize("command", ["top {} --once", "run {}", "predict runs/a {}", "export runs/a --out {}"])
+def test_path_that_is_too_long(refused: Refused, run: Path, command: str) -> None:
+    assert "File name too long" in refused(*command.format("x" * 300).split()).splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "eval --report new/report"])
 def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, command: str) -> None:
-    assert "nowhere is not a run" in refused(command, "nowhere")
+    command, *options = command.split()
+    assert "nowhere is not a run" in refused(command, "nowhere", *options)
     (tmp_path / "empty").mkdir()
     assert "empty is not a run" in refused(command, "empty")
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -467,6 +528,49 @@ def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: st
 def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, command: tuple[str, ...]) -> None:
     shutil.rmtree(run / "checkpoints")
     assert "steps: none" in refused(command[0], run, *command[1:])
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_checkpoint_that_a_running_training_removes(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    check_error: CheckError,
+    command: str,
+) -> None:
+    checkpoint = run / "checkpoints" / "step-000000013"
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(checkpoint)
+        return run_workers(*arguments, **options)
+
+    monkeypatch.setattr(launch_options, "run_workers", start)
+    assert main([command, str(run), "--checkpoint", "last"]) == EXIT_INPUT
+    err = capsys.readouterr().err
+    check_error(err)
+    assert err.startswith(f"error: {checkpoint} was removed while it was read [E_CHECKPOINT_NOT_FOUND]")
+
+
+def test_stopped_export_leaves_no_file(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(run)
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        (run / "model-13.safetensors").write_bytes(b"half of the model")
+        raise StoppedError("stopped before the end of a step")
+
+    monkeypatch.setattr(launch_options, "run_workers", stop)
+    assert main(["export", str(run)]) == EXIT_STOPPED
+    assert tree(run) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "code"), [("--certificate=certificate.json", "E_UNREADABLE"), ("--private", "E_OPTION_CONFLICT")]
+)
+def test_invalid_repository(refused: Refused, run: Path, tmp_path: Path, option: str, code: str) -> None:
+    (tmp_path / "certificate.json").write_text('{"holds": true}', encoding="utf-8")
+    assert f"[{code}]" in refused("push", run, "--out", "pushed", option)
 
 
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])

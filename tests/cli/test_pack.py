@@ -136,6 +136,16 @@ def test_source_that_has_changed_after_the_last_file(
     assert len(read_all(place / "out")) == 3
 
 
+def test_new_folder_of_a_failed_command_is_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "empty.txt").touch()
+    assert main(["pack", "empty.txt", "out"]) == EXIT_INPUT
+    assert code_of(capsys) == "E_EMPTY_DATASET"
+    assert not (place / "out").exists()
+    (place / "out").mkdir()
+    assert main(["pack", "empty.txt", "out"]) == EXIT_INPUT
+    assert (place / "out").exists()
+
+
 @pytest.mark.parametrize("source", ["reviews.csv", "nope"])
 def test_unknown_source(source: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", source, "out"]) == EXIT_INPUT

@@ -68,6 +68,8 @@ def test_one_device_without_enough_memory(tmp_path: Path, capsys: pytest.Capture
         (("--devices", 4, "--nodes", 3), "E_VALUE"),
         (("--devices", 4, "--mtbf", -1), "E_VALUE"),
         (("--devices", 4, "--restart", "soon"), "E_DURATION"),
+        (("--devices", 4, "--memory", 0), "E_SIZE"),
+        (("--devices", 4, "--out", "/proc/plan"), "E_OUTPUT"),
     ],
 )
 def test_invalid_input(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
+from helpers.run_folders import CERTIFICATE
 from helpers.system import here
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 
@@ -93,7 +94,7 @@ def push(place: Path, *arguments: str, address: str, token: str) -> subprocess.C
 
 
 def test_files_are_those_of_the_evaluated_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "certificate.json").write_text('{"holds": true}')
+    (place / "certificate.json").write_text(json.dumps({**CERTIFICATE, "arguments": ["epochs=1"]}))
     command = ("push", "runs/a", "--out", "out", "--certificate", "certificate.json", "--json")
     assert here(*command, cwd=place) == EXIT_DONE
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -101,7 +102,9 @@ def test_files_are_those_of_the_evaluated_model(place: Path, capsys: pytest.Capt
         *("README.md", WEIGHTS, "recipe.yaml", "data.json", "certificate.json")
     }
     assert result["sha256"] == sha256((place / "out" / WEIGHTS).read_bytes()).hexdigest()
-    assert result["sha256"] in (place / "out" / "README.md").read_text()
+    card = (place / "out" / "README.md").read_text()
+    assert result["sha256"] in card
+    assert "the comparisons of `samestep verify` with `digits epochs=1` hold." in card
     checkpoint = place / "runs/a/checkpoints/best"
     expected = load_file(checkpoint / WEIGHTS) | load_file(checkpoint / "average.safetensors")
     written = load_file(place / "out" / WEIGHTS)

@@ -109,13 +109,17 @@ def test_changed_script_is_named(folder: Path, refused: Callable[..., str]) -> N
 
 
 @pytest.mark.long
-def test_steps_without_logged_checksum_are_refused(folder: Path, refused: Callable[..., str]) -> None:
-    """Checksums of steps 5 and 10 are logged; the replay of step 9 begins at step 8, that of step 3 at step 0."""
-    for step in (9, 3):
-        arguments = ("--step", step, "--trust", "--json")
-        message = refused("replay", folder / "runs" / "coarse", *arguments)
-        assert "[E_NO_CHECKSUM]" in message
-        assert "samestep.start(checksum_every=1)" in message
+def test_replay_contains_a_logged_checksum(report: Report) -> None:
+    """Checksums of steps 5 and 10 are logged: the replay of step 9 begins at the checkpoint of step 4, not of 8."""
+    code, data = report("replay", "runs/coarse", "--step", 9, "--trust")
+    assert (code, data["from_step"], data["compared"], data["logged"]) == (0, 4, 1, None)
+
+
+@pytest.mark.slow
+def test_step_before_the_first_checksum_is_refused(folder: Path, refused: Callable[..., str]) -> None:
+    message = refused("replay", folder / "runs" / "coarse", "--step", 3, "--trust", "--json")
+    assert "the first one is that of step 5 [E_NO_CHECKSUM]" in message
+    assert "samestep.start(checksum_every=1)" in message
 
 
 @pytest.mark.slow
@@ -124,7 +128,7 @@ def test_a_step_after_the_end_is_refused_with_the_last_step(
     folder: Path, refused: Callable[..., str], name: str
 ) -> None:
     message = refused("replay", folder / "runs" / name, "--step", 600, "--trust", "--json")
-    assert f"the script ended after step {LAST}" in message
+    assert f"which has {LAST} steps" in message
     assert f"--step {LAST} or less" in message
 
 

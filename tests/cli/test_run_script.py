@@ -3,13 +3,16 @@
 import json
 import os
 import pty
+import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.started import as_srun, ranks
 from helpers.system import Running, here, samestep, until
+from samestep.cli.main import build_parser, parse_arguments
 
 WITH_START = """
 import json, sys
@@ -234,3 +237,18 @@ def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
         ended = started.wait()
     assert [rank.code for rank in ended] == [2, 2]
     assert "samestep run is rank 0 of 2 processes that Slurm started" in ended[0].err
+
+
+@pytest.mark.parametrize("before", [(), ("--processes", "2")])
+def test_script_after_the_separator(before: tuple[str, ...]) -> None:
+    arguments = ("run", *before, "--", "train.py", "--epochs", "3")
+    parsed = parse_arguments(build_parser(arguments), arguments)
+    assert (parsed.script, parsed.arguments) == (Path("train.py"), ["--epochs", "3"])
+    assert parsed.processes == ("2" if before else "auto")
+
+
+def test_runs_folder_that_cannot_be_created(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = script(tmp_path, "open('started', 'w').close()\n")
+    err = refused("run", "--processes", 2, "--runs", "sibling.py/runs", path)
+    assert re.match(r"error: sibling.py/runs/script-\S+/logs cannot be created: .* \[E_OUTPUT]", err)
+    assert "--runs DIR" in err

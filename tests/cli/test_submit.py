@@ -78,6 +78,28 @@ def test_missing_command_keeps_the_files(tmp_path: Path, capsys: Captured, monke
     assert (tmp_path / "a.trainjob.yaml").read_text() == "own: work\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("submit", "slurm", *JOB, "--processes", "auto"), "a positive number or MIN:MAX"),
+        (("doctor", "--processes", "2:4"), "a positive number or auto"),
+        (("train", "digits", "--processes", "x"), "a positive number, auto, or MIN:MAX"),
+    ],
+)
+def test_expected_number_of_processes(
+    tmp_path: Path, capsys: Captured, command: tuple[object, ...], expected: str
+) -> None:
+    assert here(*command, cwd=tmp_path) == 2
+    assert f"  expected: {expected}\n" in capsys.readouterr().err
+
+
+def test_name_of_a_file_that_is_no_key_of_a_config_map(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "my train.py").write_text("", encoding="utf-8")
+    job = ("my train.py", *JOB[1:], "--image", "i", "--volume", "v")
+    assert here("submit", "kubernetes", *job, cwd=tmp_path) == 2
+    assert "the name of the file is 'my train.py' [E_VALUE]" in capsys.readouterr().err
+
+
 def test_refused_job_is_an_error(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
     kubectl.write_text("#!/bin/sh\necho 'no server' >&2\nexit 1\n")

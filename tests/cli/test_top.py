@@ -167,9 +167,10 @@ def test_run_resumed_with_fewer_ranks_has_fewer_rows(folder: Path, capsys: pytes
 
 
 def test_svg(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "top.svg").write_text('<svg class="rich-terminal"', encoding="utf-8")  # an earlier picture
     assert here("top", "runs/a", "--svg", folder / "top.svg", cwd=folder) == 0
     assert capsys.readouterr().out == f"picture     {folder}/top.svg\n"
-    assert (folder / "top.svg").read_text(encoding="utf-8").startswith("<svg ")
+    assert (folder / "top.svg").read_text(encoding="utf-8").endswith("</svg>\n")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,8 @@ def test_svg(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["runs/none"], "there is no run runs/none"),
         (["runs/a", "--every", "0s"], "--every 0s"),
         (["runs/a", "--svg", "missing/a.svg"], "missing/a.svg cannot be written"),
+        (["runs/a", "--svg", "runs/a/recipe.yaml"], "runs/a/recipe.yaml is not a picture of samestep top"),
+        (["runs/a", "--svg", "runs"], "runs cannot be written"),
     ],
 )
 def test_invalid_input(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

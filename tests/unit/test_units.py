@@ -40,7 +40,7 @@ def test_parse_bytes(text: str, expected: int) -> None:
     assert parse_bytes("--size", text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "1 parsec", "1e3", "GiB"])
+@pytest.mark.parametrize("text", ["", "much", "-1", "1 parsec", "1e3", "GiB", "0", "0.0GiB", "0.4", "9" * 400])
 def test_parse_bytes_refuses_other_text(text: str) -> None:
     with pytest.raises(InputError, match="--size") as caught:
         parse_bytes("--size", text)

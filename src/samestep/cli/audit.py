@@ -86,7 +86,17 @@ def _reference(arguments: argparse.Namespace) -> list[str]:
 
     if arguments.against is not None:
         return reference_command(arguments.script_arguments, int(arguments.against))
-    return shlex.split(arguments.against_command or "")
+    text = arguments.against_command
+    if text is None:
+        return []
+    try:
+        command, problem = shlex.split(text), " is empty"
+    except ValueError as error:
+        command, problem = [], f": {error}"
+    if not command:
+        fix = "--against-command 'python train.py --devices 1'"
+        raise InputError(f"--against-command {text!r}{problem}", "a command of a shell", fix, code="E_VALUE")
+    return command
 
 
 def _nothing_observed(program: str) -> RunError:

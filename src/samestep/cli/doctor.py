@@ -81,7 +81,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             worker_bytes=arguments.worker_memory,
             microbatch_bytes=arguments.microbatch_memory,
         ),
-        ranks=None if processes in (None, "auto") else parse_process_count(processes),
+        ranks=None if processes in (None, "auto") else parse_process_count(processes, " or auto"),
         workers=arguments.workers,
         preload=PRELOAD,
         quick=arguments.quick,

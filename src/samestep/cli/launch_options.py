@@ -198,11 +198,15 @@ class LaunchOptions:
         return min(recipe.microbatch_count * strategy.ranks_per_model, available)
 
 
-def parse_process_count(text: str) -> int:
-    """Return a number of processes; text that is not a positive integer is an `InputError`."""
+def parse_process_count(text: str, others: str = ", auto, or MIN:MAX") -> int:
+    """Return a number of processes; text that is not a positive integer is an `InputError`.
+
+    Args:
+        text: the text.
+        others: other texts that the command accepts, for the error.
+    """
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        expected = "a positive number, auto, or MIN:MAX"
-        raise InputError(f"--processes {text}", expected, "--processes 2", code="E_PROCESSES")
+        raise InputError(f"--processes {text}", f"a positive number{others}", "--processes 2", code="E_PROCESSES")
     return int(text)
 
 

@@ -132,6 +132,8 @@ def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse
         position = before.index("--")
         before, script_arguments = before[:position], before[position + 1 :]
     try:
+        if script_arguments is not None and _lacks_script(parser, before):
+            before, script_arguments = [*before, *script_arguments], None
         parsed, unknown = parser.parse_known_args(before)
         if script_arguments is not None and not hasattr(parsed, "script_arguments"):
             parsed, unknown = parser.parse_known_args(arguments)
@@ -152,6 +154,15 @@ def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse
             raise _unknown(names, arguments, command) from error
         raise error.error from error
     return parsed
+
+
+def _lacks_script(parser: CommandParser, arguments: Sequence[str]) -> bool:
+    """Whether `samestep run` has no script among the arguments before `--`."""
+    try:
+        parser.parse_known_args(arguments)
+    except UsageError as error:
+        return error.parser.prog.endswith(" run") and error.error.code == "E_MISSING_KEY"
+    return False
 
 
 def _options(command: argparse.ArgumentParser) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from samestep.checkpoint.files import replacing
 from samestep.cli.external_launcher import reported_by_rank_0, require_single_process, run_as_rank
 from samestep.cli.launch_options import LaunchOptions, call_in_worker, launch_ranks
 from samestep.cli.options import (
@@ -26,7 +27,7 @@ from samestep.cli.options import (
     run_options,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
-from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, reading, refuse_script_run
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.launcher.launch import LaunchConfig
@@ -131,6 +132,8 @@ def _push(arguments: argparse.Namespace) -> int:
     if (name is None) == (out is None):
         value = "push with neither a repository nor --out" if name is None else f"{name} with --out {out}"
         raise option_conflict(value, "a repository, or --out for the files alone", "samestep push RUN USER/NAME")
+    if arguments.private and out is not None:
+        raise option_conflict(f"--private with --out {out}", "--private for an upload", "leave --private out")
     with TemporaryDirectory() as folder:
         repository = write_repository(arguments.folder, arguments.checkpoint, arguments.certificate, Path(folder))
         address = None if name is None else upload(Path(folder), repository, name, private=arguments.private)
@@ -153,6 +156,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     file = arguments.pretrained
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
+        if arguments.report is not None:
+            with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
+                arguments.report.mkdir(parents=True, exist_ok=True)
         is_other_data = file is None and bool(arguments.overrides)
         classes = read_dataset_info(arguments.folder).classes if is_other_data else None
         return plan.recipe, options, plan.checkpoint, arguments.report, classes
@@ -168,13 +174,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             return EXIT_DONE
     else:
         plan = make_plan()
-        values = launch_ranks(
-            "evaluate",
-            *rank_arguments(plan),
-            processes=launch.process_range(plan.recipe)[1],
-            launch_config=LaunchConfig(HANG_AFTER),
-            options=launch,
-        ).value
+        processes = launch.process_range(plan.recipe)[1]
+        with reading(plan.checkpoint):
+            values = launch_ranks(
+                "evaluate",
+                *rank_arguments(plan),
+                processes=processes,
+                launch_config=LaunchConfig(HANG_AFTER),
+                options=launch,
+            ).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
     report: list[str] = []
@@ -197,8 +205,6 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
         from samestep.metrics.class_report import require_matplotlib
 
         require_matplotlib("confusion matrix")
-        with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
-            arguments.report.mkdir(parents=True, exist_ok=True)
     if file is None:
         for override in arguments.overrides:
             if not override.startswith("data."):
@@ -259,11 +265,14 @@ def _predict(arguments: argparse.Namespace) -> int:
     options = RunOptions(device=arguments.device, quiet=True)
     model = (plan.recipe, options, read_dataset_info(arguments.folder), plan.checkpoint)
     if prompt is not None:
-        completion = call_in_worker("samestep.recipes.run", "complete", *model, prompt, arguments.tokens)
+        with reading(plan.checkpoint):
+            completion = call_in_worker("samestep.recipes.run", "complete", *model, prompt, arguments.tokens)
         print_json(completion) if arguments.json else print(completion["text"])
         return EXIT_DONE
     files = tuple(arguments.files)
-    for prediction in call_in_worker("samestep.recipes.run", "predict", *model, files, arguments.out):
+    with reading(plan.checkpoint):
+        predictions = call_in_worker("samestep.recipes.run", "predict", *model, files, arguments.out)
+    for prediction in predictions:
         print_json(prediction) if arguments.json else print("\n".join(_prediction_lines(prediction)))
     return EXIT_DONE
 
@@ -293,7 +302,12 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.like is not None:
         require_file(arguments.like, "--like")
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
-    exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
+    try:
+        with reading(plan.checkpoint):
+            exported = call_in_worker("samestep.tools.export", "export", *model, arguments.format, out, arguments.like)
+    except BaseException:
+        out.unlink(missing_ok=True)  # an incomplete file; there was none before
+        raise
     if arguments.json:
         print_json(asdict(exported))
         return EXIT_DONE
@@ -308,19 +322,26 @@ def _convert(arguments: argparse.Namespace) -> int:
     file, out, devices = arguments.file, arguments.out, arguments.devices_meant
     _require_convertible(file, out, devices)
     # Imported here: the other commands do not need numpy.
-    from samestep.tools.convert import convert_recipe, convert_weights
+    from safetensors.torch import save
+
+    from samestep.tools.convert import convert_recipe
+    from samestep.zoo.paddle import read_pdparams
 
     if file.suffix == ".pdparams":
-        weights = convert_weights(file, out)
+        weights = read_pdparams(file)
+        content = save(weights.tensors)
         lines = [f"{source} -> {name}" for name, source in weights.sources.items()]
         lines += [f"{name}: left out, not part of the model" for name in weights.left_out]
         data: dict[str, Any] = {"names": weights.sources, "left_out": list(weights.left_out)}
         note = f", {len(weights.tensors)} tensors"
     else:
         recipe = convert_recipe(file, devices)
-        out.write_text(recipe.to_text(file.name), encoding="utf-8")
+        content = recipe.to_text(file.name).encode()
         lines = [str(key) for key in recipe.keys]
         data, note = {"keys": lines}, f"; train with: samestep train {out}"
+    problem = f"{out} cannot be written"
+    with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
+        temporary.write_bytes(content)
     if arguments.json:
         print_json({"out": str(out), **data})
     else:

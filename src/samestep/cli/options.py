@@ -210,20 +210,22 @@ def option_conflict(value: str, expected: str, fix: str = "leave one of the two 
 
 def require_file(path: Path, option: str = "") -> None:
     """Raise an `InputError` unless the path is a file."""
-    if not path.is_file():
-        value = f"{f'{option} ' if option else ''}{path} is not a file"
+    problem = "is not a file"
+    try:
+        is_file = path.is_file()
+    except OSError as error:
+        is_file, problem = False, f"cannot be read: {error.strerror}"
+    if not is_file:
+        value = f"{f'{option} ' if option else ''}{path} {problem}"
         raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
 
 
 def require_absent(path: Path) -> None:
     """Raise an `InputError` if the output path exists."""
-    if path.exists():
-        raise InputError(
-            f"{path} exists",
-            expected="a new file: no file is overwritten",
-            fix="--out with another name, or remove the file",
-            code="E_OUTPUT",
-        )
+    expected, fix = "a new file: no file is overwritten", "--out with another name, or remove the file"
+    with output_errors(f"{path} cannot be written", expected, fix):
+        if path.exists():
+            raise InputError(f"{path} exists", expected, fix, code="E_OUTPUT")
 
 
 def require_new_file(path: Path) -> None:
@@ -255,11 +257,11 @@ def unused_name(runs: Path, name: str) -> str:
 
 
 @contextmanager
-def output_folder(out: Path | None, stem: str) -> Iterator[Path]:
-    """Create the folder of `--out`, by default `runs/STEM-TIME`; remove new folders that stay empty."""
+def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
+    """Create the folder of an option, by default `runs/STEM-TIME`; remove new folders that stay empty."""
     folder = out or Path("runs") / timed_name(Path("runs"), stem)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with output_errors(f"{folder} cannot be created", "a writable folder", "--out DIR"):
+    with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

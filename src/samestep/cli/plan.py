@@ -98,12 +98,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         preload=PRELOAD,
     )
     machine, stem = describe_machine(gpus), Path(arguments.recipe).stem
-    data = {
-        "recipe": recipe_data(recipe),
-        "machine": machine,
-        **plan(recipe, config, progress(arguments)),
-    }
     with output_folder(arguments.out, f"plan-{stem}") as folder:
+        data = {
+            "recipe": recipe_data(recipe),
+            "machine": machine,
+            **plan(recipe, config, progress(arguments)),
+        }
         (folder / "plan.json").write_text(to_json(data), encoding="utf-8")
         if data["curve"] and not arguments.no_picture:
             title = f"{stem}: {data['chosen']} on {plural(arguments.devices, 'device')}, {machine['device']}"

@@ -121,7 +121,7 @@ def with_batch_size(overrides: list[str], size: int | None, processes: str, accu
                 fix="leave one of the two options out",
                 code="E_BATCH_SIZE",
             )
-    count = parse_process_count(processes)
+    count = parse_process_count(processes, "")
     microbatches = count * (accumulate or 1)
     sizes = [] if size is None else [f"batch_size={size * microbatches}"]
     return [f"microbatches={microbatches}", *overrides, *sizes]

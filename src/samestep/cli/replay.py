@@ -20,7 +20,7 @@ from samestep.cli.options import (
     require_absent,
 )
 from samestep.cli.recipe_options import add_strategy_options, all_overrides
-from samestep.cli.run_plans import plan_to_replay
+from samestep.cli.run_plans import plan_to_replay, reading
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.report_limits import printable
@@ -38,14 +38,14 @@ _LISTED = 12  # differences of environments in the text
 def add_replay(add_parser: Any) -> None:
     """Add `samestep replay`."""
     parser = add_parser(
-        description="Compute a run again from the nearest checkpoint, or from the beginning, up to a step, and compare "
+        description="Compute a run again from a checkpoint, or from the beginning, up to a step, and compare "
         "the checksums of the state with those of the run. The run is only read.",
         epilog="example: samestep replay runs/first --step 120 --processes 2. "
         "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
     )
     add_run_argument(parser)
     add_number(parser, "--step", required=True, metavar="N", help="last step")
-    text = "compute from the beginning, not from the nearest checkpoint at or before step N"
+    text = "compute from the beginning, not from the nearest checkpoint before the last checksum up to step N"
     parser.add_argument("--from-start", action="store_true", help=text)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write a checkpoint of the state after step N to DIR")
     _add_machine(parser)
@@ -89,11 +89,10 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     require_single_process("replay")
     (run,), step = read_runs([arguments.folder]), arguments.step
-    subject = _subject(run, step, step, arguments, all_overrides(arguments))
+    last_logged = max((number for number in run.events.checksums if number <= step), default=0)
+    subject = _subject(run, last_logged - 1, step, arguments, all_overrides(arguments))
+    _require_checksum(run, step)
     is_script = isinstance(subject.command, ScriptCommand)
-    earliest = 0 if is_script else subject.first  # the checkpoint of a script is known after the replay
-    if not any(earliest <= logged <= step for logged in subject.checksums):
-        raise no_checksum(f"{run.folder} has no checksum of the steps from {earliest} to {step}")
     if arguments.out is not None:
         if is_script:
             raise _script_error(
@@ -101,12 +100,13 @@ def _replay(arguments: argparse.Namespace) -> int:
             )
         require_absent(arguments.out)
     is_chosen = is_script and not arguments.from_start
-    origin = "the newest checkpoint before it" if is_chosen else f"step {max(subject.first, 0)}"
+    origin = "its newest checkpoint before a checksum" if is_chosen else f"step {max(subject.first, 0)}"
     processes = plural(subject.processes, "process")
     progress(arguments)(f"replaying {run.folder} up to step {step} from {origin} on {processes}")
-    result = run_replay(subject, step, _options(arguments), out=arguments.out)
+    with reading(subject.checkpoint):
+        result = run_replay(subject, step, _options(arguments), out=arguments.out)
     compared = {number: value for number, value in result.checksums.items() if number in subject.checksums}
-    if not compared:
+    if not compared:  # a script that loads its own checkpoint
         raise no_checksum(f"{run.folder} has no checksum of the steps from {result.first} to {step}")
     wrong = next((number for number, value in compared.items() if value != subject.checksums[number]), None)
     if arguments.json:
@@ -125,6 +125,23 @@ def _replay(arguments: argparse.Namespace) -> int:
     return EXIT_DONE if wrong is None else EXIT_DIFFERS
 
 
+def _require_checksum(run: Run, step: int) -> None:
+    """Raise an `InputError` if a run has fewer steps, or no checksum up to this step."""
+    from samestep.tools.replay.diff import no_checksum
+
+    if run.state == "finished" and step > run.events.step:
+        raise InputError(
+            f"step {step} of {run.folder}, which has {plural(run.events.step, 'step')}",
+            expected="a step of the run",
+            fix=f"--step {run.events.step} or less",
+            code="E_VALUE",
+        )
+    first = min(run.events.checksums, default=None)
+    if first is None or first > step:
+        problem = f"{run.folder} has no checksum up to step {step}"
+        raise no_checksum(problem if first is None else f"{problem}; the first one is that of step {first}")
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     """Compare and print; return 0 if all common checksums are equal, otherwise 3."""
     from samestep.tools.replay.diff import compare_logs, find_difference
@@ -139,7 +156,8 @@ def _diff(arguments: argparse.Namespace) -> int:
         note = _without_replay(arguments, runs, logs)
         if note is None:
             subjects = [_subject(run, logs.last_equal, logs.first_different, arguments, []) for run in runs]
-            finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
+            with reading(*(subject.checkpoint for subject in subjects)):
+                finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
     equal = logs.first_different is None and bool(logs.compared)
     if arguments.json:
         data = {"runs": [str(run.folder) for run in runs], "equal": equal, **asdict(logs), "note": note}
@@ -173,8 +191,7 @@ def _subject(run: Run, begin: int, last: int, arguments: argparse.Namespace, ove
         processes = _recorded_processes(run.starts, last)
         if arguments.processes is not None or arguments.devices:
             processes = LaunchOptions.parse(arguments).process_range()[1]
-        # `begin` itself would leave no step to compute if it is the step to replay.
-        first = -1 if arguments.from_start else min(begin, last - 1)
+        first = -1 if arguments.from_start else begin
         return Subject(run.folder, command, None, first, processes, run.events.checksums)
     plan = plan_to_replay(run.folder, begin, overrides, trust=arguments.trust, from_start=arguments.from_start)
     if arguments.processes is not None or arguments.devices:

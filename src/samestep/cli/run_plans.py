@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
-from samestep.errors import CheckpointError, InputError, RecipeError
+from samestep.errors import CheckpointError, InputError, RecipeError, SamestepError
 from samestep.recipes.recipe_files import (
     differences,
     make_recipe,
@@ -21,6 +23,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
+from samestep.tools.run_lines import run_errors
 from samestep.tools.tune.settings import TunedSetting
 
 
@@ -75,7 +78,8 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     """
     _require_run(folder)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
-    progress = read_state(checkpoint).progress
+    with reading(checkpoint):
+        progress = read_state(checkpoint).progress
     origin = make_saved_recipe(progress.recipe, origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
     # A run can be resumed with another strategy, and with more epochs.
@@ -88,6 +92,28 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
         f"--set model.pretrained={checkpoint}/model.safetensors",
     )
     return RunPlan(recipe, folder, checkpoint, progress.step)
+
+
+@contextmanager
+def reading(*checkpoints: Path | None) -> Iterator[None]:
+    """Report a checkpoint that a running training removes while the block reads it.
+
+    Raises:
+        CheckpointError: a checkpoint was removed.
+    """
+    try:
+        yield
+    except SamestepError as error:
+        for checkpoint in checkpoints:
+            if checkpoint is not None and str(checkpoint) in str(error) and not checkpoint.exists():
+                raise CheckpointError(
+                    f"{checkpoint} was removed while it was read",
+                    expected="a checkpoint that the training keeps: the best one, or one of the newest (--keep)",
+                    fix="repeat the command, with --checkpoint best if it has this option; or train with a larger "
+                    "--keep",
+                    code="E_CHECKPOINT_NOT_FOUND",
+                ) from error
+        raise
 
 
 def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
@@ -117,8 +143,8 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
         )
 
 
-def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
-    """Return the plan that computes a step of a run again, from the nearest checkpoint at or before the step, if any.
+def plan_to_replay(folder: Path, begin: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
+    """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
 
     The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
 
@@ -126,12 +152,13 @@ def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool
         InputError: there is no such run, or its recipe names code that is not trusted.
         CheckpointError: the checkpoint is damaged, or belongs to another recipe.
     """
-    steps = {int(path.name.removeprefix("step-")): path for path in CheckpointFolder(folder / "checkpoints").steps()}
-    later = [number for number in steps if number >= step]
+    steps = {int(path.name.rpartition("step-")[2]): path for path in CheckpointFolder(folder / "checkpoints").steps()}
+    later = [number for number in steps if number > begin]
     if later:
-        epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
+        with reading(steps[min(later)]):
+            epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
         overrides = [*overrides, f"epochs={epochs}"] if isinstance(epochs, int) else overrides
-    before = [number for number in steps if number <= step]
+    before = [number for number in steps if number <= begin]
     if before and not from_start:
         return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
     _require_run(folder)
@@ -140,7 +167,9 @@ def plan_to_replay(folder: Path, step: int, overrides: list[str], *, trust: bool
 
 def refuse_script_run(folder: Path) -> None:
     """Raise an `InputError` if a directory is the run of a script, whose model and data no recipe describes."""
-    if (folder / LOOP).is_file():
+    with run_errors(folder):
+        is_script = (folder / LOOP).is_file()
+    if is_script:
         raise InputError(
             f"{folder} is the run of a script",
             expected="the run of a recipe: a script builds model and data itself",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from samestep.tools.report.run import Run
 
 _SVG_WIDTH = 110
+_SVG_MARK = '<svg class="rich-terminal"'
 _REPORT = "report.html"
 Section = TypeVar("Section")
 
@@ -82,8 +83,7 @@ def _top(arguments: argparse.Namespace) -> int:
             code="E_NOT_A_RUN",
         )
     if arguments.svg is not None:
-        with output_errors(f"{arguments.svg} cannot be written", "a writable file", "--svg with another file"):
-            arguments.svg.write_text(render_svg(status, _SVG_WIDTH), encoding="utf-8")
+        _write(render_svg(status, _SVG_WIDTH), arguments.svg, "--svg", _SVG_MARK, "picture of samestep top")
     if arguments.json:
         print_json(asdict(status))
     elif arguments.svg is not None:
@@ -114,7 +114,7 @@ def _follow(folder: Path, reader: RunReader, console: Console, every: float) -> 
 def _report(arguments: argparse.Namespace) -> int:
     """Write the page and print its path."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.report.page import Report, render, summary
+    from samestep.tools.report.page import MARK, Report, render, summary
     from samestep.tools.report.results import CERTIFICATE_FILE, CLASSES_FILE, read_certificate, read_class_report
     from samestep.tools.report.run import read_runs
 
@@ -124,7 +124,7 @@ def _report(arguments: argparse.Namespace) -> int:
     certificates = _sections(runs, "--certificate", arguments.certificate, CERTIFICATE_FILE, read_certificate, remarks)
     report = Report(runs, evaluations, certificates, remarks)
     out = arguments.out or (arguments.folders[0] / _REPORT if len(arguments.folders) == 1 else Path(_REPORT))
-    _write_report(render(report), out)
+    _write(render(report), out, "--out", MARK, "report")
     if arguments.json:
         print_json({"report": str(out), "bytes": out.stat().st_size, **summary(report)})
         return EXIT_DONE
@@ -165,20 +165,18 @@ def _sections(
     return sections
 
 
-def _write_report(page: str, out: Path) -> None:
-    """Write the page atomically; only an earlier report is overwritten."""
-    from samestep.tools.report.page import MARK
-
-    with output_errors(f"{out} cannot be written", "a file in a writable folder", "--out with another path"):
+def _write(text: str, out: Path, option: str, mark: str, kind: str) -> None:
+    """Write a file atomically; only an earlier file of the kind, which begins with `mark`, is overwritten."""
+    with output_errors(f"{out} cannot be written", "a file in a writable folder", f"{option} with another path"):
         if out.exists():
             with out.open("rb") as file:
-                is_report = file.read(len(MARK)) == MARK.encode()
-            if not is_report:
+                is_earlier = file.read(len(mark)) == mark.encode()
+            if not is_earlier:
                 raise InputError(
-                    f"{out} is not a report",
-                    expected="a new file, or an earlier report",
-                    fix="--out with another name, or remove the file",
+                    f"{out} is not a {kind}",
+                    expected=f"a new file, or an earlier {kind}",
+                    fix=f"{option} with another name, or remove the file",
                     code="E_OUTPUT",
                 )
         with replacing(out) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")

@@ -148,8 +148,8 @@ def _process_range(text: str | None, default: int) -> tuple[int, int]:
     if text is None:
         return default, default
     minimum, colon, maximum = text.partition(":")
-    first = parse_process_count(minimum)
-    return first, parse_process_count(maximum) if colon else first
+    first = parse_process_count(minimum, " or MIN:MAX")
+    return first, parse_process_count(maximum, " or MIN:MAX") if colon else first
 
 
 def _read(path: Path) -> str:

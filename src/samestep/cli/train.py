@@ -6,6 +6,7 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from samestep.cli.options import (
     add_recipe_argument,
     add_run_argument,
     option_conflict,
+    output_folder,
     print_json,
     require_file,
     timed_name,
@@ -196,7 +198,9 @@ def _run_script(arguments: argparse.Namespace) -> int:
             call, *restarts, processes=count, launch_config=launch_config, environment=options.environment
         )
 
-    result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
+    # Rank 0 writes to the terminal.
+    with output_folder(log_dir, script.stem, "--runs") if processes[1] > 1 else nullcontext():
+        result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
     return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
 
 

@@ -126,7 +126,7 @@ class Trained:
     evaluation: dict[str, float]  # the loss and the metrics of the recipe
     held: int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
     peak: int | None  # peak GPU memory in bytes, the largest of all ranks; None on a CPU
-    steps_in_epoch: int
+    samples_in_epoch: int
     timing: Timing | None  # of the training steps after the first ones; None without evaluation
 
 
@@ -278,12 +278,12 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
         return data
     speeds = [timing.samples_per_second for timing in timings]
     pairs = zip(speeds, base, strict=True)
-    speed_up = Spread.of([speed / timing.samples_per_second for speed, timing in pairs])
+    speed, speed_up = Spread.of(speeds), Spread.of([own / other.samples_per_second for own, other in pairs])
     return data | {
-        "samples_per_second": asdict(Spread.of(speeds)),
+        "samples_per_second": asdict(speed),
         "speed_up": asdict(speed_up),
         "efficiency": speed_up.median / contender.devices,
-        "epoch_seconds": trained.steps_in_epoch * statistics.median(timing.step_seconds for timing in timings),
+        "epoch_seconds": trained.samples_in_epoch / speed.median,
         "data_share": statistics.median(timing.data_share for timing in timings),
     }
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from safetensors.torch import save_file
 
 from samestep.config.validation import require
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import make_recipe, read_yaml
 from samestep.tools.convert_keys import AUGMENT, DISTILLED_NAMES, FAMILIES, NUMBER, Family
-from samestep.zoo.paddle import Converted, read_pdparams
 
 _MAX_INCLUDES = 10
 _LIST = (list, tuple)
@@ -52,17 +50,6 @@ class ConvertedRecipe:
         lines = [f"From {source}, key by key:", *map(str, self.keys)]
         comments = "".join(f"# {line}\n" for line in lines)
         return comments + yaml.safe_dump(self.recipe, sort_keys=False, default_flow_style=None)
-
-
-def convert_weights(file: Path, out: Path) -> Converted:
-    """Write the weights of a `.pdparams` file to `out` with timm's names, and return them.
-
-    Raises:
-        DataError: the file contains anything but the arrays of a ViT.
-    """
-    converted = read_pdparams(file)
-    save_file(converted.tensors, out)
-    return converted
 
 
 def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from samestep.config import Recipe
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import make_recipe, read_dataset_info, write_dataset_info, write_recipe
+from samestep.tools.report.results import CERTIFICATE_FILE, read_certificate_file
 from samestep.tools.report.run import Run, read_run
 
 WEIGHTS = "model.safetensors"
 _AVERAGE = {"average.safetensors"}  # of a run with a moving average, which its evaluations use
-_CERTIFICATE = "certificate.json"
 _CARD = """---
 library_name: samestep
 tags:
@@ -88,7 +87,7 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     verify(checkpoint, *files)
     progress = read_state(checkpoint).progress
     recipe = make_recipe(progress.recipe, (), origin=str(checkpoint))
-    holds = None if certificate is None else _read_certificate(certificate)
+    verified = None if certificate is None else read_certificate_file(certificate)
     save_file({name: tensor for file in files for name, tensor in load_file(checkpoint / file).items()}, out / WEIGHTS)
     values = log.evaluation_values(log.events.evaluations.get(progress.step)).items()
     metrics = {name: value for name, value in values if not name.startswith("train_")}
@@ -96,8 +95,8 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     write_recipe(recipe, out / "recipe.yaml")
     write_dataset_info(read_dataset_info(run), out)
     if certificate is not None:
-        shutil.copyfile(certificate, out / _CERTIFICATE)
-    (out / "README.md").write_text(_card(log, recipe, repository, holds), encoding="utf-8")
+        shutil.copyfile(certificate, out / CERTIFICATE_FILE)
+    (out / "README.md").write_text(_card(log, recipe, repository, verified), encoding="utf-8")
     return repository
 
 
@@ -134,20 +133,7 @@ def upload(folder: Path, repository: ModelRepository, name: str, *, private: boo
     return str(commit.repo_url)
 
 
-def _read_certificate(path: Path) -> bool:
-    """Return whether the certificate holds."""
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8"))["holds"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} is not a certificate: {error}",
-            expected="certificate.json of samestep verify",
-            fix="samestep verify RECIPE --out DIR",
-            code="E_UNREADABLE",
-        ) from error
-
-
-def _card(run: Run, recipe: Recipe, repository: ModelRepository, holds: bool | None) -> str:
+def _card(run: Run, recipe: Recipe, repository: ModelRepository, certificate: Mapping[str, Any] | None) -> str:
     """Return the model card."""
     start: Mapping[str, Any] = run.starts[-1] if run.starts else {}
     software = ", ".join(f"{name} {start[name]}" for name in ("samestep", "torch") if name in start)
@@ -157,8 +143,9 @@ def _card(run: Run, recipe: Recipe, repository: ModelRepository, holds: bool | N
         if recipe.step.reduction == "exact"
         else "With `reduction: fast`, weights of other numbers of processes are equal to rounding."
     ]
-    if holds is not None:
-        notes.append(f"`{_CERTIFICATE}`: the comparisons of `samestep verify` {'hold' if holds else 'do not hold'}.")
+    if certificate is not None:
+        subject, verb = certificate["facts"]["subject"], "hold" if certificate["holds"] else "do not hold"
+        notes.append(f"`{CERTIFICATE_FILE}`: the comparisons of `samestep verify` with `{subject}` {verb}.")
     return _CARD.format(
         run=run.name,
         model=recipe.model.name,

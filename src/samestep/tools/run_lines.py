@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from samestep.errors import InputError
 from samestep.loggers.logger import parse_json_line
 from samestep.report_limits import printable
 
@@ -99,6 +101,20 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
         raise ValueError("the values are nested too deeply") from error
     entries = content if isinstance(content, list) else [content]
     return [_cleaned_object(entry, 0) for entry in entries if isinstance(entry, dict)]
+
+
+@contextmanager
+def run_errors(folder: Path) -> Iterator[None]:
+    """Report an `OSError` of the block, which reads the directory of a run, as an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or folder} cannot be read: {error.strerror}",
+            expected="a run directory with readable files",
+            fix="correct the path or the permissions",
+            code="E_UNREADABLE",
+        ) from error
 
 
 def _cleaned_object(value: dict[str, Any], depth: int) -> dict[str, Any]:

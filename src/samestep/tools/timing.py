@@ -6,7 +6,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -49,6 +50,15 @@ class Spread:
         return f"{self.median:{number}} ± {(self.q3 - self.q1) / 2:{number}}"
 
 
+@contextmanager
+def stop_errors(problem: str) -> Iterator[None]:
+    """Report a stop of ranks without checkpoints, from which nothing can be resumed."""
+    try:
+        yield
+    except StoppedError as error:
+        raise StoppedError(problem, fix="start the command again") from error
+
+
 def run_trial(
     module: str,
     function: str,
@@ -65,11 +75,12 @@ def run_trial(
     """
     run, modules = ByName(module, function), (*preload, module)
     config = LaunchConfig(HANG_AFTER, grace=None)
-    result = run_workers(
-        run, *arguments, processes=processes, launch_config=config, preload=modules, environment=environment
-    )
-    if result.value is None or result.stop_signal is not None:
-        raise StoppedError("stopped on request", fix="start the command again")
+    with stop_errors("stopped on request"):
+        result = run_workers(
+            run, *arguments, processes=processes, launch_config=config, preload=modules, environment=environment
+        )
+        if result.value is None or result.stop_signal is not None:
+            raise StoppedError("stopped")
     return result.value
 
 

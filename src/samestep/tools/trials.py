@@ -78,7 +78,8 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         memory = held_bytes(built.engine), accelerator_module().max_memory_allocated(world.device) if is_gpu else 0
         values = built.engine.evaluate(built.evaluation, list(built.metrics)) if epochs else {}
         held, peak = (max(column) for column in zip(*all_gather(memory, world), strict=True))
-        return Trained(values, held, peak if is_gpu else None, len(built.train), timed.timing if epochs else None)
+        samples = built.train.samples
+        return Trained(values, held, peak if is_gpu else None, samples, timed.timing if epochs else None)
 
 
 def probe_contender(contender: Contender, options: RunOptions) -> Probe | None:

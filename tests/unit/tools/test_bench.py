@@ -85,8 +85,8 @@ def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
 
 def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:
     contender = Contender(name, devices, devices, load_recipe("digits", []))
-    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 23, Timing(0.1, 0.0, 10.0))
-    return Row(contender, trained, [Timing(64 / speed, 0.01, speed) for speed in speeds])
+    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 1437, Timing(0.1, 0.0, 10.0))
+    return Row(contender, trained, [Timing(60 / speed, 0.01, speed) for speed in speeds])
 
 
 def comparison() -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_speed_up_is_computed_within_each_round() -> None:
     assert Spread(**one["speed_up"]) == Spread(1.0, 1.0, 1.0)
     assert two["speed_up"]["median"] == pytest.approx(1.8)  # of 1.8, 2.0 and 1.7
     assert two["efficiency"] == pytest.approx(0.9)
-    assert two["epoch_seconds"] == pytest.approx(23 * 64 / 180)
+    assert two["epoch_seconds"] == pytest.approx(1437 / 180)
 
 
 def test_interrupted_round_is_left_out() -> None:

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from samestep.launcher.launch import StoppedError
+from samestep.tools import timing
 from samestep.tools.timing import run_trial
 
 
@@ -12,3 +13,13 @@ def test_stop_request_during_a_trial_that_completes() -> None:
     environment = {"SAMESTEP_TEST_LAUNCHER": str(os.getpid())}
     with pytest.raises(StoppedError):
         run_trial("workers.signals", "interrupt_launch", processes=1, preload=(), environment=environment)
+
+
+def test_stopped_trial_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise StoppedError("stopped before the end of a step", fix="resume from the newest checkpoint, if any")
+
+    monkeypatch.setattr(timing, "run_workers", stop)
+    with pytest.raises(StoppedError, match="stopped on request") as caught:
+        run_trial("workers.signals", "interrupt_launch", processes=1, preload=())
+    assert caught.value.fix == "start the command again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice, takewhile
@@ -68,8 +69,7 @@ def pack(
         InputError: the folder has other contents, or a sample cannot be encoded.
         RunError: the disk failed.
     """
-    make_folder(folder)
-    with FolderLock(folder):
+    with _new_folder(folder), FolderLock(folder):
         facts = {"version": _VERSION, "source": source, "encodings": dict(encodings), "file_bytes": file_bytes}
         journal = _journal(folder, facts)
         files: list[dict[str, Any]] = list(takewhile(lambda file: _is_intact(folder, file), journal["files"]))
@@ -86,6 +86,19 @@ def pack(
         sizes = [file["raw_data"]["bytes"] for file in files]
         total = sum(file["samples"] for file in files)
         return Packed(total, len(files), sum(sizes), kept, journal["columns"])
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Create a folder; remove a new one that contains no files of samples after a failure of the block."""
+    is_new = not folder.exists()
+    make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new and not {path.name for path in folder.iterdir()} - {LOCK}:
+            remove(folder)
+        raise
 
 
 def _journal(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:

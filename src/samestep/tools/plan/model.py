@@ -132,6 +132,11 @@ class LayoutModel:
             communication += calibration.overheads.get("ddp", 0.0) * slowdown
         return StepTime(compute, update, max(0.0, communication))
 
+    def correction(self, layout: Layout) -> float:
+        """Return the measured time of a step of a layout relative to the predicted one; 1 without a measurement."""
+        measured = self.calibration.measured.get(layout.name)
+        return 1.0 if measured is None else measured / self.step_time(layout).total
+
     def memory(self, layout: Layout) -> Memory:
         """Return the memory of a rank of a layout."""
         shape, calibration, facts = layout.shape, self.calibration, self.calibration.facts

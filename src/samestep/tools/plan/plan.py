@@ -201,10 +201,7 @@ def _rows(model: LayoutModel, layouts: Sequence[Layout], recipe: Recipe, limit: 
 
 
 def _row(model: LayoutModel, layout: Layout, recipe: Recipe, limit: int | None) -> dict[str, Any]:
-    step, memory = model.step_time(layout), model.memory(layout)
-    measured = model.calibration.measured.get(layout.name)
-    if measured is not None:
-        step = step.scaled(measured / step.total)
+    step, memory = model.step_time(layout).scaled(model.correction(layout)), model.memory(layout)
     return {
         "name": layout.name,
         "options": layout.options,
@@ -213,7 +210,7 @@ def _row(model: LayoutModel, layout: Layout, recipe: Recipe, limit: int | None) 
         "step_seconds": step.total,
         "samples_per_second": recipe.batch_size / step.total,
         "parts": asdict(step),
-        "is_measured": measured is not None,
+        "is_measured": layout.name in model.calibration.measured,
         "memory": memory.to_dict(),
         "sent_bytes": model.sent_bytes(layout),
         "is_exact": recipe.step.reduction == "exact" and layout.strategy.is_exact(recipe.step.tensor_slices),

@@ -7,7 +7,6 @@ optimum checkpoint interval for restart dumps" (2006).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from samestep.config import MeshConfig, Recipe
@@ -64,16 +63,18 @@ class Point:
 def scaling_curve(model: LayoutModel, layout: Layout, recipe: Recipe, failures: Failures) -> list[Point]:
     """Return the curve of a layout: copies of the model grow, the other axes stay as they are.
 
-    The microbatches of a rank and their size stay too, so the global batch grows with the devices.
+    The microbatches of a rank and their size stay too, so the global batch grows with the devices. A measured step of
+    the layout corrects the predictions of all points.
     """
     points: list[Point] = []
+    correction = model.correction(layout)
     smallest = layout.shape.size // layout.shape.replicate
-    for copies in _copies(smallest, layout.shape.size):
+    for copies in _copies(smallest, layout.shape.replicate):
         devices = smallest * copies
         wide = _with_copies(layout, copies)
         at_size = replace(model, cluster=_cluster_of(model.cluster, devices))
         samples = recipe.batch_size / recipe.microbatch_count * layout.microbatches * wide.shape.data_size
-        slowest = _slowest_factor(model.calibration.deviation, devices, model.cluster.devices_per_node)
+        slowest = _slowest_factor(model.calibration.deviation, devices, model.cluster.devices_per_node) * correction
         seconds = at_size.step_time(wide).total * slowest
         rate = samples / seconds
         first = points[0] if points else None
@@ -102,11 +103,10 @@ def scaling_curve(model: LayoutModel, layout: Layout, recipe: Recipe, failures: 
     return points
 
 
-def _copies(smallest: int, devices: int) -> Iterator[int]:
-    copies = 1
-    while smallest * copies <= max(_LARGEST, devices):
-        yield copies
-        copies *= 2
+def _copies(smallest: int, planned: int) -> list[int]:
+    """Return the planned number of copies of the model, and powers of two."""
+    largest = max(_LARGEST // smallest, planned)
+    return sorted({planned, *(2**power for power in range(largest.bit_length()))})
 
 
 def _with_copies(layout: Layout, copies: int) -> Layout:

@@ -11,6 +11,7 @@ from samestep.config import DeviceKind, Recipe, RunOptions
 from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
+from samestep.tools.timing import stop_errors
 from samestep.tools.verify.trials import Trial
 
 _WORKER = "samestep.tools.replay.worker"
@@ -139,15 +140,16 @@ def run_replay(subject: Subject, last: int, options: ReplayOptions, **fields: An
     arguments: tuple[Any, ...] = (request,)
     if isinstance(subject.command, Recipe):
         function, arguments = "replay", (subject.command, RunOptions(device=options.device), request)
-    result = run_workers(
-        ByName(_WORKER, function),
-        *arguments,
-        processes=subject.processes,
-        launch_config=LaunchConfig(HANG_AFTER),
-        preload=(*options.preload, _WORKER),
-        environment=options.environment,
-    )
-    replayed: Replayed = result.value
-    if result.stop_signal is not None or replayed.stopped:
-        raise StoppedError("the replay was stopped before the last step", fix="start it again")
+    with stop_errors("the replay was stopped before the last step"):
+        result = run_workers(
+            ByName(_WORKER, function),
+            *arguments,
+            processes=subject.processes,
+            launch_config=LaunchConfig(HANG_AFTER),
+            preload=(*options.preload, _WORKER),
+            environment=options.environment,
+        )
+        replayed: Replayed = result.value
+        if result.stop_signal is not None or replayed.stopped:
+            raise StoppedError("stopped")
     return replayed

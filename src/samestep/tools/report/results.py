@@ -28,6 +28,11 @@ _NOT_VALUES = ("checkpoint", "classes", "confusion", "step", "balanced_accuracy"
 
 
 def read_certificate(folder: Path) -> dict[str, Any]:
+    """Return the content of the certificate in a folder, as `read_certificate_file`."""
+    return read_certificate_file(folder / CERTIFICATE_FILE)
+
+
+def read_certificate_file(path: Path) -> dict[str, Any]:
     """Return the content of a certificate for the page.
 
     `rows` has the verdict of each run for each quantity, `facts` the conditions, and `findings` the causes.
@@ -35,7 +40,6 @@ def read_certificate(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: the certificate is missing, damaged or of another format.
     """
-    path = folder / CERTIFICATE_FILE
     with _reading(path, "samestep verify --out", "correct the path, or repeat samestep verify --out"):
         data = json.loads(path.read_bytes())
         if data["format"] != FORMAT:

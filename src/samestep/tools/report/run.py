@@ -19,7 +19,7 @@ from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.report.curves import RunClock
 from samestep.tools.report.events import EventLog, JsonLines
-from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects
+from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects, run_errors
 from samestep.units import plural
 
 _MAX_DIGITS = 6  # of the number of a rank
@@ -277,15 +277,15 @@ def read_run(folder: Path, name: str) -> Run:
         InputError: the directory is not a run, or cannot be read.
     """
     path = folder / "recipe.yaml"
-    is_loop = (folder / LOOP).is_file()
-    if not path.is_file() and not is_loop:
-        raise InputError(
-            f"{folder} is not a run",
-            expected=f"a run directory, which contains recipe.yaml, or {LOOP}",
-            fix="check the path",
-            code="E_NOT_A_RUN",
-        )
-    try:
+    with run_errors(folder):
+        is_loop = (folder / LOOP).is_file()
+        if not path.is_file() and not is_loop:
+            raise InputError(
+                f"{folder} is not a run",
+                expected=f"a run directory, which contains recipe.yaml, or {LOOP}",
+                fix="check the path",
+                code="E_NOT_A_RUN",
+            )
         recipe = {} if is_loop else dict(read_yaml(path))
         events = EventLog(folder / "events.jsonl", parse_finite(recipe.get("batch_size")))
         ranks = read_ranks(folder / "ranks")
@@ -297,13 +297,6 @@ def read_run(folder: Path, name: str) -> Run:
         recipe = events.config if is_loop else recipe
         text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
         checkpoints = _read_checkpoints(folder / "checkpoints")
-    except OSError as error:
-        raise InputError(
-            f"{error.filename or folder} cannot be read: {error.strerror}",
-            expected="a run directory with readable files",
-            fix="correct the permissions",
-            code="E_UNREADABLE",
-        ) from error
     return Run(folder, name, recipe, text, starts, events, ranks, checkpoints, remarks)
 
 

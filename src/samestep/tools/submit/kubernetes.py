@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
+from samestep.errors import InputError
 from samestep.tools.submit.job import RESTARTS, RUNS, SUBJECT_FOLDER, Job, Submission, to_yaml
 
 Manifest = Literal["trainjob", "jobset"]
 _GPU = "nvidia.com/gpu"
 # Name of the replicated job and of its container in the runtime `torch-distributed` of Kubeflow Trainer.
 _NODE = "node"
+_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 # A step and a checkpoint after SIGTERM.
 _GRACE_SECONDS = 120
 
@@ -18,7 +21,7 @@ def submission(job: Job, manifest: Manifest) -> Submission:
     """Return a manifest, and the command that submits it.
 
     Raises:
-        InputError: there is no image, or no volume for several nodes.
+        InputError: there is no image or no volume, or the name of the file is no key of a ConfigMap.
     """
     documents = [_config_map(job), (_train_job if manifest == "trainjob" else _job_set)(job)]
     name = f"{job.name}.{manifest}.yaml"
@@ -30,6 +33,13 @@ def _config_map(job: Job) -> dict[str, Any] | None:
     """Return the recipe or script as an object of the cluster; None for a shipped recipe."""
     if job.text is None:
         return None
+    if not _KEY.fullmatch(job.file_name):
+        raise InputError(
+            f"the name of the file is {job.file_name!r}",
+            expected="a key of a ConfigMap: letters of ASCII, digits, hyphens, underscores and dots",
+            fix="rename the file",
+            code="E_VALUE",
+        )
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

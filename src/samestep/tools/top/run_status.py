@@ -27,6 +27,7 @@ from samestep.tools.run_lines import (
     parse_line,
     parse_number,
     read_objects,
+    run_errors,
 )
 
 SILENT_SECONDS = 10.0
@@ -286,8 +287,12 @@ class RunReader:
         """Return the current state; None if there is no run yet.
 
         Raises:
-            InputError: the directory is not a run.
+            InputError: the directory is not a run, or cannot be read.
         """
+        with run_errors(self._run):
+            return self._read()
+
+    def _read(self) -> RunStatus | None:
         mark = self._read_mark()
         if mark is None:
             return None
@@ -318,6 +323,9 @@ class RunReader:
                     return (status.st_dev, status.st_ino, status.st_ctime_ns), epochs
                 raise ValueError("no epochs")
             except (OSError, RecipeError, ValueError) as error:
+                cause = error.__cause__ or error
+                if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):
+                    raise cause from None
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"{self._run} is not a run",

@@ -18,6 +18,7 @@ from samestep.launcher.failure import Failure
 from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
+from samestep.tools.timing import stop_errors
 from samestep.units import plural
 
 _WORKER = "samestep.tools.verify.worker"
@@ -252,14 +253,15 @@ class TrialRunner:
         run, failure = ByName(_WORKER, "run"), None
         own_seeds = interventions.other_orders
         config = LaunchConfig(HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds)
-        try:
-            result = run_workers(
-                run, self.subject, trial, processes=processes, launch_config=config, preload=self._preload
-            )
-        except RankError as error:
-            result, failure = None, error.failure
-        if result is not None and (result.value or result.stop_signal is not None):
-            raise StoppedError("the verification was stopped before the certificate", fix="start it again")
+        with stop_errors("the verification was stopped before the certificate"):
+            try:
+                result = run_workers(
+                    run, self.subject, trial, processes=processes, launch_config=config, preload=self._preload
+                )
+            except RankError as error:
+                result, failure = None, error.failure
+            if result is not None and (result.value or result.stop_signal is not None):
+                raise StoppedError("stopped")
         if trial.kill_at is None:
             shutil.rmtree(trial.own_folder, ignore_errors=True)  # otherwise checkpoints of all trials occupy the disk
         return read_record(folder, processes, failure)

@@ -167,3 +167,16 @@ def test_curve_grows_with_devices_and_loses_time_to_failures(recipe: Recipe) -> 
     assert points[-1].nodes == 2048
     # Without waits for a slowest rank, the point of the plan is the plan itself.
     assert points[2].step_seconds == pytest.approx(model(4).step_time(ddp).total)
+
+
+@pytest.mark.parametrize(("devices", "name"), [(3, "ddp"), (4, "ddp"), (6, "ddp x pp"), (6, "hsdp")])
+def test_curve_has_the_measured_step_of_the_plan(recipe: Recipe, devices: int, name: str) -> None:
+    planned = layout(recipe, devices, name)
+    measured = replace(CALIBRATION, measured={planned.name: 0.5})
+    points = scaling_curve(model(devices, measured), planned, recipe, Failures(device_hours=50_000, restart=120))
+    assert [point.step_seconds for point in points if point.devices == devices] == [pytest.approx(0.5)]
+    plain = scaling_curve(model(devices), planned, recipe, Failures(device_hours=50_000, restart=120))
+    assert points[-1].step_seconds > plain[-1].step_seconds
+    numbers = [point.devices for point in points]
+    assert numbers == sorted(numbers)
+    assert max(numbers) <= 8192
