@@ -181,7 +181,7 @@ class CheckpointManager:
         states = read_verified(path, trainings)
         saved = {name: states[_prefix(name)] for name in self._engines}
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
-        require_unchanged_settings(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
+        require_unchanged_settings(list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
             accepts = accept_changes or (process_state.replayed is not None and process_state.replayed.accept_changes)
             for name in sources.require(next(iter(saved.values())).sources, accept_changes=accepts):

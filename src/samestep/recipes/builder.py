@@ -148,6 +148,7 @@ class Built:
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
+    facts: dict[str, str]  # facts of the training data that a resumption compares
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
@@ -194,7 +195,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     info = DatasetInfo(splits.classes, splits.model_options)
-    return Built(engine, train, evaluation, metrics, notes, info, cache, cache_note, loss_config)
+    return Built(engine, train, evaluation, metrics, notes, info, splits.facts, cache, cache_note, loss_config)
 
 
 def has_batch_norm(recipe: Recipe) -> bool:

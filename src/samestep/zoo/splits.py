@@ -13,10 +13,12 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.cache.sample_cache import SampleCache
 
 Answer = dict[str, Any]
+_MAX_LISTED = 10  # classes in a description of the data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Splits:
             pixels of its mask, for losses that weight foreground.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
             without a cache.
+        fingerprint: hash of the names or contents of the training samples, which a resumption compares; empty for data
+            that cannot change.
     """
 
     train: SizedDataset
@@ -59,6 +63,14 @@ class Splits:
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
     open_cache: Callable[..., tuple[SampleCache, str]] | None = None
+    fingerprint: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts of the training data that a resumption compares, as short text."""
+        listed = ", ".join(self.classes[:_MAX_LISTED]) + (", ..." if len(self.classes) > _MAX_LISTED else "")
+        classes = f"{listed} ({len(self.classes)} in all, hash {fingerprint_of(self.classes, [])[:8]})"
+        return {"classes": classes, **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

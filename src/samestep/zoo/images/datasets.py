@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samestep.config.validation import require
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
@@ -197,6 +198,7 @@ def _splits(
         train_collate=augmentation.collate(len(classes)),
         prepare=transforms.normalize,
         open_cache=partial(open_cache, read, files),
+        fingerprint=fingerprint_of([str(sample.file) for sample in train], []),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, RecipeError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, collate_images, parse_augment
@@ -112,6 +113,7 @@ def load_hub_images(
         collate=collate_images,
         train_collate=augmentation.collate(len(classes)),
         prepare=transforms.normalize,
+        fingerprint=fingerprint_of([str(train.labels[row]) for row in train.rows], []),
     )
 
 

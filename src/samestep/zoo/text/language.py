@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import Answer, Splits, Task, hash_fraction, require_fraction, train_validation_split
@@ -94,6 +95,7 @@ def load_language(
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
         count_tokens=count_tokens,
+        fingerprint=fingerprint_of([file.name for file in documents], [], [file.digest for file in documents]),
         notes=(_note(path, [*documents, *validation_documents], targets),),
     )
 
