@@ -71,6 +71,7 @@ def test_the_facts_of_many_classes_are_short() -> None:
     many = [str(number) for number in range(1000)]
     assert facts("a", "b").startswith("a, b (2 in all, hash ")
     assert facts("a", "b") != facts("b", "a")
+    assert facts("caf\udce9", "b").startswith("caf\\udce9, b (")
     assert facts("a, b") != facts("a", "b")
     assert facts(*many) != facts(*many[:-1], "other")
     assert len(facts(*many)) < 100

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
+from samestep.report_limits import printable
 from samestep.zoo.cache.sample_cache import SampleCache
 
 Answer = dict[str, Any]
@@ -70,7 +71,7 @@ class Splits:
         """Facts of the training data that a resumption compares, as short text."""
         listed = ", ".join(self.classes[:_MAX_LISTED]) + (", ..." if len(self.classes) > _MAX_LISTED else "")
         classes = f"{listed} ({len(self.classes)} in all, hash {fingerprint_of(self.classes, [])[:8]})"
-        return {"classes": classes, **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
+        return {"classes": printable(classes), **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
