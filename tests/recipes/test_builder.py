@@ -17,6 +17,7 @@ from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, find
 from samestep.recipes.parameter_groups import freeze
 from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
+from samestep.zoo.images.datasets import load_images
 from samestep.zoo.options import call, takes
 
 # --- weights ---------------------------------------------------------------------------------------------
@@ -328,3 +329,12 @@ def test_errors_of_user_code_and_of_memory_are_not_those_of_options() -> None:
 
 def exhausts(width: int) -> None:
     raise RuntimeError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("option", [{"path": 123}, {"path": "a", "evaluation_path": False}, {"path": [1]}])
+def test_a_number_in_place_of_text_is_to_be_quoted(option: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="which is not text") as error:
+        call(load_images, option, where="data.options")
+    name = list(option)[-1]
+    assert str(error.value.value).startswith(f"data.options.{name} is ")
+    assert error.value.fix == f"""quote the value: --set 'data.options.{name}="..."'"""
