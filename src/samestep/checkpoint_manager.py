@@ -129,6 +129,7 @@ class CheckpointManager:
         Raises:
             CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
             RankMismatchError: ranks hold different state.
+            InputError: `values` have no value of the name `best_by`; the checkpoint is saved.
         """
         if self._background and not self._is_entered:
             raise InputError(
@@ -140,7 +141,11 @@ class CheckpointManager:
         self._require_equal_state()
         for engine in self._engines.values():
             engine.check()  # ranks must agree on the saved state
-        is_best = values is not None and self._rule.is_best(values, self._best)
+        problem = None
+        try:
+            is_best = values is not None and self._rule.is_best(values, self._best)
+        except InputError as error:  # raised once the state is saved
+            problem, is_best = error, False
         if values is not None and is_best:
             self._best = values[self._rule.by]
         step = self._saved = self._step
@@ -154,6 +159,8 @@ class CheckpointManager:
                 self._writer.wait()
         else:
             self._snapshot(None)
+        if problem is not None:
+            raise problem
         return is_best
 
     def resume(self, checkpoint: str = "last", *, accept_changes: bool = False) -> bool:
