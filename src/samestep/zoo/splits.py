@@ -69,8 +69,9 @@ class Splits:
     @property
     def facts(self) -> dict[str, str]:
         """Facts of the training data that a resumption compares, as short text."""
-        listed = ", ".join(self.classes[:_MAX_LISTED]) + (", ..." if len(self.classes) > _MAX_LISTED else "")
-        classes = f"{listed} ({len(self.classes)} in all, hash {fingerprint_of(self.classes, [])[:8]})"
+        names = [str(name) for name in self.classes]
+        listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+        classes = f"{listed} ({len(names)} in all, hash {fingerprint_of(names, [])[:8]})"
         return {"classes": printable(classes), **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
 
 
