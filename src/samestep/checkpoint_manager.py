@@ -128,6 +128,7 @@ class CheckpointManager:
         Raises:
             CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
             RankMismatchError: ranks hold different state.
+            InputError: `values` have no value of the name `best_by`; the checkpoint is saved.
         """
         if self._background and not self._is_entered:
             raise InputError(
@@ -139,7 +140,11 @@ class CheckpointManager:
         self._require_equal_state()
         for engine in self._engines.values():
             engine.check()  # ranks must agree on the saved state
-        is_best = values is not None and self._rule.is_best(values, self._best)
+        problem = None
+        try:
+            is_best = values is not None and self._rule.is_best(values, self._best)
+        except InputError as error:  # raised once the state is saved
+            problem, is_best = error, False
         if values is not None and is_best:
             self._best = values[self._rule.by]
         step = self._saved = self._step
@@ -153,6 +158,8 @@ class CheckpointManager:
                 self._writer.wait()
         else:
             self._snapshot(None)
+        if problem is not None:
+            raise problem
         return is_best
 
     def resume(self, checkpoint: str = "last", *, accept_changes: bool = False) -> bool:
@@ -180,7 +187,7 @@ class CheckpointManager:
         states = read_verified(path, trainings)
         saved = {name: states[_prefix(name)] for name in self._engines}
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
-        require_unchanged_settings(dict.fromkeys(changes), self._world.is_main, accept_changes=accept_changes)
+        require_unchanged_settings(list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
             accepts = accept_changes or (process_state.replayed is not None and process_state.replayed.accept_changes)
             for name in sources.require(next(iter(saved.values())).sources, accept_changes=accepts):

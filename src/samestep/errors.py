@@ -120,7 +120,7 @@ CODES = {
     "E_CHECKPOINT_OPTIMIZER": "A checkpoint belongs to another optimizer or to other parameter groups.",
     "E_CHECKPOINT_POSITION": "The position of a checkpoint does not exist in the data.",
     "E_CHECKPOINT_STATE": "A checkpoint cannot hold a value of the state, or a name of an engine or loader is invalid.",
-    "E_RESUME_CHANGED": "A loop resumes with other data, options, engines or objects than those of the checkpoint.",
+    "E_RESUME_CHANGED": "A run resumes with other data, options, engines or objects than those of the checkpoint.",
     "E_KEEP": "Fewer than one checkpoint would be kept.",
     "E_UNJOINED_WRITER": "Background checkpointing was used without a `with` block.",
     "E_UNKNOWN_KEY": "A recipe or an override has a key that does not exist.",

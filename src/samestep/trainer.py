@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
+from samestep.checkpoint.compatibility import require_unchanged_settings, setting_changes
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
@@ -27,7 +28,7 @@ from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.share_balancer import ShareBalancer
 from samestep.engine.step_stats import StepResult
-from samestep.errors import CheckpointError, CheckpointWriteError, InputError
+from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
@@ -118,6 +119,7 @@ class Trainer:
         metrics: metrics of an evaluation.
         best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
+        facts: facts of the training data that a resumption compares, in addition to the settings of the loader.
         balancer: moves microbatches from slow ranks to fast ones after a checkpoint; None for fixed shares.
         take_cache_reports: function that returns the new reports of the cache of this rank's samples, if there is a
             cache on all ranks.
@@ -134,6 +136,7 @@ class Trainer:
         best: BestRule,
         folder: CheckpointFolder,
         recipe: dict[str, Any],
+        facts: Mapping[str, str],
         epochs: int,
         options: RunOptions,
         balancer: ShareBalancer | None = None,
@@ -144,8 +147,8 @@ class Trainer:
         self.logger = RunLogger(loggers if engine.world.is_main else ())
         self._balancer = balancer
         self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
-        data = {} if train.stream is None else train.stream.settings(shuffle=True)
-        self._progress = Progress(step=0, recipe=recipe, data=data)
+        self._facts, self._progress = facts, Progress(step=0, recipe=recipe)
+        self._continues_changed_data = False
         self._timer = StepTimer(train.waits)
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
@@ -161,11 +164,12 @@ class Trainer:
         """Work of this rank; any thread may read it."""
         return RankProgress(self._progress.step, self._timer.local_samples, self._timer.data_seconds)
 
-    def resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint of any number of ranks.
+    def resume(self, checkpoint: Path, *, accept_changes: bool = False) -> None:
+        """Resume from a checkpoint of any number of ranks; with `accept_changes`, the data may have changed since.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or belongs to another model or stream.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
+            InputError: the data have changed, or `epochs` is too small.
         """
         progress = load(checkpoint, self._engine.training)
         cursor, before = progress.cursor, progress.recipe.get("epochs", self._epochs)
@@ -175,31 +179,25 @@ class Trainer:
             "at least the epochs that are complete",
             f"--set epochs={cursor.epoch} or more",
         )
-        self._require_same_data(progress.data)
+        changes = list(setting_changes("training data", progress.data, self._data_settings(cursor.epoch)))
+        require_unchanged_settings(changes, is_main=False, accept_changes=accept_changes)
+        self._continues_changed_data = bool(changes)
         require_position(cursor, self._train.samples_of(cursor.epoch), self._train.batch_size)
         if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
             apply_schedule(self._engine.scheduler)
-        recipe = {**progress.recipe, "epochs": self._epochs}
-        self._progress = replace(progress, recipe=recipe, data=self._progress.data)
+        self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
         self._engine.steps = progress.step
         self._train.cursor = cursor
         text = f"resuming after step {progress.step}: {self._position()}"
         if before != self._epochs:
             text += f" (before: {plural(before, 'epoch')})"
         self.logger.log_event("resume", step=progress.step, epoch=cursor.epoch, samples=cursor.samples, text=text)
+        for change in changes:
+            self.logger.log_event("note", text=f"continuing with a change: {change}")
 
-    def _require_same_data(self, saved: Mapping[str, Any]) -> None:
-        data = self._progress.data
-        changed = [
-            f"{name} was {saved[name]} and is {data.get(name)}" for name in saved if saved[name] != data.get(name)
-        ]
-        if changed:
-            raise CheckpointError(
-                f"the stream differs from that of the checkpoint: {', '.join(changed)}",
-                expected="the same files, weights and window",
-                fix="restore them, or begin another run",
-                code="E_RESUME_CHANGED",
-            )
+    def _data_settings(self, epoch: int) -> dict[str, Any]:
+        """Return the settings and facts of the training data on which the batches of an epoch depend."""
+        return {**self._train.settings_of(epoch), **self._facts}
 
     def _position(self) -> str:
         """Return the next work of a resumed run."""
@@ -226,6 +224,8 @@ class Trainer:
             self.logger.log_config(self._progress.recipe)
             self._interval.begin_save()
             with self._writer:
+                if self._continues_changed_data:
+                    self._save()  # an automatic restart compares the data with those that were accepted
                 self._finish_epoch()
                 while self._progress.cursor.epoch < self._epochs and not self._stop:
                     self._train_epoch()
@@ -368,7 +368,8 @@ class Trainer:
 
     def _write(self, *, is_best: bool = False, epoch: int | None = None) -> None:
         self._interval.begin_save()
-        files = partial(snapshot, self._engine.training, self._progress)
+        progress = replace(self._progress, data=self._data_settings(self._progress.cursor.epoch))
+        files = partial(snapshot, self._engine.training, progress)
         self._writer.save(self._progress.step, files, is_best=is_best, epoch=epoch)
 
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:

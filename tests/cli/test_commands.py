@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "threads",
     "workers",
     "prefetch",
+    "keep",
     "tuned",
     "python",
     "remark",

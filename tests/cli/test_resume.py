@@ -1,11 +1,14 @@
 """Resumption with more epochs, and runs that skip steps."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from helpers.system import events, here, state_of, tree, weights
+from helpers.system import events, here, state_of, steps_saved, tree, weights
 from samestep.recipes.recipe_files import read_recipe
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -103,3 +106,92 @@ def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.C
     assert tree(tmp_path / "runs") == before
     assert here("train", RECIPE, "--or-resume", cwd=tmp_path) == 2
     assert "[E_OPTION_CONFLICT]" in capfd.readouterr().err
+
+
+# --- changed data ------------------------------------------------------------------------------------------
+
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(3 * 16 * 16, num_classes))
+"""
+IMAGES = ("data.options.path=pictures", "data.options.image_size=16", "model.name=my_net:Net", "metrics=[accuracy]")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the images of three classes and a run of them: 21 training images, 3 steps per epoch."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "my_net.py").write_text(NET, encoding="utf-8")
+    for name in ("lemon", "lime", "orange"):
+        (place / "pictures" / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (16, 16), (number, 0, 0)).save(place / "pictures" / name / f"{number:03}.png")
+    options = ("--workers", 0, "--checkpoint-every", 1, "--keep", 9)
+    sizes = ("epochs=1", "batch_size=8", "microbatches=2")
+    assert here("train", "images", "--name", "a", *options, "--set", *IMAGES, *sizes, cwd=place) == 0
+    return place
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "project", symlinks=True)
+
+
+def rename_class(pictures: Path) -> None:
+    """Rename the first class to a name that is the last one."""
+    (pictures / "lemon").rename(pictures / "zitrone")
+
+
+def add_images(pictures: Path) -> None:
+    for number in range(5):
+        shutil.copy(pictures / "lime" / "000.png", pictures / "lime" / f"new{number}.png")
+
+
+def rename_image(pictures: Path) -> None:
+    """Leave the number of images as it is."""
+    (pictures / "lime" / "003.png").rename(pictures / "lime" / "new.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "text"),
+    [
+        (rename_class, "last", "training data: classes is lime, orange, zitrone (3 in all, hash "),
+        (add_images, "2", "training data: samples is "),
+        (rename_image, "2", "training data: fingerprint is "),
+    ],
+)
+def test_resume_with_changed_data_needs_acceptance(
+    project: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Path], None], step: str, text: str
+) -> None:
+    run = project / "runs" / "a"
+    resume = ("resume", run, "--checkpoint", step, "--workers", 0, "--set", "epochs=2")
+    change(project / "pictures")
+    before = tree(run / "checkpoints"), (run / "data.json").read_bytes()
+    assert here(*resume, cwd=project) == 2
+    error = capfd.readouterr().err
+    assert "[E_RESUME_CHANGED]" in error.partition("\n")[0]
+    assert text in error
+    assert "samestep resume RUN --accept-changes" in error
+    assert (tree(run / "checkpoints"), (run / "data.json").read_bytes()) == before
+    assert here(*resume, "--accept-changes", cwd=project) == 0
+    assert any(event["text"].startswith(f"continuing with a change: {text}") for event in events(run, "note"))
+    assert here("resume", run, "--workers", 0, cwd=project) == 0
+
+
+def test_accepted_data_are_saved_before_the_first_step(project: Path) -> None:
+    """An automatic restart compares the data with those of the newest checkpoint."""
+    run = project / "runs" / "a"
+    add_images(project / "pictures")
+    assert here("resume", run, "--checkpoint", 2, "--accept-changes", "--workers", 0, cwd=project) == 0
+    assert [event["step"] for event in events(run, "checkpoint")] == [1, 2, 3, 2, 4]
+
+
+def test_resume_keeps_as_many_checkpoints_as_the_last_start(project: Path) -> None:
+    run = project / "runs" / "a"
+    for epochs, option, steps in ((2, (), [1, 2, 3, 6]), (3, ("--keep", 2), [6, 9]), (4, (), [9, 12])):
+        assert here("resume", run, "--workers", 0, *option, "--set", f"epochs={epochs}", cwd=project) == 0
+        best = state_of(run, "best")["step"]
+        assert steps_saved(run) == sorted({best, *steps})

@@ -32,6 +32,7 @@ OPTIONS = {
     "bench digits --gpus 1,2": "--devices 1,2",
     "run --gpus 2 train.py": "--processes 2",
     "top runs/first --gpus 2": "samestep top --help",
+    "train digits --foo 2020-99-99": "leave --foo out",
 }
 KEYS = {
     "lr=0.1": "optimizer.options.lr=0.1",

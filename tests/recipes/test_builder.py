@@ -1,5 +1,6 @@
 """Weights, data and metrics of a recipe; short names and import paths, and calls with options."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -9,14 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from samestep.config import RunOptions
 from samestep.distributed.world import World
 from samestep.engine.loss import cross_entropy
 from samestep.errors import DataError, RecipeError
 from samestep.metrics.metrics import build_metrics
-from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, find
+from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, build, find
 from samestep.recipes.parameter_groups import freeze
+from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
+from samestep.zoo.images.datasets import load_images
 from samestep.zoo.options import call, takes
 
 # --- weights ---------------------------------------------------------------------------------------------
@@ -328,3 +332,32 @@ def test_errors_of_user_code_and_of_memory_are_not_those_of_options() -> None:
 
 def exhausts(width: int) -> None:
     raise RuntimeError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("option", [{"path": 123}, {"path": "a", "evaluation_path": False}, {"path": [1]}])
+def test_a_number_in_place_of_text_is_to_be_quoted(option: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="which is not text") as error:
+        call(load_images, option, where="data.options")
+    name = list(option)[-1]
+    assert str(error.value.value).startswith(f"data.options.{name} is ")
+    assert error.value.fix == f"""quote the value: --set 'data.options.{name}="..."'"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "best", "is_valid"),
+    [
+        ("cross_entropy", "loss_x", False),
+        ("dice_plus", "loss_x", False),
+        ("dice_plus", "loss_dice", True),
+        ("cross_entropy", "loss", True),
+    ],
+)
+def test_the_best_checkpoint_is_selected_by_a_term_of_the_loss(
+    alone: World, loss: str, best: str, is_valid: bool
+) -> None:
+    recipe = load_recipe("digits", [f"loss.name={loss}", f"best_by={best}", "batch_size=256", "microbatches=1"])
+    with nullcontext() if is_valid else pytest.raises(RecipeError, match=f"best_by is {best}") as error:
+        build(recipe, RunOptions(device="cpu"), alone)
+    if error is not None:
+        assert error.value.code == "E_METRIC"
+        assert ("loss_pixel, loss_dice" in str(error.value.expected)) == (loss == "dice_plus")

@@ -64,12 +64,39 @@ def test_defaults_are_filled_in() -> None:
         ("{a: {b: 1}}", {"a": {"b": 1}}),
         ("1e", "1e"),
         ("e-3", "e-3"),
+        ("2024-01-01", "2024-01-01"),
+        ("2020-13-45", "2020-13-45"),
+        ("2001-12-14t21:59:43.10-05:00", "2001-12-14t21:59:43.10-05:00"),
     ],
 )
 def test_override_values_are_yaml(override: str, value: Any) -> None:
     result = made(f"data.options.x={override}").data.options["x"]
     assert result == value
     assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!set {a, b}",
+        "!!binary aGk=",
+        "!!timestamp 2020-01-01",
+        "!!bool maybe",
+        "!!int x",
+        "0x_",
+        "[" * 9999,
+        r'"\ud83d"',
+    ],
+    ids=lambda value: value[:9],
+)
+def test_values_that_json_does_not_have_are_refused(value: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(f"data.options.x={value}")
+    assert error.value.code == "E_VALUE"
+    (tmp_path / "a.yaml").write_text(f"data: {value}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(tmp_path / "a.yaml"))
+    assert error.value.code == "E_UNREADABLE"
 
 
 def test_integers_are_accepted_for_floats_but_not_the_reverse() -> None:

@@ -247,8 +247,8 @@ def setting_changes(name: str, saved: Mapping[str, Any], current: Mapping[str, A
             yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
 
 
-def require_unchanged_settings(changes: Mapping[str, None], is_main: bool, *, accept_changes: bool) -> None:
-    """Refuse changed settings of a loop that resumes; with `accept_changes`, rank 0 logs them.
+def require_unchanged_settings(changes: list[str], is_main: bool, *, accept_changes: bool) -> None:
+    """Refuse changed settings of a run that resumes; with `accept_changes`, rank 0 logs them.
 
     Raises:
         InputError: there are changes, and `accept_changes` is not set.
@@ -287,10 +287,10 @@ def require_same_loaders(saved: set[str], current: set[str]) -> None:
 
 def _other_loop(problem: str, expected: str) -> InputError:
     return InputError(
-        f"the loop differs from that of the checkpoint: {problem}",
+        f"the run differs from that of the checkpoint: {problem}",
         expected=expected,
-        fix="restore them; or continue with the new values, if the names are the same: "
-        "checkpoints.resume(accept_changes=True)",
+        fix="restore them; or continue with the new values, if the names are the same: samestep resume RUN "
+        "--accept-changes, in a script checkpoints.resume(accept_changes=True)",
         code="E_RESUME_CHANGED",
     )
 

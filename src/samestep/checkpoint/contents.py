@@ -65,7 +65,7 @@ class Progress(_Strict):
     loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor of `loss_sum` for the mean of the epoch
     skipped_steps: _Count = 0  # steps without an update, because loss or gradient was not finite
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
-    data: dict[str, Any] = field(default_factory=dict)  # settings of a stream
+    data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe
     # Of own loops:
     settings: dict[str, Any] = field(default_factory=dict)  # options of the engine
     engine: _Count = 0  # number of the engine, on which random states depend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +24,11 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "OrderedDict": (OrderedDict, lambda value: list(map(list, value.items())), OrderedDict),
     "Counter": (Counter, lambda value: list(map(list, value.items())), lambda items: Counter(dict(items))),
     "bytes": (bytes, list, bytes),
+    "str": (str, lambda value: list(value.encode(errors="surrogatepass")), lambda items: _text(bytes(items))),
     "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
 }
+# Surrogates stand for bytes of file names that are not UTF-8. JSON cannot represent them.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 Tensors = dict[int, tuple[str, torch.Tensor]]  # name and tensor by id
 
 
@@ -40,11 +44,11 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
         InputError: the value contains another type, whose restoration would have to run code.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, int, float) or _is_text(value):
         return value
     if kind is list:
         return [encode(item, tensors, f"{place}.{number}") for number, item in enumerate(value)]
-    if kind is dict and _TYPE not in value and all(type(key) is str for key in value):
+    if kind is dict and _TYPE not in value and all(map(_is_text, value)):
         return {key: encode(item, tensors, f"{place}.{key}") for key, item in value.items()}
     for name, (known, contents, _) in _TYPES.items():
         if kind is known:
@@ -87,6 +91,14 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device
     if not isinstance(items, list):
         raise ValueError(f"the items of a {kind} are no list")
     return _TYPES[kind][2](items)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str and _SURROGATE.search(value) is None
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogatepass")
 
 
 def _is_savable(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from samestep.checkpoint.files import (
     write_file,
 )
 from samestep.checkpoint.manifest import MANIFEST, build_manifest, damaged, read_bounded, verify
+from samestep.config import DEFAULT_KEEP
 from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import CheckpointError, InputError
 
@@ -49,7 +50,7 @@ class CheckpointFolder:
         keep: number of newest checkpoints to keep, at least one; the best one is kept in addition.
     """
 
-    def __init__(self, path: Path, keep: int = 2) -> None:
+    def __init__(self, path: Path, keep: int = DEFAULT_KEEP) -> None:
         if keep < 1:
             raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_KEEP")
         self.path, self.keep = path, keep

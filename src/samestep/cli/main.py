@@ -226,14 +226,14 @@ def parse_value(text: str) -> Any:
     """Return the value of an unknown option as a recipe reads it; an option without a value is a switch."""
     if find_spec("yaml") is None:  # of the extra `recipes`
         return text or True
-    import yaml
+    from samestep.recipes.yaml_text import YAMLError, from_yaml
 
     try:
-        value = yaml.safe_load(text) if text else True
-    except yaml.YAMLError:
+        value = from_yaml(text) if text else True
+    except YAMLError:
         return text
-    # `1e-4` is text in YAML 1.1, and dates are text here.
-    return value if isinstance(value, bool | int | float | list) else text
+    is_plain = isinstance(value, float) and "e" not in text.lower()  # `5e-4` keeps its spelling
+    return value if is_plain or isinstance(value, bool | int | list) else text
 
 
 class UsageError(Exception):

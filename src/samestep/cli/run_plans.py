@@ -35,7 +35,7 @@ class RunPlan:
     folder: Path  # directory of the run
     checkpoint: Path | None = None  # checkpoint to start from, if any
     step: int = 0  # optimizer steps of the checkpoint
-    accept_changes: bool = False  # whether the user's code may differ from that of the last start
+    accept_changes: bool = False  # whether data and code may differ from those of the checkpoint
     tuned: TunedSetting | None = None  # settings that `samestep tune` found for this machine, if used
 
     def to_json(self) -> str:

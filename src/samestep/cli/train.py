@@ -38,7 +38,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.recipe_options import add_strategy_options
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, plan_to_resume
-from samestep.config import DEFAULT_CHECKSUM_EVERY, LOGGERS, RunOptions, resolve_mesh
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, RunOptions, resolve_mesh
 from samestep.distributed.logging import logger
 from samestep.errors import (
     EXIT_DONE,
@@ -86,7 +86,7 @@ def add_resume(add_parser: Any) -> None:
     )
     add_run_argument(parser, checkpoint="last")
     add_options(parser, "--set")
-    text = "continue although the user's Python modules have changed since the last start of the run"
+    text = "continue although the training data or the user's Python modules have changed since the run began"
     parser.add_argument("--accept-changes", action="store_true", help=text)
     _add_training_options(parser)
     add_options(parser, "--json")
@@ -123,7 +123,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help=text)
     text = "limit of the work that a kill can cost, such as 30s, 5m, 1h"
     group.add_argument("--max-lost-work", type=partial(parse_duration, "--max-lost-work"), metavar="TIME", help=text)
-    group.add_argument("--keep", type=int, default=2, metavar="K", help="newest checkpoints to keep (default 2)")
+    text = f"newest checkpoints to keep (default {DEFAULT_KEEP}; for a resumed run, that of its last start)"
+    group.add_argument("--keep", type=int, metavar="K", help=text)
     group = parser.add_argument_group("checks (results do not depend on these options)")
     text = "steps between comparisons of the ranks' weights; also checks every collective"
     group.add_argument("--check-every", type=int, metavar="STEPS", help=text)

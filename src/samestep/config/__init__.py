@@ -2,6 +2,7 @@
 
 from samestep.config.recipe import (
     DEFAULT_CHECKSUM_EVERY,
+    DEFAULT_KEEP,
     DEFAULT_PREFETCH,
     LOGGERS,
     BadSamples,
@@ -27,6 +28,7 @@ from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, reso
 
 __all__ = [
     "DEFAULT_CHECKSUM_EVERY",
+    "DEFAULT_KEEP",
     "DEFAULT_PREFETCH",
     "LOGGERS",
     "BadSamples",

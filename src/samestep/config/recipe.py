@@ -22,6 +22,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow", "trackio")
 DEFAULT_CHECKSUM_EVERY = 10
+DEFAULT_KEEP = 2
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
 # Options of optimizers that are numbers, in torch and in libraries.
@@ -330,7 +331,8 @@ class RunOptions(Constrained):
         tuned: file that `workers` and `prefetch` were read from, if any.
         checkpoint_every: optimizer steps between checkpoints within epochs, or None.
         max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
-        keep: number of newest checkpoints that are kept, in addition to the best.
+        keep: number of newest checkpoints that are kept, in addition to the best; None for that of the last start, or
+            `DEFAULT_KEEP` in a new run.
         check_every: optimizer steps between consistency checks of all ranks, or None for no checks.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
         witness_every: optimizer steps between steps in which a second rank repeats a microbatch of each rank, or None.
@@ -344,7 +346,7 @@ class RunOptions(Constrained):
     tuned: str | None = None
     checkpoint_every: Annotated[int, Ge(1)] | None = None
     max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
-    keep: Annotated[int, Ge(1)] = 2
+    keep: Annotated[int, Ge(1)] | None = None
     check_every: Annotated[int, Ge(1)] | None = None
     checksum_every: Annotated[int, Ge(0)] = DEFAULT_CHECKSUM_EVERY
     witness_every: Annotated[int, Ge(1)] | None = None

@@ -240,7 +240,17 @@ def as_metrics(metrics: Metrics, *, ignore_index: int = -100) -> list[Metric | L
     Raises:
         InputError: a metric is unknown or cannot be summed over ranks, or two have the same name.
     """
-    pairs = metrics.items() if isinstance(metrics, Mapping) else ((None, metric) for metric in metrics)
+    pairs = list(metrics.items() if isinstance(metrics, Mapping) else ((None, metric) for metric in metrics))
+    library = sys.modules.get("torchmetrics")
+    if library is not None and any(
+        isinstance(one, library.MetricCollection) for one in (metrics, *(metric for _, metric in pairs))
+    ):
+        raise InputError(
+            "the metrics contain a MetricCollection",
+            expected="single metrics: each has its own result",
+            fix="pass those of the collection: metrics=dict(collection.items())",
+            code="E_METRIC",
+        )
     result = [_as_metric(name, metric, ignore_index) for name, metric in pairs]
     names = [metric.name for metric in result]
     repeated = [name for name in names if names.count(name) > 1]

@@ -22,6 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
+from samestep.config.validation import require
 from samestep.data.loader import Loader
 from samestep.data.microbatch_dataset import SizedDataset
 from samestep.data.streams.dataset import StreamDataset
@@ -32,6 +33,7 @@ from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_stat
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import scale_rates, schedule_factor
 from samestep.engine.loss import LossFunction
+from samestep.engine.multi_loss import MultiLoss
 from samestep.errors import RecipeError
 from samestep.launcher.job import process_state
 from samestep.metrics.counts import CountMetric
@@ -148,6 +150,7 @@ class Built:
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
+    facts: dict[str, str]  # facts of the training data that a resumption compares
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
@@ -180,11 +183,13 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
     notes += weight_notes
+    loss = _loss(loss_config)
+    _require_best(recipe, loss)
     warnings.filterwarnings("ignore", category=FewSamplesWarning)  # training logs a note
     engine = Engine(
         model,
         optimizer,
-        _loss(loss_config),
+        loss,
         world=world,
         scheduler=scheduler,
         scheduler_interval="step",
@@ -194,7 +199,20 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     info = DatasetInfo(splits.classes, splits.model_options)
-    return Built(engine, train, evaluation, metrics, notes, info, cache, cache_note, loss_config)
+    return Built(engine, train, evaluation, metrics, notes, info, splits.facts, cache, cache_note, loss_config)
+
+
+def _require_best(recipe: Recipe, loss: LossFunction | MultiLoss) -> None:
+    """Require that evaluation computes the value that selects the best checkpoint."""
+    terms = loss.terms if isinstance(loss, MultiLoss) else ()
+    names = ["loss", *recipe.metrics, *(f"loss_{term.name}" for term in terms)]
+    require(
+        recipe.best_by is None or recipe.best_by in names,
+        f"best_by is {recipe.best_by}, which evaluation does not compute",
+        f"one of {', '.join(names)}",
+        "correct best_by, or leave it out",
+        code="E_METRIC",
+    )
 
 
 def has_batch_norm(recipe: Recipe) -> bool:
@@ -315,7 +333,7 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.O
     return optimizer
 
 
-def _loss(config: NamedConfig) -> LossFunction:
+def _loss(config: NamedConfig) -> LossFunction | MultiLoss:
     function, options = find(config.name, LOSSES, "loss"), config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
         options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}

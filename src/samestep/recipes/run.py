@@ -19,7 +19,7 @@ import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Recipe, RunOptions
+from samestep.config import DEFAULT_KEEP, Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
 from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import set_tf32
@@ -46,7 +46,7 @@ from samestep.recipes.recipe_files import (
     write_dataset_info,
 )
 from samestep.recipes.weights import load_all
-from samestep.runs.starts import append_start, environment, machine_notes, require_same_code
+from samestep.runs.starts import append_start, environment, machine_notes, recorded_keep, require_same_code
 from samestep.session import start
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
@@ -164,7 +164,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe in the directory `run`, from a `checkpoint` of step `first_step` or from the beginning (None, 0).
 
-    With `accept_changes`, the user's code may differ from that of the last start of the run.
+    With `accept_changes`, code and training data may differ from those of the last start and of the checkpoint.
 
     Returns:
         The fields of `Summary`; `stop_signal`, a number or None; and `has_failed`, whether most steps were skipped.
@@ -181,7 +181,7 @@ def train(
         with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
-        held, folder = HeldFolder(run), CheckpointFolder(run / "checkpoints", options.keep)
+        held, folder = HeldFolder(run), _checkpoint_folder(run, options, world)
         trainer = Trainer(
             built.engine,
             built.train,
@@ -190,6 +190,7 @@ def train(
             best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
             folder=folder,
             recipe=recipe_data(replace(recipe, loss=built.loss)),
+            facts=built.facts,
             epochs=recipe.epochs,
             options=options,
             balancer=_balancer(built, world, recipe),
@@ -201,9 +202,9 @@ def train(
             folder.hold(held)
             folder.clean()
         if checkpoint is not None:
-            trainer.resume(checkpoint)
+            trainer.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
-            _write_start(run, built, recipe, options, first_step, is_new=checkpoint is None)
+            _write_start(run, built, recipe, replace(options, keep=folder.keep), first_step, is_new=checkpoint is None)
         for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
             trainer.logger.log_event("note", text=note)
         if built.cache_note:
@@ -212,6 +213,12 @@ def train(
         summary = trainer.fit()
         has_failed = skipped_most(summary.skipped_steps, summary.step)
         return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
+
+
+def _checkpoint_folder(run: Path, options: RunOptions, world: World) -> CheckpointFolder:
+    """Return the folder with `options.keep`; None is the number of the last start. Only rank 0 writes."""
+    keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
+    return CheckpointFolder(run / "checkpoints", keep)
 
 
 def _write_start(
@@ -319,4 +326,5 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         workers=built.train.num_workers,
         prefetch=built.train.prefetch_factor,
         tuned=options.tuned,
+        keep=options.keep,
     )

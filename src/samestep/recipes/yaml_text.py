@@ -1,4 +1,4 @@
-"""YAML 1.1 in which `1e-3` is a number."""
+"""YAML 1.1 in which `1e-3` is a number, a date is text, and values are those of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["YAMLError", "from_yaml", "to_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, and refuses a repeated key of a mapping, of which PyYAML ignores all but the last."""
+    """Reads values of JSON alone, and refuses a repeated key of a mapping, of which PyYAML ignores all but the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -25,11 +25,26 @@ class _Loader(yaml.SafeLoader):
                 known.add((key.tag, key.value))
         return node
 
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        str(value).encode()  # raises a ValueError for half of a surrogate pair
+        return value
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes the text `1e-3`."""
 
 
+_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+_Loader.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in _TYPES
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _SCIENTIFIC = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+0123456789."))
@@ -39,9 +54,12 @@ def from_yaml(text: str) -> Any:
     """Return the value of a YAML document.
 
     Raises:
-        YAMLError: the text is not YAML, or a mapping has a key twice.
+        YAMLError: the text is not YAML, a mapping has a key twice, or a value is none of JSON.
     """
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, KeyError, RecursionError) as error:  # of values such as `0x_`
+        raise YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def to_yaml(data: Any) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from samestep.checkpoint.files import unsupported_features, write_atomically
-from samestep.checkpoint.store import read_state
+from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.config import DEFAULT_KEEP
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
@@ -52,6 +53,14 @@ def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: boo
         if isinstance(sources, dict):
             changed += process_state.source_files.require(sources, accept_changes=accept_changes)
     return describe_modules(changed)
+
+
+def recorded_keep(run: Path) -> int:
+    """Return the number of checkpoints that the last start of a run kept; without a record, the present ones."""
+    starts = _read_starts(run)
+    keep = starts[-1].get("keep") if starts else None
+    present = len(CheckpointFolder(run / "checkpoints").steps())
+    return keep if isinstance(keep, int) and keep > 0 else max(DEFAULT_KEEP, present)
 
 
 def environment(world: World, **facts: Any) -> dict[str, Any]:

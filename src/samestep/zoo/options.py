@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -42,12 +43,25 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
                 fix=f"--set {where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
+        if _is_own(function):
+            _require_text(f"{where}.{name}", parameters[name], options.get(name))
     try:
         return function(*arguments, **options)
     except (RuntimeError, ValueError, TypeError) as error:
         if not options or not _is_own(function) or is_out_of_memory(error):
             raise
         raise _refused(where, options, error) from error
+
+
+def _require_text(key: str, parameter: inspect.Parameter, value: object) -> None:
+    """Require text for a parameter of type `str` or `str | None`: YAML reads `123` and `no` as other values."""
+    if value is not None and not isinstance(value, str) and str(parameter.annotation) in ("str", "str | None"):
+        raise RecipeError(
+            f"{key} is {json.dumps(value)}, which is not text",
+            expected="text; YAML reads some words as numbers or booleans",
+            fix=f"""quote the value: --set '{key}="..."'""",
+            code="E_VALUE",
+        )
 
 
 def _is_own(function: Callable[..., Any]) -> bool:

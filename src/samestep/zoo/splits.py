@@ -15,11 +15,14 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
+from samestep.report_limits import printable
 from samestep.zoo.cache.sample_cache import SampleCache
 
 Answer = dict[str, Any]
 _MAX_LISTED = 20  # labels in an error
+_MAX_LISTED_CLASSES = 10  # in a description of the data
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
 _CLASS_NUMBER = re.compile(r"0*[0-9]{1,9}")
 
@@ -49,6 +52,8 @@ class Splits:
         ignored_target: value of the targets that loss and metrics must ignore, or None if there are none.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
             without a cache.
+        fingerprint: hash of the names or contents of the training samples, which a resumption compares; empty for data
+            that cannot change.
     """
 
     train: SizedDataset
@@ -66,6 +71,15 @@ class Splits:
     count_foreground: Callable[[int], tuple[int, int]] | None = None
     ignored_target: int | None = None
     open_cache: Callable[..., tuple[SampleCache, str]] | None = None
+    fingerprint: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts of the training data that a resumption compares, as short text."""
+        names = [str(name) for name in self.classes]
+        listed = ", ".join(names[:_MAX_LISTED_CLASSES]) + (", ..." if len(names) > _MAX_LISTED_CLASSES else "")
+        classes = f"{listed} ({len(names)} in all, hash {fingerprint_of(names, [])[:8]})"
+        return {"classes": printable(classes), **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

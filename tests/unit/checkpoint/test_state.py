@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pydantic_core
 import pytest
 import torch
 from safetensors.torch import load
@@ -308,6 +309,7 @@ VALUES: dict[str, Any] = {
     ],
     "scalars": [b"\x00\xff", 2 - 3j, math.inf, -0.0, 5e-324, 2**200, None],
     "an encoded value": {"$type": "tuple", "items": [1]},
+    "text": ["\x00\U0001f600", "caf\udce9.jpg", "\ud83d\ude00", {"caf\udce9.jpg": 1}],
     "numpy": [numpy.float32(0.1), numpy.float64(0.1), numpy.bool_(True), numpy.arange(3, dtype=numpy.uint16)],
     "tensors": {"a.b": torch.ones(2, 3).t(), "a": {"b": torch.tensor(1)}, 3: torch.empty(0, dtype=torch.bfloat16)},
 }
@@ -315,7 +317,7 @@ VALUES: dict[str, Any] = {
 
 def through_json(value: Any) -> Any:
     tensors: Tensors = {}
-    encoded = json.loads(json.dumps(encode(value, tensors, "value")))
+    encoded = pydantic_core.from_json(json.dumps(encode(value, tensors, "value")))  # the parser of `load`
     return decode(encoded, dict(tensors.values()), torch.device("cpu"))
 
 

@@ -188,9 +188,11 @@ def test_values_that_are_not_finite_are_never_the_best(alone: World, tmp_path: P
         assert not checkpoints.save({"loss": 1.0, "accuracy": math.nan})
         assert checkpoints.save({"loss": 1.0, "accuracy": 0.1})
         assert not checkpoints.save()
+        engine.steps = 9
         with pytest.raises(InputError) as error:
             checkpoints.save({"loss": 1.0})
     assert error.value.code == "E_METRIC"
+    assert (tmp_path / "last").resolve().name == "step-000000009"
 
 
 @pytest.mark.parametrize("options", [{"best_by": "auroc"}, {"best_by": "accuracy", "best_mode": "largest"}])

@@ -502,6 +502,7 @@ def train_with_memory_logger(folder: Path) -> MemoryLogger:
             best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
             folder=CheckpointFolder(folder, 2),
             recipe=recipe_data(recipe),
+            facts=built.facts,
             epochs=recipe.epochs,
             options=options,
             loggers=[logger],

@@ -286,3 +286,13 @@ def test_build_metrics_by_name(alone: World) -> None:
     assert dice == f1 == pytest.approx(plain("dice", outputs, targets), rel=1e-12)
     assert iou == pytest.approx(dice / (2 - dice), rel=1e-12)
     assert accuracy == pytest.approx(plain("accuracy", outputs, targets), rel=1e-7)
+
+
+def test_the_metrics_of_a_collection_are_passed_one_by_one(torchmetrics: Any) -> None:
+    kinds = torchmetrics.classification
+    collection = torchmetrics.MetricCollection([kinds.MulticlassAccuracy(3), kinds.MulticlassF1Score(3)])
+    for metrics in (collection, [collection], {"all": collection}):
+        with pytest.raises(InputError, match="MetricCollection") as error:
+            as_metrics(metrics)
+        assert error.value.code == "E_METRIC"
+    assert [metric.name for metric in as_metrics(dict(collection.items()))] == list(collection)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.loader import Loader
 from samestep.distributed.world import World
 from samestep.engine.engine import Engine
@@ -23,6 +24,7 @@ from samestep.launcher.failure import RankError
 from samestep.loggers.logger import JsonlLogger
 from samestep.runs import loop_events
 from samestep.runs.folder import run_directory
+from samestep.runs.starts import recorded_keep
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -240,3 +242,22 @@ def test_second_script_in_one_run_is_refused(tmp_path: Path) -> None:
 
     with FolderLock(tmp_path / "run"):  # of this process; the rank is another one
         assert samestep.launch(refused, [(tmp_path / "run", [])], processes=1) == ["E_LOCKED"]
+
+
+@pytest.mark.parametrize(
+    ("starts", "present", "expected"),
+    [
+        ([], 0, 2),
+        ([{"keep": 9}, {"keep": 1}], 3, 1),
+        ([{"processes": 2}], 4, 4),
+        ([{"keep": "many"}], 1, 2),
+        ([{"keep": 0}], 3, 3),
+    ],
+)
+def test_a_run_without_a_record_keeps_its_checkpoints(
+    tmp_path: Path, starts: list[dict[str, Any]], present: int, expected: int
+) -> None:
+    (tmp_path / "environment.json").write_text(json.dumps(starts), encoding="utf-8")
+    for step in range(present):
+        CheckpointFolder(tmp_path / "checkpoints", 9).write(step, {"state.json": b"{}"})
+    assert recorded_keep(tmp_path) == expected

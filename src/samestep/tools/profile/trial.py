@@ -19,7 +19,7 @@ from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import snapshot
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Recipe, Reduction
+from samestep.config import DEFAULT_KEEP, Recipe, Reduction
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.data.loader import Loader
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -56,7 +56,7 @@ class _Trial:
         self.largest_batch: GlobalBatch | None = None
         self.save_seconds: list[float] = []
         self._writer = AsyncCheckpointWriter(
-            CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep),
+            CheckpointFolder(plan.folder / CHECKPOINTS, plan.options.keep or DEFAULT_KEEP),
             lambda saved: self.save_seconds.append(saved.seconds),
             world.context.status.heartbeat,
         )

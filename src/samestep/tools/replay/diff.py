@@ -20,7 +20,7 @@ from samestep.units import plural
 # Keys of a recipe on which no step depends; nor does one depend on exact strategies.
 _FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
-_OF_START = ("started", "from_step", "sources", "remark", "script", "directory", "started_as")
+_OF_START = ("started", "from_step", "sources", "remark", "script", "directory", "started_as", "keep")
 _MAX_LISTED = 3  # names of the state in a text
 
 

@@ -14,6 +14,7 @@ import torch
 
 from samestep.config.validation import require
 from samestep.data.folder_files import by_suffix, files_below, left_out_notes
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
@@ -205,6 +206,7 @@ def _splits(
         classes,
         augmentation,
         partial(open_cache, read, files),
+        fingerprint=fingerprint_of([str(sample.file) for sample in train], []),
     )
 
 

@@ -85,7 +85,8 @@ def file_errors(name: str | Path, kind: str) -> Iterator[None]:
         raise DataError(
             f"{name} cannot be read as {kind}: {error}",
             expected="intact files of a supported format (images: 8 or 16 bits per channel)",
-            fix="remove or replace the file; then resume a training, or skip such samples: data.bad_samples: skip",
+            fix="replace the file; then resume a training; or remove the file and resume with --accept-changes; or "
+            "skip such samples: data.bad_samples: skip",
             code="E_UNREADABLE",
         ) from error
 

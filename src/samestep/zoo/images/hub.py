@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, RecipeError
 from samestep.zoo.images.decoders import Decoder, ReadImage
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
@@ -104,7 +105,8 @@ def load_hub_images(
         name = f"{path}/{evaluation_split}"
         labels = _labels(table, label_column, classes, name)
         validation = replace(validation, table=table, labels=labels, rows=range(len(table)), name=name)
-    return transforms.splits(train, validation, classes, augmentation)
+    fingerprint = fingerprint_of([str(train.labels[row]) for row in train.rows], [])
+    return transforms.splits(train, validation, classes, augmentation, fingerprint=fingerprint)
 
 
 def _load(path: str) -> Any:

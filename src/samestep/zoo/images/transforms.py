@@ -314,6 +314,7 @@ class ImageTransforms:
         classes: Sequence[str],
         augment: Augment,
         open_cache: Callable[..., tuple[SampleCache, str]] | None = None,
+        fingerprint: str = "",
     ) -> Splits:
         """Return the splits of transformed images."""
         return Splits(
@@ -325,6 +326,7 @@ class ImageTransforms:
             train_collate=augment.collate(len(classes)),
             prepare=self.normalize,
             open_cache=open_cache,
+            fingerprint=fingerprint,
         )
 
     def normalize(self, data: Any) -> Any:

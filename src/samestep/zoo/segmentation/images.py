@@ -12,6 +12,7 @@ import numpy
 import torch
 from PIL import Image
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
@@ -200,6 +201,7 @@ def load_segmentation(
         count_foreground=train.count_foreground if code.is_binary else None,
         ignored_target=IGNORED if ignore_values else None,
         open_cache=partial(open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]),
+        fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )
 
 

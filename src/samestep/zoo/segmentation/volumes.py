@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
@@ -363,6 +364,7 @@ def load_volumes(
         notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
         ignored_target=IGNORED,
+        fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )
 
 

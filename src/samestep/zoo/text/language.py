@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from samestep.checkpoint.files import replacing
 from samestep.data.folder_files import by_suffix, files_below
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError, InputError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (
@@ -116,6 +117,7 @@ def load_language(
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
         count_tokens=count_tokens,
+        fingerprint=fingerprint_of([file.name for file in documents], [], [file.digest for file in documents]),
         notes=(_note(path, [*documents, *validation_documents], targets),),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.options import require_count, require_option
 from samestep.zoo.splits import (
@@ -113,6 +114,7 @@ def load_texts(
         train_lengths=train.lengths if group_by_length else None,
         evaluation_lengths=validation.lengths if group_by_length else None,
         count_tokens=_count_tokens,
+        fingerprint=fingerprint_of([row.text for row in train_rows], []),
         model_options={"vocabulary": vocabulary, "padding": encoder.padding, "longest": longest},
     )
 
