@@ -70,7 +70,7 @@ def test_planted_bottleneck_is_the_first_advice(
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sound_recipe_gets_no_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path, processes: int) -> None:
     # With many steps, other programs on the same cores delay all ranks alike.
-    options = ("--active", 24, "--set", "model.options.compute=12", "--checkpoint-every", 13)
+    options = ("--active", 24, "--set", "model.options.compute=24", "--checkpoint-every", 13)
     result = run_profile(capsys, tmp_path, "--processes", processes, *FEW, *options)
     assert result["advice"] == []
 
