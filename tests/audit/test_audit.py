@@ -109,7 +109,7 @@ def groups() -> list[Any]:
 def test_mistakes_are_named_and_correct_scripts_have_no_finding(scripts: list[Path], tmp_path: Path) -> None:
     done = audit(tmp_path, LAUNCHER, 2, *scripts)
     expected = {path.stem: MISTAKES.get(path.stem.removeprefix("wrong_"), set()) for path in scripts}
-    assert findings(done) == expected
+    assert findings(done) == expected, done.out
     assert done.code == (EXIT_DIFFERS if any(expected.values()) else EXIT_DONE), done.err
 
 

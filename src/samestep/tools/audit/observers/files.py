@@ -16,7 +16,7 @@ from samestep.tools.audit.observers.session import Session
 # Files of libraries that write them by several processes on purpose: locks and caches.
 _SUFFIXES = (".lock", ".pyc", ".pid")
 _FOLDERS = ("/dev/", "/proc/", "/sys/")
-_CACHES = (".cache", "__pycache__", "torchinductor_", "triton", "site-packages")
+_CACHES = (".cache", "__pycache__", "matplotlib", "torchinductor_", "triton", "site-packages")
 
 
 class FileObserver:
