@@ -157,11 +157,12 @@ def parse_arguments(parser: CommandParser, arguments: Sequence[str]) -> argparse
 
 
 def _lacks_script(parser: CommandParser, arguments: Sequence[str]) -> bool:
-    """Whether `samestep run` has no script among the arguments before `--`."""
+    """Whether a command that passes all arguments after its script on has no script among these arguments."""
     try:
         parser.parse_known_args(arguments)
     except UsageError as error:
-        return error.parser.prog.endswith(" run") and error.error.code == "E_MISSING_KEY"
+        passes_on = any(action.nargs == argparse.REMAINDER for action in error.parser._actions)
+        return passes_on and error.error.code == "E_MISSING_KEY"
     return False
 
 

@@ -321,13 +321,12 @@ def _convert(arguments: argparse.Namespace) -> int:
     """Write the converted file and print the conversion of each key or tensor."""
     file, out, devices = arguments.file, arguments.out, arguments.devices_meant
     _require_convertible(file, out, devices)
-    # Imported here: the other commands do not need numpy.
-    from safetensors.torch import save
-
-    from samestep.tools.convert import convert_recipe
-    from samestep.zoo.paddle import read_pdparams
-
+    # Imported here: the other commands do not need these modules.
     if file.suffix == ".pdparams":
+        from safetensors.torch import save
+
+        from samestep.zoo.paddle import read_pdparams
+
         weights = read_pdparams(file)
         content = save(weights.tensors)
         lines = [f"{source} -> {name}" for name, source in weights.sources.items()]
@@ -335,6 +334,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         data: dict[str, Any] = {"names": weights.sources, "left_out": list(weights.left_out)}
         note = f", {len(weights.tensors)} tensors"
     else:
+        from samestep.tools.convert import convert_recipe
+
         recipe = convert_recipe(file, devices)
         content = recipe.to_text(file.name).encode()
         lines = [str(key) for key in recipe.keys]
