@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple, TypeVar
 
+# Modules that the fork server imports once for all ranks, in addition to the launcher's own list.
+PRELOAD = ("samestep.recipes.run", "samestep.zoo.digits")
+
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
@@ -13,27 +16,28 @@ class Command(NamedTuple):
 
     module: str  # in samestep.cli
     summary: str
+    starts_ranks: bool = False  # each invocation with valid input starts ranks
 
 
 COMMANDS = {
-    "train": Command("train", "train a recipe"),
-    "resume": Command("train", "resume a run"),
-    "eval": Command("models", "evaluate a checkpoint, or a file of weights"),
-    "predict": Command("models", "predict with a trained model"),
+    "train": Command("train", "train a recipe", starts_ranks=True),
+    "resume": Command("train", "resume a run", starts_ranks=True),
+    "eval": Command("models", "evaluate a checkpoint, or a file of weights", starts_ranks=True),
+    "predict": Command("models", "predict with a trained model", starts_ranks=True),
     "export": Command("models", "write a trained model for other programs"),
     "push": Command("models", "upload a trained model to the Hugging Face Hub"),
     "convert": Command("models", "convert recipes and weights of PaddleViT"),
-    "run": Command("train", "run a script on several processes"),
+    "run": Command("train", "run a script on several processes", starts_ranks=True),
     "submit": Command("submit", "submit a job to Slurm, Ray, Kubernetes, SkyPilot or dstack"),
     "top": Command("runs", "show the state of a run"),
     "report": Command("runs", "write an HTML page about one or several runs"),
     "diff": Command("replay", "find the first difference of two runs"),
     "replay": Command("replay", "compute a step of a run again"),
-    "verify": Command("verify", "show that N processes compute the same as one"),
+    "verify": Command("verify", "show that N processes compute the same as one", starts_ranks=True),
     "audit": Command("audit", "find mistakes of distributed training in any training command"),
-    "bench": Command("measure", "compare ways to run a recipe on this machine"),
-    "profile": Command("measure", "measure the phases of a step, and possible savings"),
-    "tune": Command("measure", "find the number of loader processes for a recipe on this machine"),
+    "bench": Command("measure", "compare ways to run a recipe on this machine", starts_ranks=True),
+    "profile": Command("measure", "measure the phases of a step, and possible savings", starts_ranks=True),
+    "tune": Command("measure", "find the number of loader processes for a recipe on this machine", starts_ranks=True),
     "plan": Command("plan", "predict step time and memory on other numbers of devices"),
     "pack": Command("pack", "write samples to sharded files, or the index of such files"),
     "cache": Command("cache", "list or remove the caches of images and of streams"),

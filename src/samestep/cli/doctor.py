@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli.launch_options import PRELOAD, gpu_names, parse_process_count
+from samestep.cli.commands import PRELOAD
+from samestep.cli.launch_options import gpu_names, parse_process_count
 from samestep.cli.options import add_number, add_options, option_conflict, print_json, progress
 from samestep.distributed.devices import visible_devices
 from samestep.distributed.env import Environment, launch_variables, read_environment, read_rendezvous

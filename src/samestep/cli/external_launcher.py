@@ -16,15 +16,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.run_plans import RunPlan
-from samestep.config import resolve_mesh
 from samestep.distributed.env import read_rendezvous, set_environment, silence_torch_warnings
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.launcher.failure import Failure
 
 if TYPE_CHECKING:
+    from samestep.cli.launch_options import LaunchOptions
+    from samestep.cli.run_plans import RunPlan
     from samestep.launcher.job import Job
 
 _POLL_SECONDS = 0.02
@@ -95,6 +94,7 @@ def run_as_rank(
     _joined.append(rendezvous)
     set_environment(options.environment or {})
     silence_torch_warnings()
+    from samestep.config import resolve_mesh
     from samestep.launcher.job import join_job, process_state
 
     plan = None
@@ -156,6 +156,7 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
 
 def _share(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
     """Return the plan of rank 0 on every rank."""
+    from samestep.cli.run_plans import RunPlan
     from samestep.launcher.job import failure_reported
 
     if job.rank == 0:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.commands import PRELOAD
 from samestep.cli.options import option_conflict, options_of
 from samestep.config import DeviceKind, Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
@@ -26,9 +27,6 @@ from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.units import parse_duration
-
-# Modules that the fork server imports once for all ranks, in addition to the launcher's own list.
-PRELOAD = ("samestep.recipes.run", "samestep.zoo.digits")
 
 _PORT = 29500  # torchrun's default
 

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from samestep.cli.commands import COMMANDS, build_root
+from samestep.cli.commands import COMMANDS, PRELOAD, build_root
 from samestep.cli.external_launcher import (
     ReportedError,
     exit_if_rank,
@@ -21,10 +21,14 @@ from samestep.cli.external_launcher import (
     reported_by_rank_0,
     require_local_rank,
 )
-from samestep.config.key_suggestions import Equivalent, find_equivalent
+from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
+from samestep.launcher.launch import start_early
+
+if TYPE_CHECKING:
+    from samestep.config.key_suggestions import Equivalent
 
 _OPTION = re.compile(r"--[\w-]+")
 _NAME = re.compile(r"--?[A-Za-z]")
@@ -63,11 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with reported_by_rank_0():
             arguments = sys.argv[1:] if arguments is None else arguments
+            _require_current_folder()
+            if _starts_ranks(arguments) and read_rendezvous() is None:
+                start_early(PRELOAD)  # before the imports of the command
             parsed = parse_arguments(build_parser(arguments), arguments)
             if parsed.local_rank is not None:
                 require_local_rank(parsed.local_rank)
         configure_logging()
-        _require_current_folder()
         code: int = parsed.run(parsed)
         _check_output(parsed.command)
     except ReportedError as error:
@@ -85,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
     exit_if_rank(code)
     return code
+
+
+def _starts_ranks(arguments: Sequence[str]) -> bool:
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    return command is not None and command.starts_ranks and not {"-h", "--help"}.intersection(arguments)
 
 
 def _not_installed_error(command: str, error: ModuleNotFoundError) -> InputError:
@@ -200,6 +211,8 @@ def _with_value(argument: str, arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
+    from samestep.config.key_suggestions import Equivalent, find_equivalent
+
     options, option = _options(command), f"--{name.lstrip('-').replace('_', '-')}"
     if option in options:
         return Equivalent(option, text or None).suggestion()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.files import replacing
+from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import PRELOAD, LaunchOptions, gpu_names
+from samestep.cli.launch_options import LaunchOptions, gpu_names
 from samestep.cli.options import (
     add_machine_options,
     add_number,

@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import Any, get_args
 
-from samestep.cli.launch_options import PRELOAD, parse_process_count
+from samestep.cli.commands import PRELOAD
+from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import progress
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName

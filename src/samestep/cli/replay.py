@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import PRELOAD, LaunchOptions
+from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.options import (
     add_number,
     add_options,

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import PRELOAD
 from samestep.cli.options import (
     add_number,
     add_options,

@@ -113,9 +113,7 @@ def run_workers(
     _require_valid(processes, launch_config)
     require_machine(processes)
     hosts = launch_config.hosts
-    prepare_torch_environment(loopback=False)  # each rank sets its network interface
-    silence_torch_warnings()
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
+    _configure_server(preload)
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
     if launch_config.has_own_hash_seeds:
         context = multiprocessing.get_context("spawn")
@@ -157,6 +155,18 @@ def run_workers(
         finally:
             worker_group.end()
     return LaunchResult(unpack(packed) if packed else None, worker_group.stop_signal)
+
+
+def start_early(preload: Sequence[str] = ()) -> None:
+    """Start the fork server of later launches: it imports torch while this process reads its input."""
+    _configure_server(preload)
+    start_server()
+
+
+def _configure_server(preload: Sequence[str]) -> None:
+    prepare_torch_environment(loopback=False)  # each rank sets its network interface
+    silence_torch_warnings()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *preload])
 
 
 def _require_valid(processes: int, config: LaunchConfig) -> None:
