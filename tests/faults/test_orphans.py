@@ -59,9 +59,11 @@ def test_thread_that_keeps_a_rank_alive_is_named_and_ended(tmp_path: Path, recor
         rank_1(running, tmp_path)
         done = running.wait(30)
     assert done.code == 0, done.err
-    assert "the function of rank 1 has returned; the rank waits for its threads: 'upload'" in done.err
-    assert re.search("ended rank 1, which waited [5-9] s for its threads: 'upload'", done.err)
-    observed = "exit code 0; `the rank waits for its threads: 'upload'`, then `ended rank 1`"
+    assert (
+        "the function of rank 1 has returned; the rank waits for its threads and child processes: 'upload'" in done.err
+    )
+    assert re.search("ended rank 1, which waited [5-9] s for its threads and child processes: 'upload'", done.err)
+    observed = "exit code 0; `the rank waits for its threads and child processes: 'upload'`, then `ended rank 1`"
     record_fault("a thread of a rank runs on, --hang-after", "named, then ended", observed)
 
 

@@ -87,7 +87,7 @@ class RankResult:
     """Result of the function in one rank."""
 
     value: bytes  # pickled; empty for ranks other than 0
-    threads: tuple[str, ...]  # names of running threads that keep the process from ending
+    running: tuple[str, ...]  # names of threads and child processes that keep the process from ending
 
 
 def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
@@ -119,10 +119,17 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     # torch would report a killed loader worker as a failure.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Loader workers ignore SIGTERM as this process does, so Python could not end them.
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    children = multiprocessing.active_children()
+    for child in children:
+        if child.daemon:
+            child.kill()
     threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    channel.send(RankResult(packed, tuple(thread.name for thread in threads if not thread.daemon)))
+    running = [thread.name for thread in threads if not thread.daemon]
+    running += [child.name for child in children if not child.daemon]
+    channel.send(RankResult(packed, tuple(running)))
+    # A forked rank joins its child processes first, which would wait without end for those of an open
+    # ProcessPoolExecutor; the interpreter of a script ends the threads first.
+    threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _set_up(worker_spec: WorkerSpec) -> None:

@@ -39,8 +39,8 @@ SETTLE_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 # Time for killed processes to end; a process that waits for a disk may never end.
 KILL_SECONDS = 4.0
-# Time after which running threads of a rank whose function has returned are reported.
-_THREADS_SECONDS = 3.0
+# Time after which running threads and child processes of a rank whose function has returned are reported.
+_RUNNING_SECONDS = 3.0
 Stacks = dict[int, list[str]]  # by rank, outermost frame first
 # Exit code that multiprocessing reports for a fork whose server is gone.
 _SERVER_GONE = 255
@@ -68,7 +68,7 @@ class _Worker:
     stacks: StackFile
     result: RankResult | Failure | None = None
     result_time: float = float("inf")
-    has_reported_threads: bool = False
+    has_reported_running: bool = False
     is_abandoned: bool = False  # the kernel does not end the killed process
 
     @property
@@ -263,7 +263,7 @@ class WorkerGroup:
         self._watch(states)
         self._end_stuck_exits(states)
         for worker in self._workers:
-            self._check_threads(worker)
+            self._check_end(worker)
 
     def _watch(self, states: Mapping[int, RankState]) -> None:
         """End a hang of the ranks, or report a slow rank."""
@@ -297,18 +297,23 @@ class WorkerGroup:
         elif time.monotonic() - self._exit_began > KILL_SECONDS:
             self._deadline = time.monotonic()
 
-    def _check_threads(self, worker: _Worker) -> None:
-        """Report the threads of a rank whose function has returned; kill the rank after the time limit of hangs."""
-        if not isinstance(worker.result, RankResult) or not worker.result.threads or not worker.is_running:
+    def _check_end(self, worker: _Worker) -> None:
+        """Report what a rank whose function has returned waits for; kill the rank after the time limit of hangs."""
+        if not isinstance(worker.result, RankResult) or not worker.result.running or not worker.is_running:
             return
         seconds = time.monotonic() - worker.result_time
-        names = ", ".join(map(ascii, worker.result.threads))
+        names = ", ".join(map(ascii, worker.result.running))
         if seconds >= self._config.hang_after:
             worker.process.kill()
-            report_line(f"ended rank {worker.rank}, which waited {seconds:.0f} s for its threads: {names}")
-        elif seconds >= _THREADS_SECONDS and not worker.has_reported_threads:
-            report_line(f"the function of rank {worker.rank} has returned; the rank waits for its threads: {names}")
-            worker.has_reported_threads = True
+            report_line(
+                f"ended rank {worker.rank}, which waited {seconds:.0f} s for its threads and child processes: {names}"
+            )
+        elif seconds >= _RUNNING_SECONDS and not worker.has_reported_running:
+            report_line(
+                f"the function of rank {worker.rank} has returned; the rank waits for its threads and child processes: "
+                f"{names}"
+            )
+            worker.has_reported_running = True
 
     def _state(self, worker: _Worker) -> RankState:
         fields = process_stat(worker.process.pid) if worker.is_running and worker.process.pid else []

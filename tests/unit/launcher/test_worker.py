@@ -1,11 +1,13 @@
 """Worker processes: names in lists of processes, and reports of early ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, run_workers
 
 RANKS = 3
+pools: list[ProcessPoolExecutor] = []
 
 
 def process_names() -> list[list[str]]:
@@ -33,6 +36,24 @@ def test_ranks_have_names() -> None:
     if find_spec("setproctitle") is not None:
         titles = [line.strip("\0") for _, line, _ in processes]
         assert titles == [f"samestep rank {rank} of {RANKS}" for rank in range(RANKS)]
+
+
+def write_later(path: Path) -> None:
+    time.sleep(0.5)
+    path.write_text("done", encoding="utf-8")
+
+
+def leave_children(folder: Path) -> None:
+    with samestep.start(device="cpu") as world:
+        multiprocessing.get_context("fork").Process(target=write_later, args=(folder / f"{world.rank}",)).start()
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+        pool.submit(write_later, folder / f"pool-{world.rank}")
+        pools.append(pool)  # open until the interpreter ends
+
+
+def test_rank_waits_for_its_child_processes(tmp_path: Path) -> None:
+    samestep.launch(leave_children, tmp_path, processes=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "pool-0", "pool-1"}
 
 
 @pytest.mark.parametrize("end", [sys.exit, os._exit])
