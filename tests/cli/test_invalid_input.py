@@ -155,6 +155,12 @@ def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
     assert "--runs DIR" in err
 
 
+@pytest.mark.parametrize("arguments", ["train {}.yaml", "train digits --runs={}", "resume {}", "eval {}"])
+def test_name_that_is_too_long_for_a_file(refused: Refused, arguments: str) -> None:
+    err = refused(*arguments.format("x" * 300).split())
+    assert "File name too long [E_UNREADABLE]" in err.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "\uff13", "9" * 400]
 )

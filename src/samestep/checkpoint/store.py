@@ -26,7 +26,7 @@ from samestep.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from samestep.checkpoint.manifest import MANIFEST, build_manifest, damaged, read_bounded, verify
+from samestep.checkpoint.manifest import MANIFEST, build_manifest, read_bounded, verify
 from samestep.config import DEFAULT_KEEP
 from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import CheckpointError, InputError
@@ -161,7 +161,12 @@ class CheckpointFolder:
         try:
             yield
         except OSError as error:
-            raise damaged(self.path, f"cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error.strerror}",
+                expected="a folder of checkpoints that this account can read",
+                fix="correct the path or the permissions",
+                code="E_UNREADABLE",
+            ) from error
 
     def _save(self, name: str, files: Mapping[str, Contents], links: Sequence[str]) -> Path:
         """Write a checkpoint and its links, and return its folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -82,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wait_for_reader()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _RECIPE_MODULES:
+    except (ModuleNotFoundError, OSError) as error:
+        if (input_error := _input_error(parsed.command, error)) is None:
             raise
-        print(f"error: {_not_installed_error(parsed.command, error)}", file=sys.stderr)
+        print(f"error: {input_error}", file=sys.stderr)
         return EXIT_INPUT
     except KeyboardInterrupt:
         return EXIT_STOPPED
@@ -98,13 +99,19 @@ def _starts_ranks(arguments: Sequence[str]) -> bool:
     return command is not None and command.starts_ranks and not {"-h", "--help"}.intersection(arguments)
 
 
-def _not_installed_error(command: str, error: ModuleNotFoundError) -> InputError:
-    return InputError(
-        f"samestep {command} needs {error.name}, which is not installed",
-        expected="the packages of recipes, reports and plots",
-        fix="pip install 'samestep[recipes]'",
-        code="E_NOT_INSTALLED",
-    )
+def _input_error(command: str, error: ModuleNotFoundError | OSError) -> InputError | None:
+    """Return the error of a missing extra, or of a path that no file can have; None for other errors."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _RECIPE_MODULES:
+        return InputError(
+            f"samestep {command} needs {error.name}, which is not installed",
+            expected="the packages of recipes, reports and plots",
+            fix="pip install 'samestep[recipes]'",
+            code="E_NOT_INSTALLED",
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        expected = "a path whose names this file system accepts: mostly 255 bytes each"
+        return InputError(f"{error.filename}: {error.strerror}", expected, "a shorter path", code="E_UNREADABLE")
+    return None
 
 
 def _require_current_folder() -> None:
