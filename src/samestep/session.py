@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import signal
 import sys
 import threading
@@ -45,9 +44,9 @@ from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.software import require_same_software
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
+from samestep.launcher.worker import WorkerSpec, end_loader_workers
 
 if TYPE_CHECKING:
-    from samestep.launcher.worker import WorkerSpec
     from samestep.loggers.logger import Logger
 
 _RELEASE_SECONDS = 0.01
@@ -301,21 +300,13 @@ def _handlers_installed(stop: StopRequest) -> Iterator[None]:
 
     stop.install()
     signal.signal(signal.SIGINT, on_interrupt)
-    atexit.unregister(_end_loader_workers)
-    atexit.register(_end_loader_workers)
+    atexit.unregister(end_loader_workers)
+    atexit.register(end_loader_workers)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end_loader_workers() -> None:
-    """Kill running loader workers: like this process, they ignore the SIGTERM that Python would send."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report a killed worker as a failure
-    for worker in multiprocessing.active_children():
-        if worker.daemon:
-            worker.kill()
 
 
 def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[int, int, int]:

@@ -116,20 +116,22 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))
         exit_process(1)
-    # torch would report a killed loader worker as a failure.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Loader workers ignore SIGTERM as this process does, so Python could not end them.
-    children = multiprocessing.active_children()
-    for child in children:
-        if child.daemon:
-            child.kill()
+    end_loader_workers()
     threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     running = [thread.name for thread in threads if not thread.daemon]
-    running += [child.name for child in children if not child.daemon]
+    running += [child.name for child in multiprocessing.active_children() if not child.daemon]
     channel.send(RankResult(packed, tuple(running)))
     # A forked rank joins its child processes first, which would wait without end for those of an open
     # ProcessPoolExecutor; the interpreter of a script ends the threads first.
     threading._shutdown()  # type: ignore[attr-defined]
+
+
+def end_loader_workers() -> None:
+    """Kill running loader workers: like this process, they ignore the SIGTERM that Python would send."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report a killed worker as a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _set_up(worker_spec: WorkerSpec) -> None:
