@@ -125,7 +125,7 @@ class MicrobatchForward:
             InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
         context = self.context(purpose, position, microbatch.number, concurrent=concurrent)
-        with self.outside.unchanged(self.function), context:
+        with self.outside.unchanged(self.function, module), context:
             result = self._result(module, microbatch)
             if self.function is None:
                 return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
@@ -138,7 +138,7 @@ class MicrobatchForward:
         Raises:
             InputError: the batch is not a pair.
         """
-        with self.outside.unchanged(self.function), self.context(purpose, position, microbatch.number):
+        with self.outside.unchanged(self.function, module), self.context(purpose, position, microbatch.number):
             result = self._result(module, microbatch)
         # A loss in place of outputs is refused on every rank, when outputs are gathered.
         return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
