@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
@@ -227,7 +228,8 @@ def call_model(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return inputs as positional and named arguments."""
+    """Return inputs as positional and named arguments; packed sequences are one argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+    is_unpacked = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+    return (tuple(inputs), {}) if is_unpacked else ((inputs,), {})
