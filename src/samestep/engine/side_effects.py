@@ -172,7 +172,7 @@ class ModuleAttributes:
 
     def commit(self) -> None:
         """Set the attributes to those at the end of the step."""
-        self._put({name: value for name, value in self._ends.items() if _is_plain(value) or _is_plain_tensor(value)})
+        self._put({name: value for name, value in self._ends.items() if _is_state(value)})
 
     def _read(self, tables: dict[str, dict[str, Any]], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         for name in names:
@@ -191,7 +191,7 @@ class ModuleAttributes:
 
     def _is_late(self, name: str, value: Any) -> bool:
         before = self._before.get(name, _MISSING)
-        if value is before or not (_is_plain(value) or _is_plain_tensor(value)):
+        if value is before or not _is_state(value):
             return False
         return not (_is_number(value) and type(value) is type(before) and value == before)
 
@@ -207,6 +207,34 @@ class ModuleAttributes:
                 self._tables[path].pop(key, None)
             else:
                 self._tables[path][key] = value
+
+
+class AttributeCopies:
+    """Numbers and tensors in attributes of a model's modules, with which each microbatch of an evaluation starts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+        tensors = [value for _, before in self._tables for value in before.values() if _is_plain_tensor(value)]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Set attributes that have changed to their values at the beginning; delete those that are new.
+
+        Activations with a graph are left alone.
+        """
+        for table, before in self._tables:
+            for key in [key for key, value in table.items() if value is not before.get(key, _MISSING)]:
+                if key == "training" or not _is_state(table[key]):
+                    continue
+                if key not in before:
+                    del table[key]
+                elif _is_state(before[key]):
+                    table[key] = before[key]
+        for number, (tensor, values) in enumerate(self._tensors):
+            if version_of(tensor) != self._versions[number]:
+                tensor.copy_(values)
+                self._versions[number] = version_of(tensor)
 
 
 class ParameterCheck:
@@ -268,6 +296,10 @@ def _is_plain(value: Any) -> bool:
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
+
+
+def _is_state(value: Any) -> bool:
+    return _is_plain(value) or _is_plain_tensor(value)
 
 
 def _description(value: Any) -> tuple[str, Any, list[int]]:
