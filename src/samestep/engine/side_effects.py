@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import numpy
@@ -325,8 +325,9 @@ class OutsideState:
     """The numbers and generators that the forward of a model and its loss can reach by name.
 
     Covered are generators in attributes of modules; and global variables, variables of enclosing functions and class
-    attributes that are named in the classes of modules, in the loss and in the forward function. Torch's own modules
-    are left out. Without a model, nothing is required.
+    attributes that are named in the classes of modules, in the loss and in the forward function; and attributes of an
+    object whose method is the loss or the forward function. Torch's own modules are left out. Without a model, nothing
+    is required.
 
     Buffers of other modules that a forward calls, such as a critic or a loss, are compared in the first microbatch.
     """
@@ -405,15 +406,23 @@ class OutsideState:
 
 
 def _places_of(function: object) -> list[Variable]:
-    """Return the variables outside of a function that its code names, if they hold a number or a generator."""
+    """Return the variables outside of a function that its code names, if they hold a number or a generator.
+
+    Of a method, or an object that is called, also the attributes of the object.
+    """
     function = getattr(function, "func", function)  # of a partial function
+    owner = getattr(function, "__self__", None)
+    if not isinstance(function, FunctionType | MethodType | torch.nn.Module):
+        owner, function = function, type(function).__call__
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return []
     code, variables = function.__code__, function.__globals__
-    places: list[Variable] = [
-        (name, partial(variables.get, name)) for name in sorted(_names(code)) if name in variables
-    ]
+    names = sorted(_names(code))
+    places: list[Variable] = [(name, partial(variables.get, name)) for name in names if name in variables]
+    if not isinstance(owner, torch.nn.Module):  # attributes of modules have rules
+        own = getattr(owner, "__dict__", {})
+        places += [(f"{type(owner).__name__}.{name}", partial(own.get, name)) for name in names if name in own]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         places.append((name, partial(_contents, cell)))
     return [(name, read) for name, read in places if _is_watched(read())]

@@ -233,3 +233,24 @@ def test_buffers_outside_of_the_model_are_compared_again_with_another_forward_fu
         pass
     with pytest.raises(InputError), state.unchanged(critic, model):
         critic(torch.randn(4, 2))
+
+
+class Annealed:
+    """Trainer whose forward function counts its calls."""
+
+    def __init__(self) -> None:
+        self.weight, self.rate = 0.0, 0.1
+
+    def forward(self) -> None:
+        self.weight += self.rate
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("function", [Annealed(), Annealed().forward])
+def test_number_in_an_attribute_of_the_object_of_the_forward_function_is_covered(function: Callable[[], None]) -> None:
+    with pytest.raises(InputError) as caught, OutsideState(nn.Linear(2, 2)).unchanged(function):
+        function()
+    assert caught.value.value.endswith("the variable Annealed.weight")
+    with pytest.raises(InputError), OutsideState(nn.Linear(2, 2), function).unchanged(None):
+        function()
