@@ -32,6 +32,44 @@ def losses_of(setting: Setting, change: Callable[..., None], **attributes: Any) 
 # State that the forward carries on.
 
 
+class Recurrent(nn.Module):
+    """Carries its state from microbatch to microbatch, also in evaluation, in attributes of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+        self.state: torch.Tensor | None = None
+        self.total, self.calls = torch.zeros(8), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(8) if self.state is None else self.state
+        states = self.cell(inputs, state.expand(len(inputs), -1))
+        self.state = states.detach().mean(0)
+        self.total.add_(self.state)
+        self.calls += 1
+        return self.head(states + self.total / self.calls)
+
+
+@same
+def state_that_an_evaluation_would_change(setting: Setting) -> Any:
+    torch.manual_seed(0)
+    model, values = Recurrent(), []
+    engine = samestep.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), world=setting.world
+    )
+    batches = samestep.loader(Points(48), batch_size=16, microbatches=4, world=setting.world)
+    values.append(engine.evaluate(batches)["loss"])
+    assert (model.state, model.calls, model.total.tolist()) == (None, 0, [0.0] * 8)
+    for epoch in range(2):
+        values += [engine.step(batch).loss for batch in batches]
+        before = (model.state, model.calls, model.total.clone())
+        values.append(engine.evaluate(batches)["loss"])
+        assert model.state is before[0]
+        assert model.calls == before[1] == 3 * (epoch + 1)
+        assert torch.equal(model.total, before[2])
+    return model, model.state, model.total, values
+
+
 @same
 def running_mean_in_an_attribute(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:

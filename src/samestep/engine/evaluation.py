@@ -1,6 +1,6 @@
 """Evaluation that counts every sample once, with the same result on any number of ranks.
 
-An evaluation leaves modes, buffers and parameters of the model unchanged.
+An evaluation leaves modes, buffers, attributes and parameters of the model unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from samestep.engine.global_loss import GlobalLoss, part_of_loss
 from samestep.engine.loss import Loss, LossFunction, StepLoss, as_step_loss, no_loss
 from samestep.engine.microbatch_forward import EVALUATION, ForwardFunction, MicrobatchForward
 from samestep.engine.multi_loss import MultiLoss
-from samestep.engine.side_effects import ParameterCheck
+from samestep.engine.side_effects import AttributeCopies, ParameterCheck
 from samestep.engine.step_stats import means
 from samestep.engine.tensor_bits import copy_tensors
 from samestep.errors import InputError, RunError
@@ -50,7 +50,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 class EvaluationState:
-    """Buffers and parameters of a model, which an evaluation leaves unchanged.
+    """Buffers, attributes and parameters of a model, which an evaluation leaves unchanged.
 
     Attributes:
         written: names of parameters that changed inside the block.
@@ -63,6 +63,7 @@ class EvaluationState:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._attributes = AttributeCopies(model)
         self._parameters = ParameterCheck(model)
         self._parameters.begin()
         self.written: list[str] = []
@@ -75,10 +76,11 @@ class EvaluationState:
         self.written = self._parameters.written()
 
     def restore(self) -> None:
-        """Set all buffers to their values before the evaluation."""
+        """Set all buffers and attributes to their values before the evaluation."""
         for table, key, buffer, _ in self._buffers:
             table[key] = buffer
         copy_tensors([buffer for _, _, buffer, _ in self._buffers], [values for *_, values in self._buffers])
+        self._attributes.restore()
 
 
 def written_in_evaluation_error(names: Sequence[str]) -> InputError:
@@ -104,7 +106,7 @@ class EvaluationOutputs:
     def __call__(
         self, batch: GlobalBatch, position: int, state: EvaluationState
     ) -> Iterator[tuple[Microbatch, Any, list[Loss]]]:
-        """Yield microbatches with outputs and the loss of each term; each starts with the buffers in `state`."""
+        """Yield microbatches with outputs and the loss of each term; each starts with `state`."""
         if self.forward.gathers:
             yield from self._with_global_loss(batch, position, state)
             return
@@ -152,7 +154,7 @@ def evaluate(
     """Evaluate a model without an optimizer; all ranks use the weights of rank 0.
 
     Args:
-        model: moved to the world's device; modes, buffers and parameters stay unchanged.
+        model: moved to the world's device; modes, buffers, attributes and parameters stay unchanged.
         batches: evaluation data, such as a loader.
         metrics: as in `Engine.evaluate`.
         world: the ranks, from `samestep.start()`.

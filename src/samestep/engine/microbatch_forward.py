@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.config import Precision, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch, channels_last, move_next_to
@@ -125,7 +126,7 @@ class MicrobatchForward:
             InputError: the batch is not a pair, or the loss function returned no loss, or a sum in place of a mean.
         """
         context = self.context(purpose, position, microbatch.number, concurrent=concurrent)
-        with self.outside.unchanged(self.function), context:
+        with self.outside.unchanged(self.function, module), context:
             result = self._result(module, microbatch)
             if self.function is None:
                 return result.outputs, self.losses_of_outputs(microbatch, result.outputs)
@@ -138,7 +139,7 @@ class MicrobatchForward:
         Raises:
             InputError: the batch is not a pair.
         """
-        with self.outside.unchanged(self.function), self.context(purpose, position, microbatch.number):
+        with self.outside.unchanged(self.function, module), self.context(purpose, position, microbatch.number):
             result = self._result(module, microbatch)
         # A loss in place of outputs is refused on every rank, when outputs are gathered.
         return LocalOutputs(microbatch, result.outputs if result.loss is None else result.loss, result.targets)
@@ -227,7 +228,8 @@ def call_model(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return inputs as positional and named arguments."""
+    """Return inputs as positional and named arguments; packed sequences are one argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+    is_unpacked = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+    return (tuple(inputs), {}) if is_unpacked else ((inputs,), {})

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.data.structure import TensorSpec, build, describe
@@ -16,7 +17,7 @@ def has_rows(data: Any, size: int) -> bool:
     """Return whether every value in nested data is a tensor with rows for `size` samples, one or more per sample."""
     if isinstance(data, torch.Tensor):
         return data.dim() > 0 and data.shape[0] > 0 and data.shape[0] % size == 0
-    if isinstance(data, Mapping | list | tuple):
+    if isinstance(data, Mapping | list | tuple) and not isinstance(data, PackedSequence):  # rows are time steps
         return all(has_rows(value, size) for value in (data.values() if isinstance(data, Mapping) else data))
     return False
 

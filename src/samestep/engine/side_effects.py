@@ -3,24 +3,25 @@
 Attributes get one value on all ranks. Writes to parameters, and to numbers and random generators outside of modules'
 buffers and attributes, are errors: a counter in a global variable, in a class or in the enclosing function, and a
 generator of the script, advance with each microbatch that a rank computes, so their values would depend on the number
-of ranks. For buffers, see `buffers`.
+of ranks. So would buffers of modules outside of the model. For buffers of the model, see `buffers`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import numpy
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
-from samestep.engine.tensor_bits import bits_of, bytes_of, version_of
+from samestep.engine.tensor_bits import any_differs, bits_of, bytes_of, version_of
 from samestep.errors import InputError
 from samestep.units import format_bytes
 
@@ -171,7 +172,7 @@ class ModuleAttributes:
 
     def commit(self) -> None:
         """Set the attributes to those at the end of the step."""
-        self._put({name: value for name, value in self._ends.items() if _is_plain(value) or _is_plain_tensor(value)})
+        self._put({name: value for name, value in self._ends.items() if _is_state(value)})
 
     def _read(self, tables: dict[str, dict[str, Any]], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         for name in names:
@@ -190,7 +191,7 @@ class ModuleAttributes:
 
     def _is_late(self, name: str, value: Any) -> bool:
         before = self._before.get(name, _MISSING)
-        if value is before or not (_is_plain(value) or _is_plain_tensor(value)):
+        if value is before or not _is_state(value):
             return False
         return not (_is_number(value) and type(value) is type(before) and value == before)
 
@@ -206,6 +207,34 @@ class ModuleAttributes:
                 self._tables[path].pop(key, None)
             else:
                 self._tables[path][key] = value
+
+
+class AttributeCopies:
+    """Numbers and tensors in attributes of a model's modules, with which each microbatch of an evaluation starts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+        tensors = [value for _, before in self._tables for value in before.values() if _is_plain_tensor(value)]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Set attributes that have changed to their values at the beginning; delete those that are new.
+
+        Activations with a graph are left alone.
+        """
+        for table, before in self._tables:
+            for key in [key for key, value in table.items() if value is not before.get(key, _MISSING)]:
+                if key == "training" or not _is_state(table[key]):
+                    continue
+                if key not in before:
+                    del table[key]
+                elif _is_state(before[key]):
+                    table[key] = before[key]
+        for number, (tensor, values) in enumerate(self._tensors):
+            if version_of(tensor) != self._versions[number]:
+                tensor.copy_(values)
+                self._versions[number] = version_of(tensor)
 
 
 class ParameterCheck:
@@ -269,6 +298,10 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
+def _is_state(value: Any) -> bool:
+    return _is_plain(value) or _is_plain_tensor(value)
+
+
 def _description(value: Any) -> tuple[str, Any, list[int]]:
     """Return a value of the last rank as kind, value or type, and shape; `own` for one that stays on each rank."""
     if _is_plain_tensor(value):
@@ -292,12 +325,16 @@ class OutsideState:
     """The numbers and generators that the forward of a model and its loss can reach by name.
 
     Covered are generators in attributes of modules; and global variables, variables of enclosing functions and class
-    attributes that are named in the classes of modules, in the loss and in the forward function. Torch's own modules
-    are left out. Without a model, nothing is required.
+    attributes that are named in the classes of modules, in the loss and in the forward function; and attributes of an
+    object whose method is the loss or the forward function. Torch's own modules are left out. Without a model, nothing
+    is required.
+
+    Buffers of other modules that a forward calls, such as a critic or a loss, are compared in the first microbatch.
     """
 
     def __init__(self, model: torch.nn.Module | None = None, loss: object = None) -> None:
-        self._is_active, self._places = model is not None, _places_of(loss)
+        self._model, self._places = model, _places_of(loss)
+        self._has_new_function, self._own, self._watching = True, set[torch.nn.Module](), 0
         self._function: tuple[object, list[Variable]] = None, []  # the last forward function and its places
         classes: dict[type, None] = {}
         for path, module in model.named_modules() if model is not None else ():
@@ -318,32 +355,74 @@ class OutsideState:
         return [value for _, read in self._places if _is_number(value := read())]
 
     @contextmanager
-    def unchanged(self, function: object) -> Iterator[None]:
+    def unchanged(self, function: object, module: torch.nn.Module | None = None) -> Iterator[None]:
         """Require that the block, the forward of a microbatch, leaves all unchanged.
 
+        Args:
+            function: the forward function, or None.
+            module: the model or a replica, to compare buffers of other modules in the first microbatch.
+
         Raises:
-            InputError: a number or a generator has changed.
+            InputError: a number, a generator or a buffer has changed.
         """
         if function != self._function[0]:  # bound methods are equal, and other objects each time
-            self._function = function, _places_of(function)
-        places = [*self._places, *self._function[1]] if self._is_active else []
+            self._function, self._has_new_function = (function, _places_of(function)), True
+        places = [*self._places, *self._function[1]] if self._model is not None else []
         before = [_snapshot(read()) for _, read in places]
-        yield
+        is_compared = self._has_new_function or self._watching > 0
+        with self._equal_buffers(module) if is_compared else nullcontext():
+            yield
         for (name, read), value in zip(places, before, strict=True):
             if _snapshot(read()) != value:
                 raise _changed_error(name, read())
 
+    @contextmanager
+    def _equal_buffers(self, module: torch.nn.Module | None) -> Iterator[None]:
+        if module is None or self._model is None:
+            yield
+            return
+        before: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
+
+        def record(called: torch.nn.Module, _: object) -> None:
+            if called not in self._own:
+                for name, tensor in _persistent_buffers(called).items():
+                    before.setdefault((called, name), tensor.clone())
+
+        # Replicas of the model in other threads can be called within the block.
+        self._own.update(self._model.modules(), module.modules())
+        self._watching += 1
+        handle = register_module_forward_pre_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._watching -= 1
+            if self._watching == 0:
+                self._own.clear()
+        self._has_new_function = False
+        for (called, name), value in before.items():
+            if not _has_same_bits(called._buffers.get(name), value):
+                raise _changed_buffer_error(called, name)
+
 
 def _places_of(function: object) -> list[Variable]:
-    """Return the variables outside of a function that its code names, if they hold a number or a generator."""
+    """Return the variables outside of a function that its code names, if they hold a number or a generator.
+
+    Of a method, or an object that is called, also the attributes of the object.
+    """
     function = getattr(function, "func", function)  # of a partial function
+    owner = getattr(function, "__self__", None)
+    if not isinstance(function, FunctionType | MethodType | torch.nn.Module):
+        owner, function = function, type(function).__call__
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return []
     code, variables = function.__code__, function.__globals__
-    places: list[Variable] = [
-        (name, partial(variables.get, name)) for name in sorted(_names(code)) if name in variables
-    ]
+    names = sorted(_names(code))
+    places: list[Variable] = [(name, partial(variables.get, name)) for name in names if name in variables]
+    if not isinstance(owner, torch.nn.Module):  # attributes of modules have rules
+        own = getattr(owner, "__dict__", {})
+        places += [(f"{type(owner).__name__}.{name}", partial(own.get, name)) for name in names if name in own]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         places.append((name, partial(_contents, cell)))
     return [(name, read) for name, read in places if _is_watched(read())]
@@ -380,6 +459,28 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, numpy.random.RandomState):
         return repr(value.get_state(legacy=False))
     return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # Others are caches, which may be computed in the first forward.
+    caches = module._non_persistent_buffers_set
+    return {name: tensor for name, tensor in module._buffers.items() if tensor is not None and name not in caches}
+
+
+def _has_same_bits(now: torch.Tensor | None, value: torch.Tensor) -> bool:
+    if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+        return False
+    return not any_differs([now], [value.to(now.device)])
+
+
+def _changed_buffer_error(module: torch.nn.Module, name: str) -> InputError:
+    return InputError(
+        f"the forward of a microbatch changes the buffer {name} of a {type(module).__name__} outside of the model",
+        expected="a forward changes buffers of the model of the engine only, which are equal on all ranks",
+        fix="eval() of that module before the step; or make it a part of the model: "
+        'nn.ModuleDict({"net": net, "other": other}) and a forward function, with other.requires_grad_(False)',
+        code="E_BUFFER",
+    )
 
 
 def _changed_error(name: str, value: Any) -> InputError:

@@ -109,6 +109,25 @@ def test_evaluation_changes_no_state(alone: World) -> None:
     assert engine.steps == 1
 
 
+class Carrying(torch.nn.Linear):
+    state = None
+    total, calls = torch.zeros(()), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self.state is None
+        assert self.calls == self.total == 0
+        self.state, self.calls = inputs, self.calls + 1
+        self.total += 1
+        return super().forward(inputs)
+
+
+def test_microbatches_start_with_the_attributes_before_the_evaluation(alone: World) -> None:
+    model = Carrying(6, 4, dtype=torch.float64)
+    model.total = torch.zeros(())
+    engine_of(alone, model).evaluate([random_batch(alone, 8, 4)])
+    assert (model.state, model.calls, model.total.item()) == (None, 0, 0.0)
+
+
 def test_evaluation_leaves_the_generators_unchanged(alone: World) -> None:
     def drawn() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.rand()), float(torch.rand(()))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import samestep
 from helpers.batches import batch_of
@@ -172,3 +173,30 @@ def test_slower_computation_is_not_used(world: samestep.World, monkeypatch: pyte
     monkeypatch.setattr(exact_batching.BatchedRunner, "_times", lambda self, parts, position: (1.0, 2.0))
     _, is_together, reason = train(world, "perceptron", 4, together=True)
     assert (is_together, reason) == (False, "together, they take 2000.0 ms, and 1000.0 ms one after another")
+
+
+class Reader(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = torch.nn.GRU(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, lines: PackedSequence) -> Any:
+        return self.head(self.cell(lines)[1][0])
+
+
+def pack(samples: list[Any]) -> Any:
+    lines, targets = zip(*samples, strict=True)
+    return pack_sequence(lines, enforce_sorted=False), torch.stack(targets)
+
+
+def test_packed_sequences_are_one_argument_and_computed_alone(world: samestep.World) -> None:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4, 3), torch.arange(24) % 2)
+    model = Reader()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.nn.functional.cross_entropy, world=world)
+    batches = samestep.loader(data, batch_size=8, microbatches=2, collate_fn=pack, world=world)
+    for number, batch in enumerate(batches):
+        lines, targets = pack([data[index] for index in range(8 * number, 8 * number + 8)])
+        plain = torch.nn.functional.cross_entropy(model(lines), targets).item()
+        assert engine.step(batch).loss == pytest.approx(plain, rel=1e-6)
+    assert engine.alone_reason == "the inputs are not tensors with rows for each sample"

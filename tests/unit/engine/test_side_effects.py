@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
 from samestep import World
 from samestep.engine.side_effects import ModuleAttributes, OutsideState
@@ -188,3 +189,68 @@ def test_lists_global_generators_and_other_variables_may_change() -> None:
 def test_without_a_model_nothing_is_required() -> None:
     with OutsideState().unchanged(count_globally):
         count_globally()
+
+
+class Centered(nn.Module):
+    """Loss that replaces its buffer, as in DINO."""
+
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(16), persistent=persistent)
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return (outputs - self.center).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("critic", "buffer"),
+    [
+        (nn.Sequential(nn.BatchNorm1d(16)), "running_mean of a BatchNorm1d"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), "_u of a _SpectralNorm"),
+        (Centered(), "center of a Centered"),
+    ],
+)
+def test_changed_buffer_outside_of_the_model_is_refused(critic: nn.Module, buffer: str) -> None:
+    model = nn.Linear(2, 16)
+    with pytest.raises(InputError) as caught, OutsideState(model).unchanged(None, model):
+        critic(model(torch.randn(3, 2)))
+    assert caught.value.code == "E_BUFFER"
+    assert buffer in caught.value.value
+    assert not module._global_forward_pre_hooks
+
+
+def test_buffers_of_the_model_and_its_replicas_and_caches_and_evaluated_modules_may_change() -> None:
+    model, replica = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    teacher, state, rows = nn.BatchNorm1d(2).eval(), OutsideState(model), torch.randn(4, 2)
+    with state.unchanged(None, model), state.unchanged(None, replica):
+        model(teacher(rows)), replica(rows), Centered(persistent=False)(torch.randn(4, 16))
+
+
+def test_buffers_outside_of_the_model_are_compared_again_with_another_forward_function() -> None:
+    model, critic, state = nn.Linear(2, 2), nn.BatchNorm1d(2), OutsideState(nn.Linear(2, 2))
+    with state.unchanged(None, model):
+        pass
+    with pytest.raises(InputError), state.unchanged(critic, model):
+        critic(torch.randn(4, 2))
+
+
+class Annealed:
+    """Trainer whose forward function counts its calls."""
+
+    def __init__(self) -> None:
+        self.weight, self.rate = 0.0, 0.1
+
+    def forward(self) -> None:
+        self.weight += self.rate
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("function", [Annealed(), Annealed().forward])
+def test_number_in_an_attribute_of_the_object_of_the_forward_function_is_covered(function: Callable[[], None]) -> None:
+    with pytest.raises(InputError) as caught, OutsideState(nn.Linear(2, 2)).unchanged(function):
+        function()
+    assert caught.value.value.endswith("the variable Annealed.weight")
+    with pytest.raises(InputError), OutsideState(nn.Linear(2, 2), function).unchanged(None):
+        function()
