@@ -121,6 +121,11 @@ def test_a_unit_that_a_microbatch_leaves_out_is_an_error() -> None:
         launch(ranks_fsdp.skipped_unit, processes=2)
 
 
+def test_a_step_leaves_the_model_of_another_engine_unchanged() -> None:
+    (expected,) = launch(ranks_fsdp.generator_and_critic, processes=1)
+    assert launch(ranks_fsdp.generator_and_critic, processes=2) == [expected] * 2
+
+
 def test_a_non_finite_step_ends_the_same_way_on_every_rank(errors: dict[str, list[str]]) -> None:
     assert errors["skip"] == ["no error"] * 3
     assert errors["skip: steps"] == ["3"] * 3

@@ -229,3 +229,25 @@ def digest_of(
         tensors = [local.full_tensor(name, parameter.detach()) for name, parameter in local.local.items()]
         values = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
         return hashlib.sha256(values + repr([*norms[-3:], losses[-1]]).encode()).hexdigest()
+
+
+def generator_and_critic() -> list[list[float]]:
+    """Return the losses of an engine whose loss is computed by the model of another engine, on every rank."""
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, size)) for size in (12, 1)]
+        generator, critic = (
+            samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world) for model in models
+        )
+
+        def judge(model: nn.Module, batch: Any) -> torch.Tensor:
+            return nn.functional.softplus(critic.model(model(batch[0]))).mean()
+
+        def tell_apart(model: nn.Module, batch: Any) -> torch.Tensor:
+            made = generator.model(batch[0]).detach()
+            return nn.functional.softplus(torch.cat([model(batch[0]), -model(made)])).mean()
+
+        losses = []
+        for batch in samestep.loader(data(), batch_size=20, microbatches=3, world=world):
+            losses += [generator.step(batch, forward=judge).loss, critic.step(batch, forward=tell_apart).loss]
+        return samestep.all_gather(losses, world)

@@ -59,7 +59,7 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
     for module, precision in _with_precision([*shard_units(model), model], config):
         module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload)
-    model.register_forward_hook(_reshard_without_backward)  # after the hook of fully_shard
+    model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
     if config.meta:
         model.to_empty(device="cpu" if config.offload else world.device)
         _materialize(model, values, world)
@@ -209,13 +209,15 @@ class TreeReduceScatter(ReduceScatter):
         """Write this rank's part of the sum to `output_tensor`, zeros before the last backward.
 
         Args:
-            output_tensor: one part.
+            output_tensor: one part; zeros outside of a step of the engine.
             input_tensor: the parts of all ranks of the shard axis, in order; overwritten.
             group: the shard axis.
             op: a sum.
             async_op: false.
         """
-        assert self.backward is not None
+        if self.backward is None:  # in a step of another engine, such as that of a generator through its critic
+            output_tensor.zero_()
+            return
         tree = self.backward.tree
         if self.backward.node is not None:
             self._require(all(kept.shape == input_tensor.shape for kept in self._sums.values()))
@@ -326,14 +328,14 @@ def _worlds_of_axes(world: World) -> tuple[World, World | None]:
     return shards, copies
 
 
-def _reshard_without_backward(module: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Free the gathered parameters of the root, which FSDP keeps until a backward.
+def _reshard_root(module: nn.Module, inputs: Any) -> None:
+    """Free gathered parameters of the root, which FSDP keeps after a forward until a backward.
 
     After a forward without a backward, the next forward would use them again, but the shards can have other values by
     then: those of the moving average, or of a checkpoint.
     """
     assert isinstance(module, FSDPModule)
-    if not torch.is_grad_enabled():
+    if torch._C._current_graph_task_id() == -1:  # not in a forward of activation checkpointing within a backward
         module.reshard()
 
 
