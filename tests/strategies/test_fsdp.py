@@ -100,6 +100,8 @@ def test_a_rank_stores_a_shard_and_computes_with_full_parameters() -> None:
     [
         ("optimizer", "the optimizer Adafactor with parameters that are divided among ranks|"),
         ("batch norm", "batch_norm: sync"),
+        ("channels last", "the parameter 0.weight of the shape (8, 3, 3, 3), which is not contiguous|"),
+        ("scalar", "the mesh fsdp with the parameter scale without dimensions|"),
         ("tied", "strategy.meta with a model that uses a parameter under two names|remove strategy.meta"),
     ],
 )
@@ -117,6 +119,11 @@ def test_a_model_without_values_on_rank_0_is_an_error() -> None:
 def test_a_unit_that_a_microbatch_leaves_out_is_an_error() -> None:
     with pytest.raises(RankError, match=r"\[E_UNUSED_PARAMETER\]"):
         launch(ranks_fsdp.skipped_unit, processes=2)
+
+
+def test_a_step_leaves_the_model_of_another_engine_unchanged() -> None:
+    (expected,) = launch(ranks_fsdp.generator_and_critic, processes=1)
+    assert launch(ranks_fsdp.generator_and_critic, processes=2) == [expected] * 2
 
 
 def test_a_non_finite_step_ends_the_same_way_on_every_rank(errors: dict[str, list[str]]) -> None:

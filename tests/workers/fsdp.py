@@ -109,6 +109,11 @@ def errors() -> dict[str, list[str]]:
 
     with samestep.start(device="cpu", strategy=FSDP) as world:
         record("optimizer", lambda: engine_of(world, nn.Linear(12, 4), torch.optim.Adafactor))
+        images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+        record("channels last", lambda: engine_of(world, images, channels_last=True))
+        scaled = nn.Linear(12, 4)
+        scaled.scale = nn.Parameter(torch.ones(()))
+        record("scalar", lambda: engine_of(world, scaled))
         norms = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
         record("batch norm", lambda: engine_of(world, norms, batch_norm="sync"))
         for name in ("skip", "stop"):
@@ -174,7 +179,7 @@ def shard_sizes() -> list[bool]:
 
 
 class Blocks(nn.Sequential):
-    """Blocks with dropout and layer norm."""
+    """Blocks with dropout and layer norm, and a parameter that belongs to no block."""
 
     def __init__(self) -> None:
         blocks = [
@@ -182,15 +187,19 @@ class Blocks(nn.Sequential):
             for _ in range(3)
         ]
         super().__init__(nn.Linear(12, 24), *blocks, nn.Linear(24, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.scale  # type: ignore[no-any-return]
 
 
 def digests(
     folder: str, cases: dict[str, tuple[StrategyConfig | None, Precision]], epochs: int = 2, begin: str = ""
 ) -> dict[str, str]:
-    """Train with clipping and save in each case, from the last checkpoint of the case `begin`.
+    """Train with clipping, evaluate the average, and save in each case, from the last checkpoint of the case `begin`.
 
     Returns:
-        The SHA-256 of weights and norms.
+        The SHA-256 of weights, losses of evaluations and norms.
     """
     return {name: digest_of(Path(folder), name, *case, epochs, begin) for name, case in cases.items()}
 
@@ -203,19 +212,42 @@ def digest_of(
         model = Blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = StepConfig(precision=precision, clip_norm=CLIP_NORM)
-        engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world, config=config)
+        engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world, config=config, ema=0.9)
         # The last batch has two samples, so some ranks have none.
         batches = samestep.loader(data(), batch_size=29, microbatches=6, shuffle=True, world=world)
         if begin:
             with samestep.CheckpointManager(folder / begin, engine, batches) as checkpoints:
                 assert checkpoints.resume()
-        norms = []
+        norms, losses = [], []
         with samestep.CheckpointManager(folder / name, engine, batches) as checkpoints:
             for _ in samestep.epochs(batches, epochs):
                 norms += [engine.step(batch).grad_norm for batch in batches]
+                losses.append(engine.evaluate(batches)["loss"])
             checkpoints.save()
         assert max(norms) > CLIP_NORM
         local = engine.local_parameters
         tensors = [local.full_tensor(name, parameter.detach()) for name, parameter in local.local.items()]
         values = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-        return hashlib.sha256(values + repr(norms[-3:]).encode()).hexdigest()
+        return hashlib.sha256(values + repr([*norms[-3:], losses[-1]]).encode()).hexdigest()
+
+
+def generator_and_critic() -> list[list[float]]:
+    """Return the losses of an engine whose loss is computed by the model of another engine, on every rank."""
+    with samestep.start(device="cpu", strategy=FSDP) as world:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, size)) for size in (12, 1)]
+        generator, critic = (
+            samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world) for model in models
+        )
+
+        def judge(model: nn.Module, batch: Any) -> torch.Tensor:
+            return nn.functional.softplus(critic.model(model(batch[0]))).mean()
+
+        def tell_apart(model: nn.Module, batch: Any) -> torch.Tensor:
+            made = generator.model(batch[0]).detach()
+            return nn.functional.softplus(torch.cat([model(batch[0]), -model(made)])).mean()
+
+        losses = []
+        for batch in samestep.loader(data(), batch_size=20, microbatches=3, world=world):
+            losses += [generator.step(batch, forward=judge).loss, critic.step(batch, forward=tell_apart).loss]
+        return samestep.all_gather(losses, world)

@@ -45,9 +45,13 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
     """Shard the parameters of `model` among the ranks of the shard axis, in place.
 
     With `is_exact`, FSDP does not sum over copies of the model: `TreeReduceScatter` does.
+
+    Raises:
+        InputError: the model has a parameter that FSDP cannot divide.
     """
     config, mesh = world.strategy, world.mesh
     assert mesh is not None
+    _require_divisible(model, world)
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 and not is_exact else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
     # Without a GPU, pinned memory cannot be allocated.
@@ -55,6 +59,7 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
     for module, precision in _with_precision([*shard_units(model), model], config):
         module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload)
+    model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
     if config.meta:
         model.to_empty(device="cpu" if config.offload else world.device)
         _materialize(model, values, world)
@@ -63,6 +68,23 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
             # The engine divides by the global count, and gloo has no reduction that divides.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _require_divisible(model: nn.Module, world: World) -> None:
+    for name, parameter in model.named_parameters():
+        problem = fix = ""
+        if parameter.dim() == 0:
+            problem, fix = f"{name} without dimensions", f"{name} with one element, torch.ones(1)"
+        elif not parameter.is_contiguous():
+            problem = f"{name} of the shape {tuple(parameter.shape)}, which is not contiguous"
+            fix = "remove step.channels_last, or model.to(memory_format=torch.contiguous_format)"
+        if problem:
+            raise InputError(
+                f"the mesh {world.mesh_shape.name} with the parameter {problem}",
+                expected="contiguous parameters with at least one dimension, which ranks divide by rows",
+                fix=f"{fix}; or --strategy ddp",
+                code="E_INCOMPATIBLE",
+            )
 
 
 def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
@@ -187,13 +209,15 @@ class TreeReduceScatter(ReduceScatter):
         """Write this rank's part of the sum to `output_tensor`, zeros before the last backward.
 
         Args:
-            output_tensor: one part.
+            output_tensor: one part; zeros outside of a step of the engine.
             input_tensor: the parts of all ranks of the shard axis, in order; overwritten.
             group: the shard axis.
             op: a sum.
             async_op: false.
         """
-        assert self.backward is not None
+        if self.backward is None:  # in a step of another engine, such as that of a generator through its critic
+            output_tensor.zero_()
+            return
         tree = self.backward.tree
         if self.backward.node is not None:
             self._require(all(kept.shape == input_tensor.shape for kept in self._sums.values()))
@@ -302,6 +326,17 @@ def _worlds_of_axes(world: World) -> tuple[World, World | None]:
     for axis in (shards, copies):
         _ = axis and axis.sockets
     return shards, copies
+
+
+def _reshard_root(module: nn.Module, inputs: Any) -> None:
+    """Free gathered parameters of the root, which FSDP keeps after a forward until a backward.
+
+    After a forward without a backward, the next forward would use them again, but the shards can have other values by
+    then: those of the moving average, or of a checkpoint.
+    """
+    assert isinstance(module, FSDPModule)
+    if torch._C._current_graph_task_id() == -1:  # not in a forward of activation checkpointing within a backward
+        module.reshard()
 
 
 def _clone_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
