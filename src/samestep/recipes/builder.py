@@ -322,10 +322,12 @@ def _epoch_samples(data: SizedDataset) -> int:
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config)
+    groups, function = parameter_groups(model, config), find(config.name, OPTIMIZERS, "optimizer")
+    # In the user's code, other errors can be mistakes, whose traceback is needed.
+    refusals = (RuntimeError, TypeError, ValueError) if function.__module__.startswith("torch.") else (ValueError,)
     try:
-        optimizer = call(find(config.name, OPTIMIZERS, "optimizer"), config.options, groups, where="optimizer.options")
-    except ValueError as error:
+        optimizer = call(function, config.options, groups, where="optimizer.options")
+    except refusals as error:
         raise RecipeError(
             f"optimizer: {error}", expected=f"options of {config.name}", fix="correct optimizer.options", code="E_VALUE"
         ) from error
