@@ -60,6 +60,7 @@ INVALID_VALUES = [
     "batch_size='64'",
     "microbatches=0",
     "metrics=accuracy",
+    "metrics=[accuracy, accuracy]",
     "schedule.name=polynomial",
     "schedule.warmup_epochs=-1",
     "schedule.final=2",
@@ -243,7 +244,11 @@ NAMES = {
     "optimizer.options.learning_rate=1": "did you mean optimizer.options.lr?",
     "optimizer.options.lr=-1": "learning rate: -1",
     "optimizer.options.params=1": "optimizer.options.params",
+    "optimizer={name: adamw, options: {betas: 0.9}}": "optimizer: 'float' object is not subscriptable [E_VALUE]",
     "loss.options.smoothing=1": "loss.options.smoothing",
+    "loss.name=cross_entropy": "the model has 5 outputs per target",
+    "loss={name: cross_entropy, options: {label_smoothing: -0.1}}": "label_smoothing is -0.1 [E_VALUE]",
+    "loss={name: cross_entropy, options: {weight: balanced}}": "weights 'balanced' [E_VALUE]",
     "model.freeze=[layer9.*]": "layer9.*",
     "model.freeze=['*']": "every parameter",
     "model.pretrained=none.safetensors": "none.safetensors",
@@ -441,6 +446,8 @@ def test_existing_run_is_not_overwritten(refused: Refused, run: Path) -> None:
     err = refused("train", RECIPE, "--name", "a")
     assert "the run runs/a exists" in err
     assert "samestep resume runs/a" in err
+    run.rename(run.parent / "a b")
+    assert "--name 'a b-2', or samestep resume 'runs/a b'" in refused("train", RECIPE, "--name", "a b")
 
 
 def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) -> None:
