@@ -304,16 +304,17 @@ class TorchLoss(StepLoss):
         module: an instance of one of `_KINDS`; not changed.
 
     Raises:
-        InputError: the reduction is `none`.
+        InputError: the reduction does not give one number.
     """
 
     def __init__(self, module: Any) -> None:
         self._module, self._reduction = deepcopy(module), module.reduction
         self.ignore_index = getattr(module, "ignore_index", self.ignore_index)
-        if self._reduction == "none":
+        reductions = ("mean", "sum", "batchmean") if isinstance(module, nn.KLDivLoss) else ("mean", "sum")
+        if self._reduction not in reductions:
             name = type(module).__name__
             raise InputError(
-                f"the loss is {name}(reduction='none')",
+                f"the loss is {name}(reduction={self._reduction!r})",
                 expected="one number per step: reduction='mean' or 'sum', or a function that returns a samestep.Loss",
                 fix=f"{name}(), or lambda outputs, targets: samestep.Loss(loss.sum(), loss.numel()) of your own values",
                 code="E_LOSS",
@@ -367,7 +368,7 @@ def recognized_loss(function: LossFunction) -> TorchLoss | None:
     arguments from `functools.partial` too.
 
     Raises:
-        InputError: the reduction is `none`, or the loss takes more than outputs and targets.
+        InputError: the reduction does not give one number, or the loss takes more than outputs and targets.
     """
     module: Any = function
     called, options = (function.func, function.keywords) if isinstance(function, partial) else (function, {})

@@ -322,12 +322,10 @@ def _epoch_samples(data: SizedDataset) -> int:
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    groups, function = parameter_groups(model, config), find(config.name, OPTIMIZERS, "optimizer")
-    # In the user's code, other errors can be mistakes, whose traceback is needed.
-    refusals = (RuntimeError, TypeError, ValueError) if function.__module__.startswith("torch.") else (ValueError,)
+    groups = parameter_groups(model, config)
     try:
-        optimizer = call(function, config.options, groups, where="optimizer.options")
-    except refusals as error:
+        optimizer = call(find(config.name, OPTIMIZERS, "optimizer"), config.options, groups, where="optimizer.options")
+    except ValueError as error:
         raise RecipeError(
             f"optimizer: {error}", expected=f"options of {config.name}", fix="correct optimizer.options", code="E_VALUE"
         ) from error

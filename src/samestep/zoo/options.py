@@ -25,8 +25,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
     """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
 
     Raises:
-        RecipeError: an option is unknown or missing, or a function of Samestep refuses the values of options. Errors of
-            other functions are those of the user's code, whose traceback is needed.
+        RecipeError: an option is unknown or missing, or a function of Samestep or torch refuses the values of options.
+            Errors of other functions are those of the user's code, whose traceback is needed.
     """
     parameters = inspect.signature(function).parameters
     positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
@@ -43,12 +43,12 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
                 fix=f"--set {where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
-        if _is_own(function):
+        if _is_library(function):
             _require_text(f"{where}.{name}", parameters[name], options.get(name))
     try:
         return function(*arguments, **options)
-    except (RuntimeError, ValueError, TypeError) as error:
-        if not options or not _is_own(function) or is_out_of_memory(error):
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not options or not _is_library(function) or is_out_of_memory(error):
             raise
         raise _refused(where, options, error) from error
 
@@ -64,8 +64,8 @@ def _require_text(key: str, parameter: inspect.Parameter, value: object) -> None
         )
 
 
-def _is_own(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "samestep"
+def _is_library(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("samestep", "torch")
 
 
 def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
@@ -75,7 +75,7 @@ def _refused(where: str, options: Mapping[str, Any], error: Exception) -> Recipe
     values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
     return RecipeError(
         f"{values}: {class_name(error)}: {message}",
-        expected="values with which the model or the dataset can be built",
+        expected="values with which the component can be built",
         fix=f"correct {keys}" if len(options) == 1 else f"correct one of {keys}",
         code="E_VALUE",
     )
