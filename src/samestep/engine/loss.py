@@ -187,6 +187,13 @@ def cross_entropy(
         )
     function = partial(functional.cross_entropy, label_smoothing=label_smoothing)
     if targets.is_floating_point():
+        if targets.shape != outputs.shape:
+            raise InputError(
+                f"outputs have the shape {tuple(outputs.shape)} and targets of {targets.dtype} {tuple(targets.shape)}",
+                expected="probabilities of the shape of the outputs, or class numbers of torch.int64",
+                fix="give the model one output per class (num_classes), or convert class numbers: targets.long()",
+                code="E_SHAPE",
+            )
         dtype = _sum_dtype(outputs)
         total = function(outputs.to(dtype), targets.to(dtype), weight=_weights(weight, outputs), reduction="sum")
         return Loss(total, targets.numel() // targets.shape[1])
