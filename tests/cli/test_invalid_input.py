@@ -330,7 +330,7 @@ def train_pictures(refused: Refused, *overrides: str) -> str:
 def test_images_without_a_folder(refused: Refused) -> None:
     err = refused("train", "images", "--set", "model.name=helpers.recorded:Pooled")
     assert "data.options.path is missing [E_MISSING_KEY]" in err
-    assert "there is no folder pictures" in train_pictures(refused)
+    assert f"there is no folder pictures in {Path.cwd()} [E_FILE_MISSING]" in train_pictures(refused)
 
 
 def test_images_with_an_empty_class(refused: Refused, pictures: Path) -> None:

@@ -44,7 +44,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
                 code="E_MISSING_KEY",
             )
         if _is_library(function):
-            _require_text(f"{where}.{name}", parameters[name], options.get(name))
+            _require_type(f"{where}.{name}", parameters[name], options.get(name))
     try:
         return function(*arguments, **options)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -53,8 +53,14 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
         raise _refused(where, options, error) from error
 
 
-def _require_text(key: str, parameter: inspect.Parameter, value: object) -> None:
-    """Require text for a parameter of type `str` or `str | None`: YAML reads `123` and `no` as other values."""
+def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
+    """Require a boolean for a parameter of type `bool`, because all text is true, and text for one of type `str`.
+
+    YAML reads `123` and `no` as other values than text.
+    """
+    if value is not None and not isinstance(value, bool) and str(parameter.annotation) == "bool":
+        problem = f"{key} is {json.dumps(value)}"
+        raise RecipeError(problem, expected="true or false", fix=f"--set {key}=true", code="E_VALUE")
     if value is not None and not isinstance(value, str) and str(parameter.annotation) in ("str", "str | None"):
         raise RecipeError(
             f"{key} is {json.dumps(value)}, which is not text",
@@ -139,7 +145,8 @@ def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix
         DataError: `path` does not exist, or is of the other kind.
     """
     if not (path.is_file() if kind == "file" else path.is_dir()):
-        raise DataError(f"there is no {kind} {path}", expected=expected, fix=fix, code="E_FILE_MISSING")
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING")
 
 
 def require_stored(path: Path) -> int:
