@@ -60,6 +60,7 @@ INVALID_VALUES = [
     "batch_size='64'",
     "microbatches=0",
     "metrics=accuracy",
+    "metrics=[accuracy, accuracy]",
     "schedule.name=polynomial",
     "schedule.warmup_epochs=-1",
     "schedule.final=2",
@@ -249,7 +250,14 @@ NAMES = {
     "optimizer.options.learning_rate=1": "did you mean optimizer.options.lr?",
     "optimizer.options.lr=-1": "learning rate: -1",
     "optimizer.options.params=1": "optimizer.options.params",
+    "optimizer.options.betas=0.9": "'float' object is not subscriptable [E_VALUE]",
+    "optimizer.options.betas=[0.9]": "list index out of range [E_VALUE]",
     "loss.options.smoothing=1": "loss.options.smoothing",
+    "loss.name=cross_entropy": "the model has 5 outputs per target",
+    "loss={name: 'torch.nn:BCEWithLogitsLoss', options: {pos_weight: 3}}": "loss.options.pos_weight is 3: TypeError",
+    "loss={name: 'torch.nn:MSELoss', options: {reduction: average}}": "MSELoss(reduction='average') [E_LOSS]",
+    "loss={name: cross_entropy, options: {label_smoothing: -0.1}}": "label_smoothing is -0.1 [E_VALUE]",
+    "loss={name: cross_entropy, options: {weight: balanced}}": "weights 'balanced' [E_VALUE]",
     "model.freeze=[layer9.*]": "layer9.*",
     "model.freeze=['*']": "every parameter",
     "model.pretrained=none.safetensors": "none.safetensors",
@@ -328,7 +336,7 @@ def train_pictures(refused: Refused, *overrides: str) -> str:
 def test_images_without_a_folder(refused: Refused) -> None:
     err = refused("train", "images", "--set", "model.name=helpers.recorded:Pooled")
     assert "data.options.path is missing [E_MISSING_KEY]" in err
-    assert "there is no folder pictures" in train_pictures(refused)
+    assert f"there is no folder pictures in {Path.cwd()} [E_FILE_MISSING]" in train_pictures(refused)
 
 
 def test_images_with_an_empty_class(refused: Refused, pictures: Path) -> None:
@@ -447,6 +455,8 @@ def test_existing_run_is_not_overwritten(refused: Refused, run: Path) -> None:
     err = refused("train", RECIPE, "--name", "a")
     assert "the run runs/a exists" in err
     assert "samestep resume runs/a" in err
+    run.rename(run.parent / "a b")
+    assert "--name 'a b-2', or samestep resume 'runs/a b'" in refused("train", RECIPE, "--name", "a b")
 
 
 def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ WRONG = {
     ("predict", "runs/none", "3.png"): "is not a run",
     ("export", "runs/a", "--out", "nofolder/x.safetensors"): "there is no folder nofolder [E_OUTPUT]",
     ("export", "runs/a", "--format", "torch"): "--format torch without --like",
+    ("export", "runs/a", "--out", "model.onnx"): "--out model.onnx with --format safetensors [E_OPTION_CONFLICT]",
     ("export", "runs/a", "--format", "torch", "--like", "none.png"): "none.png is not a file",
 }
 

@@ -22,6 +22,7 @@ from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.options import call, takes
+from samestep.zoo.text.texts import load_texts
 
 # --- weights ---------------------------------------------------------------------------------------------
 
@@ -341,6 +342,11 @@ def test_a_number_in_place_of_text_is_to_be_quoted(option: dict[str, Any]) -> No
     name = list(option)[-1]
     assert str(error.value.value).startswith(f"data.options.{name} is ")
     assert error.value.fix == f"""quote the value: --set 'data.options.{name}="..."'"""
+
+
+def test_text_in_place_of_a_boolean_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r'data\.options\.group_by_length is "false"'):
+        call(load_texts, {"path": "a.csv", "group_by_length": "false"}, where="data.options")
 
 
 @pytest.mark.parametrize(

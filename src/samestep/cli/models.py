@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -298,6 +299,10 @@ def _export(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     plan = plan_from_checkpoint(folder, arguments.checkpoint, [], trust=arguments.trust)
     out = arguments.out or folder / f"model-{plan.step}{_EXPORT_SUFFIXES[arguments.format]}"
+    kinds = {suffix: kind for kind, suffix in _EXPORT_SUFFIXES.items()}
+    if (kind := kinds.get(out.suffix, arguments.format)) != arguments.format:
+        expected = f"a {_EXPORT_SUFFIXES[arguments.format]} file"
+        raise option_conflict(f"--out {out} with --format {arguments.format}", expected, f"--format {kind}")
     require_new_file(out)
     if arguments.like is not None:
         require_file(arguments.like, "--like")
@@ -339,7 +344,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         recipe = convert_recipe(file, devices)
         content = recipe.to_text(file.name).encode()
         lines = [str(key) for key in recipe.keys]
-        data, note = {"keys": lines}, f"; train with: samestep train {out}"
+        data, note = {"keys": lines}, f"; train with: {shlex.join(['samestep', 'train', str(out)])}"
     problem = f"{out} cannot be written"
     with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
         temporary.write_bytes(content)

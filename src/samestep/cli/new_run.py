@@ -6,6 +6,7 @@ import argparse
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
@@ -144,6 +145,6 @@ def _create_folder(folder: Path) -> None:
             raise InputError(
                 f"the run {folder} exists",
                 expected="a new name for a new run: no run is overwritten",
-                fix=f"--name {unused_name(folder.parent, folder.name)}, or samestep resume {folder}",
+                fix=f"--name {quote(unused_name(folder.parent, folder.name))}, or samestep resume {quote(str(folder))}",
                 code="E_OUTPUT",
             ) from error

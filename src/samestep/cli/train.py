@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -306,9 +307,14 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
         if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
             raise
         steps = CheckpointFolder(folder / "checkpoints").steps()
-        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: samestep resume {folder}" if steps else ""
+        command = _command("resume", folder)
+        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: {command}" if steps else ""
         raise error.with_next_step(hint) from None
     return _finish(options, result.value, folder, stop_signal=result.stop_signal)
+
+
+def _command(name: str, folder: Path) -> str:
+    return shlex.join(["samestep", name, str(folder)])
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -352,10 +358,10 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         lines.append(("skipped", _skipped_steps(summary)))
     lines.append(("run", str(folder)))
     if summary["stopped"]:
-        lines.append(("stopped", f"after step {summary['step']}; resume with: samestep resume {folder}"))
+        lines.append(("stopped", f"after step {summary['step']}; resume with: {_command('resume', folder)}"))
     else:
         if (folder / "tensorboard").exists():
             lines.append(("curves", tensorboard_command(folder / "tensorboard")))
-        lines.append(("evaluate", f"samestep eval {folder}"))
+        lines.append(("evaluate", _command("eval", folder)))
     width = max(12, *(len(name) + 2 for name, _ in lines))
     print("\n".join(f"{name:<{width}}{text}" for name, text in lines))

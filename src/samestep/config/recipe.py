@@ -286,6 +286,13 @@ class Recipe(Constrained):
                 code="E_SHARES",
             )
         require(
+            len(set(self.metrics)) == len(self.metrics),
+            f"metrics is {list(self.metrics)}, with a repeated name",
+            "each metric once",
+            "leave the repeated name out",
+            code="E_METRIC",
+        )
+        require(
             self.best_by is None or self.best_by in ("loss", *self.metrics) or self.best_by.startswith("loss_"),
             f"best_by is {self.best_by}, which evaluation does not compute",
             f"one of {', '.join(['loss', *self.metrics])}, or loss_NAME for a term of the loss",

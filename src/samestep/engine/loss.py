@@ -179,10 +179,21 @@ def cross_entropy(
         label_smoothing: as in `torch.nn.CrossEntropyLoss`.
 
     Raises:
-        InputError: the shapes do not match.
+        InputError: the shapes do not match, a target is not the number of an output, or an option is invalid.
     """
+    if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):  # torch ignores negative values
+        raise InputError(
+            f"label_smoothing is {label_smoothing!r}", "a number from 0 to 1", "such as 0.1; 0 for none", code="E_VALUE"
+        )
     function = partial(functional.cross_entropy, label_smoothing=label_smoothing)
     if targets.is_floating_point():
+        if targets.shape != outputs.shape:
+            raise InputError(
+                f"outputs have the shape {tuple(outputs.shape)} and targets of {targets.dtype} {tuple(targets.shape)}",
+                expected="probabilities of the shape of the outputs, or class numbers of torch.int64",
+                fix="give the model one output per class (num_classes), or convert class numbers: targets.long()",
+                code="E_SHAPE",
+            )
         dtype = _sum_dtype(outputs)
         total = function(outputs.to(dtype), targets.to(dtype), weight=_weights(weight, outputs), reduction="sum")
         return Loss(total, targets.numel() // targets.shape[1])
@@ -199,7 +210,7 @@ def class_loss(
     """Return the sum and count of `cross_entropy` or `nll_loss` of `torch.nn.functional` for class numbers.
 
     Raises:
-        InputError: the shapes do not match.
+        InputError: the shapes do not match, or a target is not the number of an output.
     """
     weights, dtype = _weights(weight, outputs), _sum_dtype(outputs)
     rows, classes, *inner = outputs.shape
@@ -213,11 +224,19 @@ def class_loss(
     if outputs.dim() > 2:  # as rows, because torch has no deterministic CUDA kernel for more dimensions
         outputs, targets = outputs.movedim(1, -1).reshape(-1, classes), targets.reshape(-1)
     counted = targets != ignore_index
+    try:
+        total = function(outputs.to(dtype), targets, weight=weights, ignore_index=ignore_index, reduction="sum")
+    except IndexError as error:
+        raise InputError(
+            f"the model has {classes} outputs per target, and one of the targets is not a number of them: {error}",
+            expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
+            fix="give the model one output per class (num_classes), or correct the targets",
+            code="E_SHAPE",
+        ) from error
     if weights is None:
         count = torch.count_nonzero(counted)
     else:
         count = (weights.double()[targets.where(counted, 0)] * counted).sum()
-    total = function(outputs.to(dtype), targets, weight=weights, ignore_index=ignore_index, reduction="sum")
     return Loss(total, count)
 
 
@@ -229,7 +248,15 @@ def _weights(weight: Sequence[float] | torch.Tensor | None, outputs: torch.Tenso
     """Return class weights like the outputs; raise `InputError` unless there is one weight per class."""
     if weight is None:
         return None
-    weights = torch.as_tensor(weight, dtype=_sum_dtype(outputs), device=outputs.device)
+    try:
+        weights = torch.as_tensor(weight, dtype=_sum_dtype(outputs), device=outputs.device)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the loss has the weights {weight!r}",
+            "a list of one number per class",
+            "such as [1.0, 5.0]",
+            code="E_VALUE",
+        ) from error
     if weights.shape != outputs.shape[1:2]:
         raise InputError(
             f"the loss has weights of shape {tuple(weights.shape)} for {outputs.shape[1]} classes",
@@ -284,16 +311,17 @@ class TorchLoss(StepLoss):
         module: an instance of one of `_KINDS`; not changed.
 
     Raises:
-        InputError: the reduction is `none`.
+        InputError: the reduction does not give one number.
     """
 
     def __init__(self, module: Any) -> None:
         self._module, self._reduction = deepcopy(module), module.reduction
         self.ignore_index = getattr(module, "ignore_index", self.ignore_index)
-        if self._reduction == "none":
+        reductions = ("mean", "sum", "batchmean") if isinstance(module, nn.KLDivLoss) else ("mean", "sum")
+        if self._reduction not in reductions:
             name = type(module).__name__
             raise InputError(
-                f"the loss is {name}(reduction='none')",
+                f"the loss is {name}(reduction={self._reduction!r})",
                 expected="one number per step: reduction='mean' or 'sum', or a function that returns a samestep.Loss",
                 fix=f"{name}(), or lambda outputs, targets: samestep.Loss(loss.sum(), loss.numel()) of your own values",
                 code="E_LOSS",
@@ -347,7 +375,7 @@ def recognized_loss(function: LossFunction) -> TorchLoss | None:
     arguments from `functools.partial` too.
 
     Raises:
-        InputError: the reduction is `none`, or the loss takes more than outputs and targets.
+        InputError: the reduction does not give one number, or the loss takes more than outputs and targets.
     """
     module: Any = function
     called, options = (function.func, function.keywords) if isinstance(function, partial) else (function, {})

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from samestep.checkpoint.files import HeldFolder, write_atomically
@@ -103,7 +104,7 @@ def _require_own(folder: Path) -> None:
         raise InputError(
             f"{folder} is the run of a recipe",
             expected="a new name, or the run of a script",
-            fix=f"another name; samestep resume {folder} continues the recipe",
+            fix=f"another name; samestep resume {quote(str(folder))} continues the recipe",
             code="E_OUTPUT",
         )
     if folder.is_dir() and not (folder / LOOP).exists() and {path.name for path in folder.iterdir()} - _OTHERS:

@@ -25,8 +25,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
     """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
 
     Raises:
-        RecipeError: an option is unknown or missing, or a function of Samestep refuses the values of options. Errors of
-            other functions are those of the user's code, whose traceback is needed.
+        RecipeError: an option is unknown or missing, or a function of Samestep or torch refuses the values of options.
+            Errors of other functions are those of the user's code, whose traceback is needed.
     """
     parameters = inspect.signature(function).parameters
     positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
@@ -43,18 +43,24 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
                 fix=f"--set {where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
-        if _is_own(function):
-            _require_text(f"{where}.{name}", parameters[name], options.get(name))
+        if _is_library(function):
+            _require_type(f"{where}.{name}", parameters[name], options.get(name))
     try:
         return function(*arguments, **options)
-    except (RuntimeError, ValueError, TypeError) as error:
-        if not options or not _is_own(function) or is_out_of_memory(error):
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not options or not _is_library(function) or is_out_of_memory(error):
             raise
         raise _refused(where, options, error) from error
 
 
-def _require_text(key: str, parameter: inspect.Parameter, value: object) -> None:
-    """Require text for a parameter of type `str` or `str | None`: YAML reads `123` and `no` as other values."""
+def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
+    """Require a boolean for a parameter of type `bool`, because all text is true, and text for one of type `str`.
+
+    YAML reads `123` and `no` as other values than text.
+    """
+    if value is not None and not isinstance(value, bool) and str(parameter.annotation) == "bool":
+        problem = f"{key} is {json.dumps(value)}"
+        raise RecipeError(problem, expected="true or false", fix=f"--set {key}=true", code="E_VALUE")
     if value is not None and not isinstance(value, str) and str(parameter.annotation) in ("str", "str | None"):
         raise RecipeError(
             f"{key} is {json.dumps(value)}, which is not text",
@@ -64,8 +70,8 @@ def _require_text(key: str, parameter: inspect.Parameter, value: object) -> None
         )
 
 
-def _is_own(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "samestep"
+def _is_library(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("samestep", "torch")
 
 
 def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
@@ -75,7 +81,7 @@ def _refused(where: str, options: Mapping[str, Any], error: Exception) -> Recipe
     values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
     return RecipeError(
         f"{values}: {class_name(error)}: {message}",
-        expected="values with which the model or the dataset can be built",
+        expected="values with which the component can be built",
         fix=f"correct {keys}" if len(options) == 1 else f"correct one of {keys}",
         code="E_VALUE",
     )
@@ -139,7 +145,8 @@ def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix
         DataError: `path` does not exist, or is of the other kind.
     """
     if not (path.is_file() if kind == "file" else path.is_dir()):
-        raise DataError(f"there is no {kind} {path}", expected=expected, fix=fix, code="E_FILE_MISSING")
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING")
 
 
 def require_stored(path: Path) -> int:

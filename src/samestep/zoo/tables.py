@@ -70,12 +70,15 @@ def require_columns(rows: Iterable[Row], path: str | Path, columns: Mapping[str,
         DataError: no row has a column of this name.
     """
     names = dict.fromkeys(str(name) for row in rows for name in row.values)
+    has_other_delimiter = len(names) == 1 and any(character in ";\t,|" for character in next(iter(names)))
     for option, column in columns.items():
         if names and column not in names:
             raise DataError(
                 f"{path} has no column {column!r}",
                 expected=f"one of the columns {', '.join(names)}",
-                fix=f"--set data.options.{option}=NAME",
+                fix="write the table with commas between the columns as .csv, or with tabs as .tsv"
+                if has_other_delimiter
+                else f"--set data.options.{option}=NAME",
                 code="E_COLUMN",
             )
 

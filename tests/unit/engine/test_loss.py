@@ -238,6 +238,13 @@ def test_losses_without_one_number_per_batch_are_refused(alone: World, loss: Any
     assert error.value.code == code
 
 
+@pytest.mark.parametrize("targets", [torch.zeros(4), torch.zeros(4, 2), torch.full((4,), 3), torch.full((4,), -1)])
+def test_targets_of_other_classes_than_the_outputs_are_refused(targets: torch.Tensor) -> None:
+    with pytest.raises(InputError) as error:
+        cross_entropy(torch.zeros(4, 3), targets)
+    assert error.value.code == "E_SHAPE"
+
+
 @pytest.mark.parametrize("loss", [nn.MSELoss(), functional.l1_loss])
 def test_targets_that_would_be_broadcast_are_refused(alone: World, loss: Any) -> None:
     """Outputs (N, 1) and targets (N) would be compared N times N."""

@@ -84,6 +84,7 @@ def test_integers_floats_and_text_give_equal_labels(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", "text,class\nx,1\n", "has no column 'label'"),
+        ("a.csv", "text;label\nx;1\n", r"(?s)has no column 'text'.*fix: +write the table with commas"),
         ("a.csv", "text,label\n", "has no rows"),
         ("a.csv", b"text,label\n\xff,1\n", "cannot be read"),
         ("a.jsonl", '{"words": "x"}\n', "has no column 'text'"),

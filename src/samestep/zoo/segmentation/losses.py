@@ -84,6 +84,9 @@ class DicePlus(MultiLoss):
         smooth: as in `dice_loss`.
         foreground_weight: as in `bce_with_logits`; for binary masks.
         ignore_index: ignored target value.
+
+    Raises:
+        InputError: from a step, shapes do not match, or `foreground_weight` is set and the targets are class numbers.
     """
 
     def __init__(
@@ -92,6 +95,14 @@ class DicePlus(MultiLoss):
         def entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             if targets.is_floating_point():
                 loss = bce_with_logits(outputs, targets, foreground_weight=foreground_weight, ignore_index=ignore_index)
+            elif foreground_weight != 1:
+                raise InputError(
+                    f"foreground_weight is {foreground_weight!r} and the targets are class numbers",
+                    expected="binary masks, which have a foreground",
+                    fix="leave foreground_weight out; for weights of classes: loss={name: cross_entropy, options: "
+                    "{weight: [...]}}",
+                    code="E_INCOMPATIBLE",
+                )
             else:
                 loss = cross_entropy(outputs, targets, ignore_index=ignore_index)
             return loss.sum
@@ -167,7 +178,8 @@ def resolve_foreground_weight(
         raise RecipeError(
             "loss.options.foreground_weight is from_masks, but the data has no binary masks",
             expected="a number, or from_masks for data with binary masks",
-            fix="--set loss.options.foreground_weight=5.0",
+            fix="for several classes: --set 'loss={name: cross_entropy}'; otherwise: "
+            "--set loss.options.foreground_weight=5.0",
             code="E_INCOMPATIBLE",
         )
     background, foreground, unusable = _count_pixels(splits, bad_samples, world)
