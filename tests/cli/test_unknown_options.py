@@ -30,6 +30,7 @@ OPTIONS = {
     "train digits -ngpus=2": "--processes 2",
     "train -cfg=vit.yaml": "samestep train vit.yaml",
     "bench digits --gpus 1,2": "--devices 1,2",
+    "plan digits --processes 1,2": "--devices 4",
     "run --gpus 2 train.py": "--processes 2",
     "top runs/first --gpus 2": "samestep top --help",
     "train digits --foo 2020-99-99": "leave --foo out",

@@ -70,6 +70,7 @@ class Loader:
     are read. The length of the dataset can change between epochs.
 
     Attributes:
+        dataset: the argument.
         num_workers: number of worker processes.
         prefetch_factor: microbatches loaded ahead per worker.
         stopped: whether the last step received a stop request.
@@ -154,7 +155,7 @@ class Loader:
         if world.data.uneven_shares is not None:
             require_shares(world.data.uneven_shares, world.data.size, self._microbatches)
         keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
-        self._dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
+        self.dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
         self._kind: SampleOrder = order if shuffle and lengths is None else "shuffled"
@@ -190,13 +191,13 @@ class Loader:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
         return {
             "samples": self.samples_of(epoch),
-            "dataset": len(self._dataset),
+            "dataset": len(self.dataset),
             "batch_size": self.batch_size,
             "microbatches": self._microbatches,
             "keeps_microbatch_size": self.planner.keeps_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "order": resolve_order(self._kind, len(self._dataset)),
+            "order": resolve_order(self._kind, len(self.dataset)),
             "sampler": "" if self._sampler is None else digest_of(self._order(epoch)[: self.samples_of(epoch)]),
             "lengths": digest_of(self._lengths),
             **({} if self.stream is None else self.stream.settings(shuffle=self._shuffle)),
@@ -230,11 +231,11 @@ class Loader:
 
     def _data_loader(self) -> MicrobatchLoader:
         """Return a loader of microbatches without requests, with its own workers."""
-        if self._idle and len(self._dataset) == self._forked_size:
+        if self._idle and len(self.dataset) == self._forked_size:
             return self._idle.pop()
         while self._idle:
             end_workers(self._idle.pop())
-        self._forked_size, has_workers = len(self._dataset), self.num_workers > 0
+        self._forked_size, has_workers = len(self.dataset), self.num_workers > 0
         return DataLoader(
             self._reader,
             batch_size=None,
@@ -244,7 +245,7 @@ class Loader:
             collate_fn=lambda item: item,
             pin_memory=self._pins and is_accelerator(self._world.device),
             persistent_workers=has_workers,  # `_items` ends the workers
-            worker_init_fn=partial(init_worker, self._dataset, self._worker_init_fn) if has_workers else None,
+            worker_init_fn=partial(init_worker, self.dataset, self._worker_init_fn) if has_workers else None,
             # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
             multiprocessing_context="fork" if has_workers else None,
             generator=torch.Generator(),  # an iteration of one rank must not draw from the global generator
@@ -257,7 +258,7 @@ class Loader:
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
-        if (epoch, len(self._dataset)) != self._epoch_size[0]:
+        if (epoch, len(self.dataset)) != self._epoch_size[0]:
             self._reader.set_epoch(epoch)
             self._note_size(epoch, self._plain_size if self._sampler is None else len(self._drawn(epoch)))
         return self._epoch_size[1]
@@ -265,18 +266,18 @@ class Loader:
     @property
     def _plain_size(self) -> int:
         """Number of samples of an epoch without a sampler."""
-        return self.stream.epoch_samples if self.stream is not None and self._shuffle else len(self._dataset)
+        return self.stream.epoch_samples if self.stream is not None and self._shuffle else len(self.dataset)
 
     def _note_size(self, epoch: int, samples: int) -> int:
         _require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
         samples -= samples % self.batch_size if self._drop_last else 0
-        self._epoch_size = (epoch, len(self._dataset)), samples
+        self._epoch_size = (epoch, len(self.dataset)), samples
         return samples
 
     def _drawn(self, epoch: int) -> Indices:
         assert self._sampler is not None
         size = self.batch_size if self._draws_batches else None
-        return drawn_order(self._sampler, self._dataset, seed=self._seed, epoch=epoch, batch_size=size)
+        return drawn_order(self._sampler, self.dataset, seed=self._seed, epoch=epoch, batch_size=size)
 
     def _order(self, epoch: int) -> Order:
         """Return the samples of an epoch in the order of use, with those that `drop_last` leaves out."""
@@ -310,7 +311,7 @@ class Loader:
         # Within a loop that steps batches of this loader, the cursor is the position of that loop.
         if is_complete or self._stepped in self._running:
             begin = Cursor(epoch)
-        order, size, samples = self._order(epoch), len(self._dataset), self.samples_of(epoch)
+        order, size, samples = self._order(epoch), len(self.dataset), self.samples_of(epoch)
         require_position(begin, samples, self.batch_size)
         iteration = self._iterations = self._iterations + 1
         repeats = repeats_of(order[:]) if self._sampler is not None else None

@@ -86,7 +86,7 @@ def _one_value_error(batch: GlobalBatch, error: ValueError | InputError) -> Inpu
         f"{plural(batch.microbatches, 'microbatch')}, the smallest with {plural(smallest, 'sample')}, and a layer has "
         "one value per channel for each sample",
         expected="at least 2 samples in each microbatch",
-        fix="drop_last=True in samestep.loader (data.drop_last in a recipe), fewer microbatches, or another batch size",
+        fix="drop_last=True of the loader (data.drop_last in a recipe), fewer microbatches, or another batch size",
         code="E_BATCH_NORM",
     )
 

@@ -77,7 +77,7 @@ class SyncBatchNormRunner(SequentialRunner):
             raise InputError(
                 "a batch of one sample with step.gather: global and step.batch_norm: sync",
                 expected="at least 2 samples in each batch",
-                fix="drop_last=True in samestep.loader (data.drop_last in a recipe), or another batch size",
+                fix="drop_last=True of the loader (data.drop_last in a recipe), or another batch size",
                 code="E_INCOMPATIBLE",
             )
         tree = MicrobatchTree(batch.microbatches, batch.size)

@@ -99,6 +99,18 @@ def test_ignored_microbatch_has_sum_and_count_zero() -> None:
         assert (float(results.sum), float(results.count)) == (0.0, 0.0)
 
 
+def test_weights_are_not_negative() -> None:
+    outputs, targets = torch.randn(2, 1, 3, 3), torch.ones(2, 1, 3, 3)
+    for name, compute in {
+        "foreground_weight": lambda: bce_with_logits(outputs, targets, foreground_weight=-1.0),
+        "smooth": lambda: dice_loss(outputs, targets, smooth=float("nan")),
+        "dice_weight": lambda: DicePlus(dice_weight=-1.0),
+    }.items():
+        with pytest.raises(InputError, match=name) as caught:
+            compute()
+        assert caught.value.code == "E_VALUE"
+
+
 @pytest.mark.parametrize("classes", [1, 3])
 def test_ignored_sample_without_smooth_changes_nothing(classes: int) -> None:
     outputs, targets = drawn(5, 3, classes)

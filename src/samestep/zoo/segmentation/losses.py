@@ -28,16 +28,11 @@ def bce_with_logits(
         ignore_index: target value that is neither summed nor counted.
 
     Raises:
-        InputError: shapes do not match, or the weight is not a number.
+        InputError: shapes do not match, or the weight is not a number of at least 0.
     """
     logits, labels, is_counted = _binary(outputs, targets, ignore_index)
-    if isinstance(foreground_weight, str):
-        raise InputError(
-            f"foreground_weight is {foreground_weight!r}",
-            expected="a number; `from_masks` is valid in recipes whose data has binary masks",
-            fix="set foreground_weight: 5.0",
-            code="E_VALUE",
-        )
+    note = "; `from_masks` is valid in recipes whose data has binary masks"
+    _require_number("foreground_weight", foreground_weight, note)
     weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
     losses = functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
     return Loss((losses * is_counted).sum(), is_counted.sum())
@@ -58,8 +53,9 @@ def dice_loss(
         ignore_index: ignored target value.
 
     Raises:
-        InputError: shapes do not match.
+        InputError: shapes do not match, or `smooth` is not a number of at least 0.
     """
+    _require_number("smooth", smooth)
     if targets.is_floating_point():
         logits, labels, is_counted = _binary(outputs, targets, ignore_index)
         probabilities = logits.sigmoid()
@@ -86,12 +82,15 @@ class DicePlus(MultiLoss):
         ignore_index: ignored target value.
 
     Raises:
-        InputError: from a step, shapes do not match, or `foreground_weight` is set and the targets are class numbers.
+        InputError: `dice_weight` is not a number of at least 0; from a step, shapes do not match, or
+            `foreground_weight` is set and the targets are class numbers.
     """
 
     def __init__(
         self, dice_weight: float = 1.0, smooth: float = 1.0, foreground_weight: float = 1.0, ignore_index: int = IGNORED
     ) -> None:
+        _require_number("dice_weight", dice_weight)
+
         def entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             if targets.is_floating_point():
                 loss = bce_with_logits(outputs, targets, foreground_weight=foreground_weight, ignore_index=ignore_index)
@@ -115,6 +114,12 @@ class DicePlus(MultiLoss):
 
         pixel_term = LossTerm("pixel", entropy, lambda targets: (targets != ignore_index).sum())
         super().__init__([pixel_term, LossTerm("dice", dice, count_samples, dice_weight)])
+
+
+def _require_number(name: str, value: float, note: str = "") -> None:
+    if isinstance(value, str) or not value >= 0:
+        fix = f"set {name}: 1.0"
+        raise InputError(f"{name} is {value!r}", expected=f"a number of at least 0{note}", fix=fix, code="E_VALUE")
 
 
 def _binary(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
