@@ -224,10 +224,11 @@ def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
     if option in options:
         return Equivalent(option, text or None).suggestion()
     meant = find_equivalent(name, parse_value(text), is_exact=True)
-    if meant is not None and meant.key == "--processes" and meant.key not in options and "--devices" in options:
-        is_one = any("--devices" in action.option_strings and action.metavar == "N" for action in command._actions)
-        value = 4 if is_one and not isinstance(meant.value, int) else meant.value
-        return Equivalent("--devices", value).suggestion()
+    if meant is not None and meant.key in ("--devices", "--processes") and "--processes" not in options:
+        if any("--devices" in action.option_strings and action.metavar == "N" for action in command._actions):
+            return Equivalent("--devices", meant.value if isinstance(meant.value, int) else 4).suggestion()
+        if "--devices" in options:
+            return Equivalent("--devices", meant.value).suggestion()
     close = get_close_matches(option, options, n=1, cutoff=_TYPO)
     if (meant is None or not _has(meant, options)) and close:
         return Equivalent(close[0], text or None).suggestion()
