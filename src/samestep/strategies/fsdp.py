@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from samestep.config import StrategyConfig
-from samestep.distributed.devices import is_accelerator
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError, UnusedParameterError
 from samestep.microbatches import owned_microbatches
@@ -219,6 +219,9 @@ class TreeReduceScatter(ReduceScatter):
             output_tensor.zero_()
             return
         tree = self.backward.tree
+        if is_accelerator(input_tensor.device):
+            # The memory is of the stream of the backward, which would reuse it before the sums of this stream are done.
+            input_tensor.record_stream(accelerator_module().current_stream(input_tensor.device))
         if self.backward.node is not None:
             self._require(all(kept.shape == input_tensor.shape for kept in self._sums.values()))
             values, self._sums = {**self._sums, self.backward.node: input_tensor}, {}
