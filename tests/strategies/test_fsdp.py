@@ -13,7 +13,7 @@ from samestep.config import MeshConfig, Precision, StrategyConfig
 from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT
 from samestep.launcher.failure import RankError
-from samestep.strategies.fsdp import TreeReduceScatter, _Backward, shard_units
+from samestep.strategies.fsdp import TreeReduceScatter, _Backward, _move_buffers, shard_units
 from samestep.strategies.reduction import MicrobatchTree
 from workers import fsdp as ranks_fsdp
 
@@ -167,3 +167,10 @@ def test_sums_on_another_stream_keep_their_memory() -> None:
             with accelerator.stream(stream):
                 unit(torch.empty(6), gradient, None, None)  # type: ignore[arg-type]
     assert [gradient.streams for gradient in gradients] == [(stream,), (stream,)]
+
+
+def test_buffers_are_on_the_device_that_computes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    _move_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

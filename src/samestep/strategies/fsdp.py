@@ -62,6 +62,7 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
     model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
     if config.meta:
         model.to_empty(device="cpu" if config.offload else world.device)
+        _move_buffers(model, world.device)
         _materialize(model, values, world)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -107,6 +108,14 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
         )
     model.to("meta")
     return values
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to the device that computes, where FSDP expects them with `offload` too."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
