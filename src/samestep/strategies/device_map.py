@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -62,6 +62,22 @@ class DeviceMap:
             torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
         )
         return moved
+
+    def repeatable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward of modules that draws the same numbers when activation checkpointing repeats it.
+
+        Between both calls, the forward of other modules moves the state of the generator to other devices.
+        """
+        device = self._generator_device
+        state = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
+
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            self._generator_device = device
+            if state is not None:
+                accelerator_module().set_rng_state(state, device)
+            return forward(*args, **kwargs)
+
+        return repeated
 
 
 def apply_device_map(model: nn.Module, world: World) -> DeviceMap:
