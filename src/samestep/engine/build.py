@@ -165,7 +165,12 @@ def _compare_ranks(
 
 
 def _scaler(config: StepConfig, world: World) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    if world.strategy.offload and world.mesh_shape.shard > 1:
+        # The scale is created where it is used first: on the device of the gradients. From another device, torch would
+        # copy it without a wait, and the host would read the copy before its end.
+        scaler.scale(torch.zeros(()))
+    return scaler
 
 
 def _evaluation_outputs(

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import samestep
+from samestep.config import StrategyConfig
 from samestep.data.batch import channels_last
 from samestep.engine import build
 from samestep.errors import InputError
@@ -119,3 +120,14 @@ def test_recomputed_modules_receive_tensors_and_options_by_name(monkeypatch: pyt
     outputs.sum().backward()
     assert passed == [(x, y, 2.0)]
     assert torch.equal(x.grad, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize(("offload", "ranks", "device"), [(True, 2, "cpu"), (True, 1, "meta"), (False, 2, "meta")])
+def test_the_scale_of_fp16_is_on_the_device_of_the_gradients(offload: bool, ranks: int, device: str) -> None:
+    """With `offload`, gradients of shards are in host memory; otherwise on the device of the rank."""
+    strategy = StrategyConfig(name="fsdp", offload=offload)
+    world = samestep.World(0, ranks, torch.device("meta"), strategy=strategy)
+    scaler = build._scaler(samestep.StepConfig(precision="fp16"), world)
+    assert scaler.scale(torch.zeros((), device="meta")).device.type == "meta"
+    assert scaler._scale is not None
+    assert scaler._scale.device.type == device
