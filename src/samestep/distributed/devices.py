@@ -75,7 +75,7 @@ def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> Resul
             results = [compute() for _ in range(_REHEARSALS)]
         finally:
             module.set_sync_debug_mode(mode)
-    current.wait_stream(stream)
+            current.wait_stream(stream)  # what was computed until an error changes the same memory too
     return results[-1]
 
 
