@@ -166,6 +166,18 @@ def test_a_repeated_forward_draws_the_same_numbers_after_that_of_another_device(
     assert seen == ["state of device 0", "state of device 0, drawn"] * 2
 
 
+def test_changed_parameters_keep_the_device_map_and_its_hooks() -> None:
+    """Forwards that activation checkpointing repeats refer to the device map."""
+    with single_process(CONFIGS["Toy"]) as world:
+        engine, batches = build(world, "Toy")
+        device_map, hooks = engine.device_map, len(engine.model.net1._forward_pre_hooks)
+        steps_of(engine, batches, 1)
+        engine.model.net1.requires_grad_(False)
+        steps_of(engine, batches, 1)
+        assert engine.device_map is device_map
+        assert len(engine.model.net1._forward_pre_hooks) == hooks == 1
+
+
 def test_the_last_matching_pattern_applies_to_all_descendants() -> None:
     model = nn.ModuleDict({"body": Chain(), "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     numbers = device_map_of(model, at({"*": 0, "head": 1, "body.1.*": 2}, devices=3)).numbers

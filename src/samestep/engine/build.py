@@ -106,7 +106,7 @@ def build_components(
         optimizer.zero_grad(set_to_none=True)  # a gradient may have another shape than the parameter has now
         previous.runner.strategy.close()
 
-    device_map = move_to_devices(model, world)
+    device_map = move_to_devices(model, world, previous and previous.device_map)
     if previous is None:
         transform_model(model, config, world.device, device_map)
     local_parameters = divide_model(model, world, config)
@@ -316,14 +316,16 @@ def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> 
     return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
+def move_to_devices(model: torch.nn.Module, world: World, previous: DeviceMap | None = None) -> DeviceMap | None:
     """Move a model to the device of this rank, or its modules to several; return the device map in that case.
+
+    `previous` is that of the model before its parameters changed.
 
     Raises:
         InputError: the strategy does not fit the model, or a device is missing.
     """
     if world.strategy.name == "device_map":
-        return apply_device_map(model, world)
+        return apply_device_map(model, world, previous)
     if world.mesh_shape.shard == 1:  # FSDP moves each shard itself
         model.to(world.device)
     return None
