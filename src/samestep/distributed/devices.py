@@ -159,6 +159,22 @@ def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...
     return tuple(names[position] for position in positions)
 
 
+def require_default_device() -> None:
+    """Refuse another default device than the CPU, on which data and messages between ranks are prepared.
+
+    Raises:
+        InputError: torch has another one.
+    """
+    import torch
+
+    if (default := torch.get_default_device()).type != "cpu":
+        raise _device_error(
+            f"torch's default device is {default}",
+            expected="new tensors on the CPU by default; engine and loader move model and data to the device of a rank",
+            fix="leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) in a forward",
+        )
+
+
 def rank_devices(world: World) -> tuple[torch.device, ...]:
     """Return the devices of this rank under `strategy.devices`, in order; the first is `world.device`.
 

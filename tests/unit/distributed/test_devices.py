@@ -189,3 +189,10 @@ def test_the_current_stream_waits_for_a_rehearsal_that_fails_too(
     with pytest.raises(ZeroDivisionError) if is_failing else nullcontext():
         rehearse_graph(device, lambda: 1 / (not is_failing))
     assert (other.waits, current.waits) == ([current], [other])
+
+
+def test_another_default_device_than_the_cpu_is_refused() -> None:
+    message = "torch's default device is meta"
+    with torch.device("meta"), pytest.raises(InputError, match=message) as refusal, samestep.start():
+        pass
+    assert refusal.value.code == "E_DEVICES"
