@@ -109,6 +109,13 @@ def set_tf32(device: torch.device, *, allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = allowed
 
 
+def allows_tf32() -> bool:
+    """Return whether the script, or a library, has allowed TF32 in matrix products on GPUs."""
+    import torch
+
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
     """Return the names of the `count` devices that torch counts under a setting of `CUDA_VISIBLE_DEVICES`, in order."""
     if setting is None:
