@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, move
+from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.zoo.text.models import causal_attention
 
@@ -208,17 +209,28 @@ def _wide_engine(width: int, layers: int, reduction: Any, world: samestep.World,
     return engine
 
 
+class _GradientPeak(Callback):
+    """Peak memory of a GPU until the gradients are summed: their norm needs 128 MiB for a short time."""
+
+    bytes = 0
+
+    def end_gradients(self, engine: Engine) -> None:
+        device = engine.world.device
+        self.bytes = torch.get_device_module(device).max_memory_allocated(device)
+
+
 def _gradient_peak(engine: Engine, step: Step) -> float:
     """Return the peak memory of a step without the parameters, in units of the parameters."""
     parameters, device = list(engine.model.parameters()), engine.world.device
     size = sum(p.nbytes for p in parameters)
     if device.type != "cpu":
-        module = torch.get_device_module(device)
+        module, peak = torch.get_device_module(device), _GradientPeak()
+        engine._callbacks = (*engine._callbacks, peak)
         module.synchronize()
         module.empty_cache()
         module.reset_peak_memory_stats(device)
         step()
-        return float(module.max_memory_allocated(device) / size - 1)
+        return peak.bytes / size - 1
     peaks: list[int] = []
     # The last gradient of a backward: all sums of earlier microbatches exist too.
     hook = parameters[0].register_post_accumulate_grad_hook(lambda _: peaks.append(_tensor_bytes(parameters[1])))

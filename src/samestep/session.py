@@ -26,6 +26,7 @@ from samestep.distributed.devices import (
     first_gpu_index,
     gpu_uuids,
     is_accelerator,
+    require_default_device,
     require_own_gpus,
 )
 from samestep.distributed.disk_operations import disk_operations
@@ -90,7 +91,7 @@ def start(
         The world. Its process group ends with the block, unless it was adopted.
 
     Raises:
-        InputError: device or mesh do not exist, a process group exists, or the run cannot be written, or is in use.
+        InputError: device, default device or mesh do not fit, a process group exists, or the run cannot be written.
     """
     worker, strategy = process_state.worker, _with_fixed_shares(strategy or StrategyConfig())
     keep_freed_memory()  # before the threads of the process group exist
@@ -232,6 +233,7 @@ def _create_process_group(
 ) -> Membership:
     """Select the device, find the other ranks and create the process group."""
     _require_no_process_group()
+    require_default_device()
     rendezvous = read_rendezvous() if worker is None else None
     is_local = worker.place.is_on_one_host if worker else rendezvous is None or rendezvous.is_on_one_machine
     prepare_torch_environment(loopback=is_local)

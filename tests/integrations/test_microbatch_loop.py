@@ -78,3 +78,17 @@ def test_non_finite_loss_ends_the_step(alone: samestep.World) -> None:
         for data in loop.microbatches(batches):
             loop.backward(training.cross_entropy(model, data) * float("nan"))
     assert training.digest(model) == before
+
+
+@pytest.mark.parametrize(("precision", "allows_tf32"), [("highest", False), ("high", True)])
+def test_products_of_matrices_have_the_precision_of_the_script(
+    alone: samestep.World, precision: str, allows_tf32: bool
+) -> None:
+    """The libraries have no option of their own, and their users call this function of torch."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        _, loop, _ = loop_of(alone)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert loop.engine.config.tf32 is allows_tf32

@@ -12,6 +12,7 @@ from helpers.system import here
 from samestep import launch
 from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
 from samestep.data.batch import move_next_to
+from samestep.engine.build import _checkpointed_forward
 from samestep.errors import EXIT_INPUT, InputError
 from samestep.strategies.device_map import DeviceMap, apply_device_map
 from samestep.strategies.reduction import _buckets
@@ -126,6 +127,55 @@ def test_two_layers_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         steps_of(engine, batches, 1)
         assert calls == ["net1", "net2"] * 5  # microbatches
         assert list(engine.model.state_dict()) == list(Toy().state_dict())
+
+
+class Generators:
+    """States of the generators of two GPUs, of which one draws at a time."""
+
+    def __init__(self) -> None:
+        self.states = {torch.device("cuda", number): f"state of device {number}" for number in range(2)}
+
+    def get_rng_state(self, device: torch.device) -> Any:
+        return self.states[device]
+
+    def set_rng_state(self, state: Any, device: torch.device) -> None:
+        self.states[device] = state
+
+
+def test_a_repeated_forward_draws_the_same_numbers_after_that_of_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generators = Generators()
+    monkeypatch.setattr("samestep.strategies.device_map.accelerator_module", lambda: generators)
+    monkeypatch.setattr("samestep.engine.build.checkpoint", lambda forward, **_: (forward(), forward)[1])
+    first, second = devices = tuple(generators.states)
+    device_map = DeviceMap(devices, {"net1.dropout": 0, "net1.linear": 1, "net2": 1})
+    seen: list[Any] = []
+
+    def forward() -> None:
+        for name, device in {"net1.dropout": first, "net1.linear": second}.items():
+            device_map.move_inputs(name, nn.Module(), (), {})
+            seen.append(generators.states[device])
+            generators.states[device] += ", drawn"
+
+    device_map.begin_forward(nn.Module(), ())
+    repeat = _checkpointed_forward(forward, device_map)
+    device_map.move_inputs("net2", nn.Module(), (), {})
+    generators.states[second] += ", drawn again"
+    repeat()
+    assert seen == ["state of device 0", "state of device 0, drawn"] * 2
+
+
+def test_changed_parameters_keep_the_device_map_and_its_hooks() -> None:
+    """Forwards that activation checkpointing repeats refer to the device map."""
+    with single_process(CONFIGS["Toy"]) as world:
+        engine, batches = build(world, "Toy")
+        device_map, hooks = engine.device_map, len(engine.model.net1._forward_pre_hooks)
+        steps_of(engine, batches, 1)
+        engine.model.net1.requires_grad_(False)
+        steps_of(engine, batches, 1)
+        assert engine.device_map is device_map
+        assert len(engine.model.net1._forward_pre_hooks) == hooks == 1
 
 
 def test_the_last_matching_pattern_applies_to_all_descendants() -> None:

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.simulated_accelerator import simulated_accelerator
 from samestep import launch
 from samestep.config import MeshConfig, Precision, StrategyConfig
+from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT
 from samestep.launcher.failure import RankError
-from samestep.strategies.fsdp import shard_units
+from samestep.strategies.fsdp import TreeReduceScatter, _Backward, _move_buffers, shard_units
+from samestep.strategies.reduction import MicrobatchTree
 from workers import fsdp as ranks_fsdp
 
 RANKS = 4
@@ -150,3 +153,24 @@ def test_units_are_blocks_without_shared_parameters() -> None:
     assert shard_units(plain) == [plain.first, plain.second]
     assert shard_units(nn.Linear(3, 3)) == []
     assert all(isinstance(p, torch.Tensor) for p in model.parameters())
+
+
+def test_sums_on_another_stream_keep_their_memory() -> None:
+    """FSDP frees the gradients of a unit for the stream of the backward, while earlier ones are added on its own."""
+    world, tree = World(0, 1, torch.device("cpu")), MicrobatchTree(4, 8)
+    unit = TreeReduceScatter(world, world, None)
+    with simulated_accelerator() as accelerator:
+        gradients = [accelerator.copy(torch.ones(6)) for _ in range(2)]
+        stream = accelerator.Stream(world.device)
+        for microbatch, gradient in enumerate(gradients):
+            unit.backward = _Backward(tree, (microbatch, microbatch + 1), last=False)
+            with accelerator.stream(stream):
+                unit(torch.empty(6), gradient, None, None)  # type: ignore[arg-type]
+    assert [gradient.streams for gradient in gradients] == [(stream,), (stream,)]
+
+
+def test_buffers_are_on_the_device_that_computes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    _move_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

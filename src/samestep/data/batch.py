@@ -189,7 +189,8 @@ def _has_method_to(value: Any) -> bool:
 
 def _to(value: Any, device: torch.device) -> Any:
     try:
-        return value.to(device, non_blocking=True)
+        # The host would read a copy from an accelerator before its end.
+        return value.to(device, non_blocking=is_accelerator(device))
     except TypeError:  # a method without the option
         return value.to(device)
 

@@ -75,7 +75,7 @@ def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> Resul
             results = [compute() for _ in range(_REHEARSALS)]
         finally:
             module.set_sync_debug_mode(mode)
-    current.wait_stream(stream)
+            current.wait_stream(stream)  # what was computed until an error changes the same memory too
     return results[-1]
 
 
@@ -107,6 +107,13 @@ def set_tf32(device: torch.device, *, allowed: bool) -> None:
     if is_accelerator(device):
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
+
+
+def allows_tf32() -> bool:
+    """Return whether the script, or a library, has allowed TF32 in matrix products on GPUs."""
+    import torch
+
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
@@ -157,6 +164,22 @@ def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...
         )
     names = visible_devices(setting, count)
     return tuple(names[position] for position in positions)
+
+
+def require_default_device() -> None:
+    """Refuse another default device than the CPU, on which data and messages between ranks are prepared.
+
+    Raises:
+        InputError: torch has another one.
+    """
+    import torch
+
+    if (default := torch.get_default_device()).type != "cpu":
+        raise _device_error(
+            f"torch's default device is {default}",
+            expected="new tensors on the CPU by default; engine and loader move model and data to the device of a rank",
+            fix="leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) in a forward",
+        )
 
 
 def rank_devices(world: World) -> tuple[torch.device, ...]:

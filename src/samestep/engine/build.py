@@ -7,7 +7,7 @@ among ranks, reduction, strategy, runner.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,9 +106,9 @@ def build_components(
         optimizer.zero_grad(set_to_none=True)  # a gradient may have another shape than the parameter has now
         previous.runner.strategy.close()
 
-    device_map = move_to_devices(model, world)
+    device_map = move_to_devices(model, world, previous and previous.device_map)
     if previous is None:
-        transform_model(model, config, world.device)
+        transform_model(model, config, world.device, device_map)
     local_parameters = divide_model(model, world, config)
     if isinstance(local_parameters, StageParameters):
         local_parameters.prepare(config)
@@ -165,7 +165,12 @@ def _compare_ranks(
 
 
 def _scaler(config: StepConfig, world: World) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    if world.strategy.offload and world.mesh_shape.shard > 1:
+        # The scale is created where it is used first: on the device of the gradients. From another device, torch would
+        # copy it without a wait, and the host would read the copy before its end.
+        scaler.scale(torch.zeros(()))
+    return scaler
 
 
 def _evaluation_outputs(
@@ -265,7 +270,9 @@ def _build_buffers(
     return state
 
 
-def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.device) -> None:
+def transform_model(
+    model: torch.nn.Module, config: StepConfig, device: torch.device, device_map: DeviceMap | None = None
+) -> None:
     """Set TF32, memory format, activation checkpointing and compilation, in place; parameter names stay unchanged.
 
     Raises:
@@ -275,7 +282,7 @@ def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.de
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in _checkpointed_modules(model, config.recompute):
-        module.forward = partial(_checkpointed_forward, module.forward)
+        module.forward = partial(_checkpointed_forward, module.forward, device_map)
     if config.compile:
         # Dropout draws the same numbers as without compilation. Kernels are compiled for one size each: the sizes seen
         # earlier on a rank must not select the kernel.
@@ -284,10 +291,22 @@ def transform_model(model: torch.nn.Module, config: StepConfig, device: torch.de
         model.compile(dynamic=False)
 
 
-def _checkpointed_forward(forward: Any, *arguments: Any, **named: Any) -> Any:
+def _checkpointed_forward(
+    forward: Callable[..., Any], device_map: DeviceMap | None, /, *arguments: Any, **named: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    return checkpoint(forward, *arguments, use_reentrant=False, **named)
+    repeated = forward if device_map is None else device_map.repeatable(forward)
+    if not named:
+        return checkpoint(repeated, *arguments, use_reentrant=False)
+
+    count, names = len(arguments), tuple(named)
+
+    def compute(*values: Any) -> Any:
+        return repeated(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # By position: torch restores the generators of the devices of these tensors, and has options of its own by name.
+    return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
 
 
 def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[torch.nn.Module]:
@@ -297,14 +316,16 @@ def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> 
     return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def move_to_devices(model: torch.nn.Module, world: World) -> DeviceMap | None:
+def move_to_devices(model: torch.nn.Module, world: World, previous: DeviceMap | None = None) -> DeviceMap | None:
     """Move a model to the device of this rank, or its modules to several; return the device map in that case.
+
+    `previous` is that of the model before its parameters changed.
 
     Raises:
         InputError: the strategy does not fit the model, or a device is missing.
     """
     if world.strategy.name == "device_map":
-        return apply_device_map(model, world)
+        return apply_device_map(model, world, previous)
     if world.mesh_shape.shard == 1:  # FSDP moves each shard itself
         model.to(world.device)
     return None

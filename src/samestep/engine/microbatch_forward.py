@@ -150,6 +150,9 @@ class MicrobatchForward:
         """Seed the generators for a microbatch, and return the autocast context."""
         seed = microbatch_seed(purpose, self.seed, position, microbatch)
         seed_generators(seed, self.device, concurrent=concurrent)
+        if self.config.reduction == "exact":
+            # Also if a script has set it since `samestep.start`: ranks would select kernels by their own time.
+            torch.backends.cudnn.benchmark = False
         return autocast(self.config.precision, self.device)
 
     def _result(self, module: torch.nn.Module, microbatch: Microbatch) -> ForwardResult:

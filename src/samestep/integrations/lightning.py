@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from samestep.config import DeviceKind, StepConfig
+from samestep.distributed.devices import allows_tf32
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
@@ -131,7 +132,7 @@ class SamestepStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             view = WithoutMetrics.of(module)
             self._gradients = GradientsOnly(view)
-            config = StepConfig(seed=self._seed, threads=self._threads)
+            config = StepConfig(seed=self._seed, threads=self._threads, tf32=allows_tf32())
             self._engine = Engine(
                 view, self._gradients, world=world, config=config, buffers=self._buffers, callbacks=[self._log]
             )

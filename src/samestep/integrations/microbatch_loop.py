@@ -26,7 +26,7 @@ import torch
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.data.loader import Loader
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import accelerator_module, allows_tf32, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.engine.buffer_rules import Rule
@@ -64,7 +64,8 @@ class MicrobatchLoop:
         self, model: torch.nn.Module, *, world: World, seed: int = 0, buffers: Mapping[str, Rule] | None = None
     ) -> None:
         self._optimizer = GradientsOnly(model)
-        self.engine = Engine(model, self._optimizer, world=world, config=StepConfig(seed=seed), buffers=buffers)
+        config = StepConfig(seed=seed, tf32=allows_tf32())
+        self.engine = Engine(model, self._optimizer, world=world, config=config, buffers=buffers)
         self.microbatch: Microbatch | None = None
         self.is_first = self.is_last = False
         self.result: StepResult | None = None

@@ -15,6 +15,7 @@ from samestep.distributed.devices import (
     first_gpu_index,
     gpu_uuids,
     is_accelerator,
+    require_default_device,
     require_own_gpus,
 )
 from samestep.distributed.env import prepare_torch_environment, read_rendezvous
@@ -37,6 +38,7 @@ def adopt_process_group(
         InputError: ranks share a GPU or run other software than rank 0, or the strategy needs groups for parts of the
             ranks, which the group's backend cannot provide.
     """
+    require_default_device()
     prepare_torch_environment(loopback=False)  # the library has chosen the network interface
     rank, size, limit = dist.get_rank(), dist.get_world_size(), timeout or TIMEOUT
     configure_logging(rank)

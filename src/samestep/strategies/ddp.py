@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import cast
@@ -86,7 +87,8 @@ class DdpStrategy(Strategy):
             self._ddp(None)
 
     def sum_vectors(self, tree: MicrobatchTree, vectors: Mapping[Node, torch.Tensor], length: int) -> Sum:
-        return self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length)).wait
+        future = self._comm_stream.submit(lambda: self._reduction.reduce_vector(tree, vectors, length))
+        return partial(_wait, future, vectors)
 
     def close(self) -> None:
         del self._ddp, self.module  # the reducer keeps shapes and types of parameters in the autograd graph
@@ -168,6 +170,11 @@ class _Parameters(torch.nn.Module):
 
     def forward(self, unused: None) -> None:
         """Compute nothing. DDP requires an argument on a GPU."""
+
+
+def _wait(future: TensorFuture, operands: object) -> torch.Tensor:
+    """Return a result; until then, `operands` keep their memory, which another stream may still read."""
+    return future.wait()
 
 
 def _reduce_bucket(strategy: weakref.ref[DdpStrategy], bucket: dist.GradBucket) -> TensorFuture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from samestep.config import StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, rank_devices
@@ -31,6 +32,18 @@ class DeviceMap:
 
     def __post_init__(self) -> None:
         self._generator_device = self.devices[0]
+        self._hooks: list[RemovableHandle] = []
+
+    def place(self, model: nn.Module, numbers: dict[str, int]) -> None:
+        """Set the devices of modules of `model`, and hooks in place of earlier ones."""
+        for hook in self._hooks:
+            hook.remove()
+        self.numbers, modules = numbers, dict(model.named_modules(remove_duplicate=False))
+        self._hooks = [model.register_forward_pre_hook(self.begin_forward)]
+        self._hooks += [
+            modules[name].register_forward_pre_hook(partial(self.move_inputs, name), with_kwargs=True)
+            for name in numbers
+        ]
 
     def describe(self) -> str:
         """Return one line per device with its outermost modules."""
@@ -63,9 +76,28 @@ class DeviceMap:
         )
         return moved
 
+    def repeatable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward of modules that draws the same numbers when activation checkpointing repeats it.
 
-def apply_device_map(model: nn.Module, world: World) -> DeviceMap:
+        Between both calls, the forward of other modules moves the state of the generator to other devices.
+        """
+        device = self._generator_device
+        state = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
+
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            self._generator_device = device
+            if state is not None:
+                accelerator_module().set_rng_state(state, device)
+            return forward(*args, **kwargs)
+
+        return repeated
+
+
+def apply_device_map(model: nn.Module, world: World, previous: DeviceMap | None = None) -> DeviceMap:
     """Move the modules of `model` to the devices of this rank; inputs follow them in forward.
+
+    `previous` is the device map of the model before its parameters changed, and is changed in place: forwards of
+    activation checkpointing refer to it.
 
     Raises:
         InputError: the strategy does not fit the model, or a device is missing.
@@ -78,10 +110,8 @@ def apply_device_map(model: nn.Module, world: World) -> DeviceMap:
     for name, module in modules.items():
         if _own_tensors(module):
             module._apply(partial(torch.Tensor.to, device=devices[assigned[name]]), recurse=False)
-    device_map = DeviceMap(devices, _single_device_modules(modules, assigned))
-    model.register_forward_pre_hook(device_map.begin_forward)
-    for name in device_map.numbers:
-        modules[name].register_forward_pre_hook(partial(device_map.move_inputs, name), with_kwargs=True)
+    device_map = previous or DeviceMap(devices, {})
+    device_map.place(model, _single_device_modules(modules, assigned))
     return device_map
 
 

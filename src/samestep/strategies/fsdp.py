@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from samestep.config import StrategyConfig
-from samestep.distributed.devices import is_accelerator
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError, UnusedParameterError
 from samestep.microbatches import owned_microbatches
@@ -62,6 +62,7 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
     model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
     if config.meta:
         model.to_empty(device="cpu" if config.offload else world.device)
+        _move_buffers(model, world.device)
         _materialize(model, values, world)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -107,6 +108,14 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
         )
     model.to("meta")
     return values
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to the device that computes, where FSDP expects them with `offload` too."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
@@ -219,6 +228,9 @@ class TreeReduceScatter(ReduceScatter):
             output_tensor.zero_()
             return
         tree = self.backward.tree
+        if is_accelerator(input_tensor.device):
+            # The memory is of the stream of the backward, which would reuse it before the sums of this stream are done.
+            input_tensor.record_stream(accelerator_module().current_stream(input_tensor.device))
         if self.backward.node is not None:
             self._require(all(kept.shape == input_tensor.shape for kept in self._sums.values()))
             values, self._sums = {**self._sums, self.backward.node: input_tensor}, {}

@@ -149,6 +149,19 @@ def test_cpu_does_not_prefetch() -> None:
     assert next(source).number == 1
 
 
+class Moved:
+    """Object that records how it is moved."""
+
+    def to(self, device: torch.device, non_blocking: bool) -> tuple[torch.device, bool]:
+        return device, non_blocking
+
+
+def test_the_host_waits_for_copies_from_an_accelerator() -> None:
+    """Copies of tensors without a wait are in page-locked memory, and complete at some later time."""
+    assert move(Moved(), CPU) == (CPU, False)
+    assert move(Moved(), torch.device("cuda", 0)) == (torch.device("cuda", 0), True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [1, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 9])

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import samestep
+from samestep.config import StrategyConfig
 from samestep.data.batch import channels_last
+from samestep.engine import build
 from samestep.errors import InputError
 from samestep.launcher.launch import launch
 from workers.transforms import Conv, engine_of, train, train_each
@@ -101,3 +104,30 @@ def test_incompatible_options_are_refused(alone: samestep.World, options: dict[s
         engine_of(alone, **options)
     assert value in error.value.value
     assert error.value.fix
+
+
+def test_recomputed_modules_receive_tensors_and_options_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch restores the generators of the devices of positional tensors, and has an option `debug` of its own."""
+    passed: list[tuple[Any, ...]] = []
+
+    def recorded(function: Any, *arguments: Any, **options: Any) -> Any:
+        passed.append(arguments)
+        return checkpoint(function, *arguments, **options)
+
+    monkeypatch.setattr(build, "checkpoint", recorded)
+    x, y = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    outputs = build._checkpointed_forward(lambda x, y, *, debug: x * y * debug, None, x, y=y, debug=2.0)
+    outputs.sum().backward()
+    assert passed == [(x, y, 2.0)]
+    assert torch.equal(x.grad, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize(("offload", "ranks", "device"), [(True, 2, "cpu"), (True, 1, "meta"), (False, 2, "meta")])
+def test_the_scale_of_fp16_is_on_the_device_of_the_gradients(offload: bool, ranks: int, device: str) -> None:
+    """With `offload`, gradients of shards are in host memory; otherwise on the device of the rank."""
+    strategy = StrategyConfig(name="fsdp", offload=offload)
+    world = samestep.World(0, ranks, torch.device("meta"), strategy=strategy)
+    scaler = build._scaler(samestep.StepConfig(precision="fp16"), world)
+    assert scaler.scale(torch.zeros((), device="meta")).device.type == "meta"
+    assert scaler._scale is not None
+    assert scaler._scale.device.type == device

@@ -15,11 +15,14 @@ from helpers.batches import batch_of
 from helpers.models import seeded
 from helpers.waits import Waits
 from samestep import launch
-from samestep.config import StepConfig
+from samestep.config import Reduction, StepConfig
+from samestep.distributed.rng import preserved_generators
 from samestep.engine import step_runner
 from samestep.engine.buffers import ForwardState
 from samestep.engine.checksum import state_checksum
 from samestep.engine.engine import Engine
+from samestep.engine.loss import as_step_loss
+from samestep.engine.microbatch_forward import TRAINING, MicrobatchForward
 from samestep.engine.sync_batch_norm import LayerPosition, Message, sync_batch_norm
 from samestep.microbatches import Cursor
 from samestep.strategies.reduction import ExactReduction, MicrobatchTree
@@ -251,3 +254,14 @@ def test_state_of_norm_layers_takes_equally_many_kernels_for_any_number_of_layer
         return kernels.calls
 
     assert operations(2) == operations(7)
+
+
+@pytest.mark.parametrize(("reduction", "selects_by_time"), [("exact", False), ("fast", True)])
+def test_exact_computes_without_trials_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, reduction: Reduction, selects_by_time: bool
+) -> None:
+    """Scripts set this option after `samestep.start`, too."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    forward = MicrobatchForward(as_step_loss(None), StepConfig(reduction=reduction), torch.device("cpu"))
+    with preserved_generators(), forward.context(TRAINING, 0, 0):
+        assert torch.backends.cudnn.benchmark is selects_by_time

@@ -1,9 +1,14 @@
-"""Time of a rank's own computation in a step."""
+"""Time of a rank's own computation in a step, and memory of sums."""
 
 import time
+import weakref
+from collections.abc import Callable
 
 import torch
 
+from samestep.distributed.world import World
+from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.reduction import ExactReduction, MicrobatchTree
 from samestep.strategies.strategy import ComputeClock
 
 PAUSE = 0.02
@@ -34,3 +39,26 @@ def test_steps_are_not_timed_by_default_and_without_gradients() -> None:
     clock.is_enabled = True
     clock.begin()
     assert clock.seconds is None
+
+
+class OtherStream:
+    """A stream that may compute later."""
+
+    def submit(self, communicate: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        future = torch.futures.Future[torch.Tensor]()
+        future.set_result(communicate())
+        return future
+
+
+def test_summed_vectors_keep_their_memory_until_the_sum_is_read() -> None:
+    """Vectors are memory of the current stream, and their sum is computed in another one."""
+    world, strategy = World(0, 1, torch.device("cpu")), object.__new__(DdpStrategy)
+    strategy._comm_stream, strategy._reduction = OtherStream(), ExactReduction(world, [])  # type: ignore[assignment]
+    vectors = {(number, number + 1): torch.ones(3, dtype=torch.float64) for number in range(4)}
+    references = [weakref.ref(vector) for vector in vectors.values()]
+    total = strategy.sum_vectors(MicrobatchTree(4, 8), vectors, 3)
+    del vectors
+    assert None not in [reference() for reference in references]
+    assert total().tolist() == [4.0] * 3
+    del total
+    assert [reference() for reference in references] == [None] * 4

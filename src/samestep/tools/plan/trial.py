@@ -199,6 +199,8 @@ def _measure_links(world: World, levels: Sequence[int]) -> tuple[dict[int, Link]
     pairs: dict[int, Link] = {}
     gathers: dict[int, Link] = {}
     messages: dict[int, Link] = {}
+    # NCCL connects a group in its first collective, for which it waits for all ranks: not in an exchange of two.
+    world.all_reduce(torch.zeros(1, device=world.device))
     for level in levels:
         group = dist.new_group(list(range(level)), timeout=world.timeout)
         is_active, peer = world.rank < level, world.rank ^ 1
