@@ -354,7 +354,7 @@ def test_runs_without_a_name_get_different_names(tmp_path: Path) -> None:
 def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "[bold] x[red] :fire:"
     assert here("train", RECIPE, "--name", name, "--set", "epochs=1", cwd=tmp_path) == 0
-    assert f"samestep eval runs/{name}" in capsys.readouterr().out
+    assert f"samestep eval 'runs/{name}'" in capsys.readouterr().out
 
 
 # --- output in a terminal ---------------------------------------------------------------------------------------

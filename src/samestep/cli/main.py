@@ -6,12 +6,15 @@ import argparse
 import errno
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.cli.commands import COMMANDS, PRELOAD, build_root
@@ -24,6 +27,7 @@ from samestep.cli.external_launcher import (
 )
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
+from samestep.distributed.signals import handled_signals
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.launcher.launch import start_early
@@ -65,17 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 failed run, 2 invalid input, 3 failed check, 130 stopped on request.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with reported_by_rank_0():
-            arguments = sys.argv[1:] if arguments is None else arguments
-            _require_current_folder()
-            if _starts_ranks(arguments) and read_rendezvous() is None:
-                start_early(PRELOAD)  # before the imports of the command
-            parsed = parse_arguments(build_parser(arguments), arguments)
-            if parsed.local_rank is not None:
-                require_local_rank(parsed.local_rank)
-        configure_logging()
-        code: int = parsed.run(parsed)
+        with _early_start(arguments):
+            with reported_by_rank_0():
+                parsed = parse_arguments(build_parser(arguments), arguments)
+                if parsed.local_rank is not None:
+                    require_local_rank(parsed.local_rank)
+            configure_logging()
+            code: int = parsed.run(parsed)
         _check_output(parsed.command)
     except ReportedError as error:
         exit_now(error.exit_code)
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except (ModuleNotFoundError, OSError) as error:
-        if (input_error := _input_error(parsed.command, error)) is None:
+        if (input_error := _input_error(error)) is None:
             raise
         print(f"error: {input_error}", file=sys.stderr)
         return EXIT_INPUT
@@ -94,16 +96,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _starts_ranks(arguments: Sequence[str]) -> bool:
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    return command is not None and command.starts_ranks and not {"-h", "--help"}.intersection(arguments)
+@contextmanager
+def _early_start(arguments: Sequence[str]) -> Iterator[None]:
+    """Start the fork server before the imports of a command that starts ranks.
+
+    Inside the block SIGTERM interrupts such a command, as Ctrl-C does, so that it leaves nothing behind.
+    """
+    with reported_by_rank_0():
+        _require_current_folder()
+        command = COMMANDS.get(arguments[0]) if arguments else None
+        is_help = bool({"-h", "--help"}.intersection(arguments))
+        starts = command is not None and command.starts_ranks and not is_help and read_rendezvous() is None
+    if not starts:
+        yield
+        return
+    with handled_signals((signal.SIGTERM,), _interrupt):
+        start_early(PRELOAD)
+        yield
 
 
-def _input_error(command: str, error: ModuleNotFoundError | OSError) -> InputError | None:
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
     """Return the error of a missing extra, or of a path that no file can have; None for other errors."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _RECIPE_MODULES:
         return InputError(
-            f"samestep {command} needs {error.name}, which is not installed",
+            f"{error.name} is not installed",
             expected="the packages of recipes, reports and plots",
             fix="pip install 'samestep[recipes]'",
             code="E_NOT_INSTALLED",

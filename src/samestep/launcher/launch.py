@@ -158,7 +158,12 @@ def run_workers(
 
 
 def start_early(preload: Sequence[str] = ()) -> None:
-    """Start the fork server of later launches: it imports torch while this process reads its input."""
+    """Start the fork server of later launches: it imports torch while this process reads its input.
+
+    Raises:
+        InputError: not even one rank can start on this machine.
+    """
+    require_machine(1)
     _configure_server(preload)
     start_server()
 
