@@ -14,8 +14,8 @@ STEP_TIME ?= --rounds 20
 DEVICE ?= cuda
 GPU ?=
 GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
-# Two test files at a time: the ranks of a test spend much of the time in waits.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+# Three test files at a time: the ranks of a test spend much of the time in waits.
+PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak lint types format bench gpu gpu-wheels docs clean

@@ -114,6 +114,7 @@ def f1_of_ranks() -> float:
         return float(metric.compute(world))
 
 
+@pytest.mark.slow
 def test_states_are_added_in_one_order_with_any_hash_seeds() -> None:
     """The order of a set of names differs between interpreters, such as those of torchrun."""
     config = LaunchConfig(60.0, has_own_hash_seeds=True)
