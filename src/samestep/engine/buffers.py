@@ -32,7 +32,8 @@ from samestep.engine.buffer_rules import (
     rules_of,
     unequal_state_error,
 )
-from samestep.engine.side_effects import ModuleAttributes, ParameterCheck
+from samestep.engine.module_attributes import ModuleAttributes
+from samestep.engine.side_effects import ParameterCheck
 from samestep.engine.tensor_bits import any_differs, bytes_of, copies, copy_tensors, hash_of, version_of
 from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import Strategy

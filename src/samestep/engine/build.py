@@ -289,7 +289,10 @@ def transform_model(
         # earlier on a rank must not select the kernel.
         torch._inductor.config.fallback_random = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        model.compile(dynamic=False)
+        # torch leaves frames of its own modules to the interpreter, so all of an `nn.Sequential`.
+        is_of_torch = type(model).__module__.startswith("torch.")
+        with torch._dynamo.config.patch(wrap_top_frame=is_of_torch):
+            model.compile(dynamic=False)
 
 
 def _checkpointed_forward(

@@ -25,8 +25,9 @@ from samestep.engine.buffer_rules import listed
 from samestep.engine.global_loss import GlobalLoss, part_of_loss
 from samestep.engine.loss import Loss, LossFunction, StepLoss, as_step_loss, no_loss
 from samestep.engine.microbatch_forward import EVALUATION, ForwardFunction, MicrobatchForward
+from samestep.engine.module_attributes import AttributeCopies
 from samestep.engine.multi_loss import MultiLoss
-from samestep.engine.side_effects import AttributeCopies, ParameterCheck
+from samestep.engine.side_effects import ParameterCheck
 from samestep.engine.step_stats import means
 from samestep.engine.tensor_bits import copy_tensors
 from samestep.errors import InputError, RunError

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from samestep.config import StrategyConfig
+from samestep.config import StepConfig, StrategyConfig
 from samestep.data.batch import channels_last
 from samestep.engine import build
 from samestep.errors import InputError
@@ -131,3 +131,25 @@ def test_the_scale_of_fp16_is_on_the_device_of_the_gradients(offload: bool, rank
     assert scaler.scale(torch.zeros((), device="meta")).device.type == "meta"
     assert scaler._scale is not None
     assert scaler._scale.device.type == device
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+def compiled_graphs(model: torch.nn.Module) -> int:
+    build.transform_model(model, StepConfig(compile=True), torch.device("cpu"))
+    for _ in range(2):
+        model(torch.randn(3, 2)).sum().backward()
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [torch.nn.Sequential(torch.nn.Linear(2, 2)), Wrapped()], ids=["Sequential", "own"])
+def test_model_is_compiled_once(model: torch.nn.Module) -> None:
+    assert launch(compiled_graphs, model, processes=1) == 1
