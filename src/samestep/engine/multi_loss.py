@@ -112,7 +112,9 @@ class MultiLoss(StepLoss):
         counts = torch.zeros(len(self.terms), batch.microbatches, dtype=torch.float64, device=world.device)
         for microbatch in batch.local_microbatches:
             for row, term in enumerate(self.terms if microbatch.size else ()):
-                counts[row, microbatch.number] = term.items(microbatch.pair[1], microbatch.size)
+                count, items = counts[row, microbatch.number], term.items(microbatch.pair[1], microbatch.size)
+                # The assignment of a number to an element would wait for the device.
+                count.copy_(items.reshape(())) if isinstance(items, torch.Tensor) else count.fill_(items)
         world.all_reduce(counts)  # each element has one non-zero summand, so the order of summation is irrelevant
         rows = counts.tolist()
         for term, row in zip(self.terms, rows, strict=True):

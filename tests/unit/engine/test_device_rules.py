@@ -171,6 +171,16 @@ def test_step_waits_once(alone: World, loss: str, precision: str, microbatches: 
     assert waits_of_third_step(engine, images(alone, microbatches)) == {"tolist": 1}
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_step_with_terms_waits_once_more_for_their_counts(alone: World, microbatches: int) -> None:
+    terms = [
+        samestep.LossTerm("classes", nn.functional.cross_entropy, lambda targets: (targets >= 0).sum()),
+        samestep.LossTerm("size", lambda outputs, targets: outputs.square().sum()),
+    ]
+    engine = engine_of(alone, loss=samestep.MultiLoss(terms))
+    assert waits_of_third_step(engine, images(alone, microbatches)) == {"tolist": 2}
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_checksum_of_the_state_waits_once(alone: World, optimizer: Any) -> None:
     model = seeded(0, Convolutions, dtype=torch.float32)
