@@ -322,6 +322,10 @@ class Reduction(ABC):
     def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
         self._world, self._parameters = world, list(parameters)
         _ = world.sockets  # connects all ranks now: later accesses are in another thread
+        if world.size > 1 and is_accelerator(world.device):
+            # NCCL connects a group in its first operation, for which it waits for all ranks. In an exchange, a rank
+            # without samples may have no message.
+            world.all_reduce(torch.zeros(1, device=world.device))
         self._position = {parameter: i for i, parameter in enumerate(parameters)}
         self._sums: dict[Node, Tensors] = {}
 
