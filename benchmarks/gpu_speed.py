@@ -180,10 +180,11 @@ def memory(device: str) -> Outcome:
         for reduction, microbatches in product(("exact", "fast"), (1, 2, 4, 8)):
             # Buckets are memory of torch's reducer, which only the allocator of a GPU counts.
             for is_wrapped in (False, True) if device == "cuda" else (False,):
-                engine = _wide_engine(width, layers, reduction, world, is_wrapped=is_wrapped)
+                peak = _GradientPeak()
+                engine = _wide_engine(width, layers, reduction, peak, world, is_wrapped=is_wrapped)
                 (batch,) = _on_device(dataset, microbatches, 1, world)
                 engine.step(batch)
-                measured = _gradient_peak(engine, partial(engine.step, batch))
+                measured = _gradient_peak(engine, partial(engine.step, batch), peak)
                 expected = gradient_sets(reduction, microbatches, has_buckets=is_wrapped)
                 key = f"{reduction}, {microbatches} microbatches{', ddp' if is_wrapped else ''}"
                 outcome.numbers[key] = {"sets of gradients": round(measured, 3), "formula": expected}
@@ -200,10 +201,12 @@ def gradient_sets(reduction: str, microbatches: int, *, has_buckets: bool = Fals
     return 1.0 + (microbatches > 1) + (has_buckets and microbatches > 2)
 
 
-def _wide_engine(width: int, layers: int, reduction: Any, world: samestep.World, *, is_wrapped: bool) -> Engine:
+def _wide_engine(
+    width: int, layers: int, reduction: Any, callback: Callback, world: samestep.World, *, is_wrapped: bool
+) -> Engine:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer, config = torch.optim.SGD(model.parameters(), lr=1e-3), StepConfig(reduction=reduction, merge="off")
-    engine = Engine(model, optimizer, samestep.cross_entropy, world=world, config=config)
+    engine = Engine(model, optimizer, samestep.cross_entropy, world=world, config=config, callbacks=[callback])
     if is_wrapped:
         wrap(engine)
     return engine
@@ -216,16 +219,16 @@ class _GradientPeak(Callback):
 
     def end_gradients(self, engine: Engine) -> None:
         device = engine.world.device
-        self.bytes = torch.get_device_module(device).max_memory_allocated(device)
+        if device.type != "cpu":
+            self.bytes = torch.get_device_module(device).max_memory_allocated(device)
 
 
-def _gradient_peak(engine: Engine, step: Step) -> float:
+def _gradient_peak(engine: Engine, step: Step, peak: _GradientPeak) -> float:
     """Return the peak memory of a step without the parameters, in units of the parameters."""
     parameters, device = list(engine.model.parameters()), engine.world.device
     size = sum(p.nbytes for p in parameters)
     if device.type != "cpu":
-        module, peak = torch.get_device_module(device), _GradientPeak()
-        engine._callbacks = (*engine._callbacks, peak)
+        module = torch.get_device_module(device)
         module.synchronize()
         module.empty_cache()
         module.reset_peak_memory_stats(device)

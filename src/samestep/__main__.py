@@ -15,9 +15,6 @@ def entry() -> int:
     def end(number: int, frame: object) -> None:
         os._exit(_EXIT_STOPPED)
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
     is_first = os.getpid() == 1  # of a container: the kernel ignores signals whose action is the default
     # Ctrl-C during the imports ends the process without a traceback.
     before = signal.signal(signal.SIGINT, end if is_first else signal.SIG_DFL)
@@ -37,7 +34,7 @@ def entry() -> int:
 
     signal.signal(signal.SIGINT, before)
     if is_first:
-        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     return main()
 
 

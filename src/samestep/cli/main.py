@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.cli.commands import COMMANDS, PRELOAD, build_root
@@ -110,13 +109,9 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     if not starts:
         yield
         return
-    with handled_signals((signal.SIGTERM,), _interrupt):
+    with handled_signals((signal.SIGTERM,), signal.default_int_handler):
         start_early(PRELOAD)
         yield
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
@@ -244,11 +239,10 @@ def _suggestion(name: str, text: str, command: argparse.ArgumentParser) -> str:
     if option in options:
         return Equivalent(option, text or None).suggestion()
     meant = find_equivalent(name, parse_value(text), is_exact=True)
-    if meant is not None and meant.key in ("--devices", "--processes") and "--processes" not in options:
-        if any("--devices" in action.option_strings and action.metavar == "N" for action in command._actions):
-            return Equivalent("--devices", meant.value if isinstance(meant.value, int) else 4).suggestion()
-        if "--devices" in options:
-            return Equivalent("--devices", meant.value).suggestion()
+    is_count = meant is not None and meant.key in ("--devices", "--processes") and "--processes" not in options
+    if meant is not None and is_count and "--devices" in options:
+        is_one = any("--devices" in action.option_strings and action.metavar == "N" for action in command._actions)
+        return Equivalent("--devices", 4 if is_one and not isinstance(meant.value, int) else meant.value).suggestion()
     close = get_close_matches(option, options, n=1, cutoff=_TYPO)
     if (meant is None or not _has(meant, options)) and close:
         return Equivalent(close[0], text or None).suggestion()

@@ -70,7 +70,7 @@ class Loader:
     are read. The length of the dataset can change between epochs.
 
     Attributes:
-        dataset: the argument.
+        dataset: source of the samples.
         num_workers: number of worker processes.
         prefetch_factor: microbatches loaded ahead per worker.
         stopped: whether the last step received a stop request.

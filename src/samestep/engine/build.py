@@ -36,6 +36,7 @@ from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.loss import LossFunction, as_step_loss
 from samestep.engine.microbatch_forward import MicrobatchForward
 from samestep.engine.model_changes import ModelState
+from samestep.engine.module_attributes import is_of_torch
 from samestep.engine.multi_loss import MultiLoss
 from samestep.engine.pipeline_runner import PipelineOutputs, PipelineRunner
 from samestep.engine.side_effects import OutsideState
@@ -290,8 +291,7 @@ def transform_model(
         torch._inductor.config.fallback_random = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         # torch leaves frames of its own modules to the interpreter, so all of an `nn.Sequential`.
-        is_of_torch = type(model).__module__.startswith("torch.")
-        with torch._dynamo.config.patch(wrap_top_frame=is_of_torch):
+        with torch._dynamo.config.patch(wrap_top_frame=is_of_torch(model)):
             model.compile(dynamic=False)
 
 
@@ -301,9 +301,6 @@ def _checkpointed_forward(
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
     repeated = forward if device_map is None else device_map.repeatable(forward)
-    if not named:
-        return checkpoint(repeated, *arguments, use_reentrant=False)
-
     count, names = len(arguments), tuple(named)
 
     def compute(*values: Any) -> Any:

@@ -126,7 +126,7 @@ class ModuleAttributes:
         is_first = self._names is None
         self._names = sorted(set(self._names or ()).union(*all_gather(sorted(self._changed), world)))
         if is_first:
-            own = {path for path, module in self._model.named_modules() if not _is_of_torch(module)}
+            own = {path for path, module in self._model.named_modules() if not is_of_torch(module)}
             known = {*self._names, *(name if "." in name else f".{name}" for name in handled)}
             names = [name for name in self._before if name not in known and name.rpartition(".")[0] in own]
             names = [name for name in names if not name.endswith(".training")]
@@ -239,7 +239,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or is_number(value)
 
 
-def _is_of_torch(module: torch.nn.Module) -> bool:
+def is_of_torch(module: torch.nn.Module) -> bool:
+    """Return whether a module is one of torch's own."""
     return type(module).__module__.startswith("torch.")
 
 

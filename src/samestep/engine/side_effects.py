@@ -123,18 +123,17 @@ class OutsideState:
             self._function, self._has_new_function = (function, _places_of(function)), True
         places = [*self._places, *self._function[1]] if self._model is not None else []
         before = [_snapshot(read()) for _, read in places]
-        is_compared = self._compares and (self._has_new_function or self._watching > 0)
-        with self._equal_buffers(module) if is_compared else nullcontext():
+        is_first = self._has_new_function or self._watching > 0
+        with self._equal_buffers(module) if self._compares and is_first and module is not None else nullcontext():
             yield
         for (name, read), value in zip(places, before, strict=True):
             if _snapshot(read()) != value:
                 raise _changed_error(name, read())
 
     @contextmanager
-    def _equal_buffers(self, module: torch.nn.Module | None) -> Iterator[None]:
-        if module is None or self._model is None:
-            yield
-            return
+    def _equal_buffers(self, module: torch.nn.Module) -> Iterator[None]:
+        """Require that the block changes no buffer of a module outside of the model and `module`."""
+        assert self._model is not None
         before: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
 
         def record(called: torch.nn.Module, _: object) -> None:

@@ -157,7 +157,7 @@ def run_workers(
     return LaunchResult(unpack(packed) if packed else None, worker_group.stop_signal)
 
 
-def start_early(preload: Sequence[str] = ()) -> None:
+def start_early(preload: Sequence[str]) -> None:
     """Start the fork server of later launches: it imports torch while this process reads its input.
 
     Raises:

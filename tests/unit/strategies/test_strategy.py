@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from samestep.distributed.world import World
@@ -62,3 +63,13 @@ def test_summed_vectors_keep_their_memory_until_the_sum_is_read() -> None:
     assert total().tolist() == [4.0] * 3
     del total
     assert [reference() for reference in references] == [None] * 4
+
+
+def test_ranks_of_an_accelerator_connect_before_their_first_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for all ranks of a group in its first operation; a rank without samples may have no message."""
+    groups: list[int] = []
+    monkeypatch.setattr("samestep.distributed.devices.ACCELERATOR", "cpu")
+    monkeypatch.setattr(World, "all_reduce", lambda self, tensor: groups.append(self.size))
+    for size in (1, 2):
+        ExactReduction(World(0, size, torch.device("cpu")), [])
+    assert groups == [2]
