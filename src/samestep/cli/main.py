@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {input_error}", file=sys.stderr)
         return EXIT_INPUT
     except KeyboardInterrupt:
+        # CPython ends by SIGINT after an interrupt within `exec`, such as that of a dataclass, until the next `exec`.
+        exec("")  # noqa: S102
         return EXIT_STOPPED
     exit_if_rank(code)
     return code
