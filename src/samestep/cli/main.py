@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INPUT
     except KeyboardInterrupt:
         # CPython ends by SIGINT after an interrupt within `exec`, such as that of a dataclass, until the next `exec`.
-        exec("")  # noqa: S102
+        exec("")
         return EXIT_STOPPED
     exit_if_rank(code)
     return code
