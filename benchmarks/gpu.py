@@ -1,8 +1,9 @@
 """Checks on one GPU in at most ten minutes: bits, waits, ranks that share the GPU, faults, speed and memory.
 
 Each check runs in a process of its own, so a failed one, or one that hangs, ends no other. Each prints one line of
-JSON. The results are written to `results/gpu/DATE-DEVICE.json`, and as a table next to it. The exit code is 3 if a
-check failed. With `--device cpu`, every check that has a meaning on a CPU runs at a small size.
+JSON. Checks that measure no time run side by side, and the others afterwards, one by one. The results are written to
+`results/gpu/DATE-DEVICE.json`, and as a table next to it. The exit code is 3 if a check failed. With `--device cpu`,
+every check that has a meaning on a CPU runs at a small size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +38,7 @@ class Check:
     function: str
     seconds: int  # time limit
     expected: str
+    is_timed: bool = False  # measures time, and so needs a machine without other work
 
 
 # In the order of value: the time may not suffice for the last ones.
@@ -44,16 +47,20 @@ CHECKS = {
     "waits": Check("gpu_bits", "waits", 60, "1 wait for the GPU in a step (fp16: 2), 2 in an evaluation"),
     "bits": Check("gpu_bits", "bits", 120, "one digest per model and number of microbatches"),
     "sync": Check("gpu_bits", "sync", 45, "batch_norm: sync as on a CPU, 1e-10 in float64"),
-    "graphs": Check("gpu_graphs", "graphs", 60, "bits of microbatches computed as usual; time of both"),
+    "graphs": Check("gpu_graphs", "graphs", 60, "bits of microbatches computed as usual; time of both", is_timed=True),
     "compile": Check("gpu_bits", "compile_bits", 150, "one digest with and without buckets"),
     "shared": Check("gpu_ranks", "shared", 150, "bits of 1 rank on 2, 3 and 4; fsdp, hsdp, tp 1e-10"),
     "faults": Check("gpu_ranks", "faults", 90, "reports name rank and cause; resumed with the same bits"),
     "sanitizer": Check("gpu_bits", "sanitizer", 40, "no race between streams"),
     "zoo": Check("gpu_bits", "zoo", 90, "computed, or the operator is named"),
-    "speed": Check("gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)"),
+    "speed": Check(
+        "gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)", is_timed=True
+    ),
     "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within 5 %"),
-    "attention": Check("gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out"),
-    "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones"),
+    "attention": Check(
+        "gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out", is_timed=True
+    ),
+    "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones", is_timed=True),
     "tests": Check("gpu_ranks", "tests", 180, "pytest -m gpu passes"),
 }
 
@@ -63,20 +70,36 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK", help=f"{[*CHECKS]}")
     parser.add_argument("--seconds", type=float, default=540, help="time limit of all checks (default: 540)")
+    parser.add_argument("--jobs", type=int, help="checks side by side (default: a third of the cores, at most 6)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the output of each check in DIR")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder of the results")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of one check, in a process of its own
     options = parser.parse_args()
     if options.result is not None:
         run_check(CHECKS[options.only[0]], options.device, options.result)
         return
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     machine = describe_machine()
-    lines = []
+    lines: dict[str, dict[str, Any]] = {}
+
+    def run(name: str) -> dict[str, Any]:
+        return run_process(name, options.device, min(CHECKS[name].seconds, deadline - time.monotonic()), options.logs)
+
+    def add(line: dict[str, Any]) -> None:
+        lines[line["check"]] = line
+        print(json.dumps(line), flush=True)
+        write(options.output, options.device, machine, [lines[name] for name in options.only if name in lines])
+
+    jobs = options.jobs or max(1, min(6, (os.cpu_count() or 1) // 3))
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(run, name) for name in options.only if not CHECKS[name].is_timed]):
+            add(future.result())
     for name in options.only:
-        lines.append(run_process(name, options.device, min(CHECKS[name].seconds, deadline - time.monotonic())))
-        print(json.dumps(lines[-1]), flush=True)
-        write(options.output, options.device, machine, lines)
-    raise SystemExit(FAILED if any(line["verdict"] == "fail" for line in lines) else 0)
+        if CHECKS[name].is_timed:
+            add(run(name))
+    raise SystemExit(FAILED if any(line["verdict"] == "fail" for line in lines.values()) else 0)
 
 
 def run_check(check: Check, device: str, result: Path) -> None:
@@ -86,7 +109,7 @@ def run_check(check: Check, device: str, result: Path) -> None:
     result.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
 
 
-def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
+def run_process(name: str, device: str, seconds: float, logs: Path | None) -> dict[str, Any]:
     """Run a check in a new process; return its line."""
     line: dict[str, Any] = {"check": name, "verdict": "fail", "expected": CHECKS[name].expected}
     if seconds < 1:
@@ -101,7 +124,10 @@ def run_process(name: str, device: str, seconds: float) -> dict[str, Any]:
             )
             code = _wait(process, seconds)
         line["seconds"] = round(time.monotonic() - began, 1)
-        tail = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if logs is not None:
+            (logs / f"{name}.txt").write_text(text, encoding="utf-8")
+        tail = text[-1500:]
         if not result.exists():
             ending = f"ended after the limit of {seconds:.0f} s" if code is None else f"exit code {code}"
             last = ([*filter(None, tail.splitlines())] or [""])[-1]

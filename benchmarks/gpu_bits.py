@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +101,23 @@ def waits(device: str) -> Outcome:
     losses: dict[str, Any] = {"loss": samestep.cross_entropy, "mean": _mean_loss}
     with samestep.start(device=device) as world:
         dataset = build_dataset("small", 64)
-        for precision in precisions:
-            for name, loss in losses.items():
-                for microbatches in (1, 4, 8):
-                    model = build_engine(Plan("small"), world).model
-                    engine = samestep.Engine(
-                        model,
-                        torch.optim.SGD(model.parameters(), lr=0.1),
-                        loss,
-                        world=world,
-                        config=StepConfig(precision=precision, clip_norm=1.0),
-                    )
-                    batches = ready_batches(dataset, 16, microbatches, 3, world)
-                    engine.step(batches[0])
-                    engine.step(batches[1])
-                    count = _waits(device, lambda engine=engine, batch=batches[2]: engine.step(batch))
-                    key = f"step, {precision}, {name}, {microbatches} microbatches"
-                    outcome.numbers[key] = count
-                    limit = 2 if precision == "fp16" else 1
-                    outcome.require(count <= limit, f"{key}: {count} waits")
+        for precision, name, microbatches in product(precisions, losses, (1, 4, 8)):
+            key = f"step, {precision}, {name}, {microbatches} microbatches"
+            with outcome.attempt(key):
+                model = build_engine(Plan("small"), world).model
+                engine = samestep.Engine(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.1),
+                    losses[name],
+                    world=world,
+                    config=StepConfig(precision=precision, clip_norm=1.0),
+                )
+                batches = ready_batches(dataset, 16, microbatches, 3, world)
+                engine.step(batches[0])
+                engine.step(batches[1])
+                count = _waits(device, lambda engine=engine, batch=batches[2]: engine.step(batch))
+                outcome.numbers[key] = count
+                outcome.require(count <= (2 if precision == "fp16" else 1), f"{key}: {count} waits")
         batches = ready_batches(dataset, 16, 4, 2, world)
         count = _waits(device, lambda: engine.evaluate(batches, ["accuracy"]))
         outcome.numbers["evaluation of 2 batches"] = count
@@ -136,23 +135,30 @@ def bits(device: str) -> Outcome:
         with samestep.start(device=device, strategy=StrategyConfig(bucket_mb=bucket_mb)) as world:
             for (model, microbatches), variants in digests.items():
                 plan = Plan(model, microbatches, config=CLIPPED, is_wrapped=variant != "plain")
-                variants[variant] = train(plan, world).digest
+                with outcome.attempt(f"{model}, {microbatches} microbatches, {variant}"):
+                    variants[variant] = train(plan, world).digest
     with samestep.start(device=device, strategy=StrategyConfig(name="dp", devices=1)) as world:
         for model in models:
-            digests[model, 4]["dp of one"] = train(Plan(model, 4, config=CLIPPED), world).digest
+            with outcome.attempt(f"{model}, dp of one"):
+                digests[model, 4]["dp of one"] = train(Plan(model, 4, config=CLIPPED), world).digest
     with samestep.start(device=device) as world, tempfile.TemporaryDirectory() as folder:
         plan = Plan("resnet18", 4, config=CLIPPED)
         digests["resnet18", 4]["again"] = train(plan, world).digest
-        digests["resnet18", 4]["2 workers"] = train(replace(plan, num_workers=2), world).digest
-        with rival_work(world.device):
+        with outcome.attempt("2 workers"):
+            digests["resnet18", 4]["2 workers"] = train(replace(plan, num_workers=2), world).digest
+        with outcome.attempt("other work"), rival_work(world.device):
             digests["resnet18", 4]["with other work"] = train(replace(plan, is_wrapped=True), world).digest
         for wrapped in (False, True):
-            saved = replace(plan, folder=Path(folder) / str(wrapped), is_wrapped=wrapped, steps=2, save_after=2)
-            train(saved, world)
-            resumed = replace(saved, steps=3, save_after=None, resume=True)
-            digests["resnet18", 4][f"resumed, {'ddp' if wrapped else 'plain'}"] = train(resumed, world).digest
+            with outcome.attempt(f"resumed, {'ddp' if wrapped else 'plain'}"):
+                saved = replace(plan, folder=Path(folder) / str(wrapped), is_wrapped=wrapped, steps=2, save_after=2)
+                train(saved, world)
+                resumed = replace(saved, steps=3, save_after=None, resume=True)
+                digests["resnet18", 4][f"resumed, {'ddp' if wrapped else 'plain'}"] = train(resumed, world).digest
         bf16 = replace(plan, config=BF16)
-        outcome.require_one("bf16", {str(w): train(replace(bf16, is_wrapped=w), world).digest for w in (False, True)})
+        with outcome.attempt("bf16"):
+            outcome.require_one(
+                "bf16", {str(w): train(replace(bf16, is_wrapped=w), world).digest for w in (False, True)}
+            )
     for (model, microbatches), variants in digests.items():
         outcome.require_one(f"{model}, {microbatches} microbatches", variants)
     return outcome
@@ -180,13 +186,13 @@ def sync(device: str) -> Outcome:
 
 def compile_bits(device: str) -> Outcome:
     """One digest for a compiled model in bf16, plain and under DDP with several buckets."""
-    config, digests = StepConfig(precision="bf16", compile=True), {}
+    config, digests, outcome = StepConfig(precision="bf16", compile=True), {}, Outcome()
     for variant, bucket_mb in {"plain": 25.0, "ddp, 0.25 MB": 0.25, "ddp, 25 MB": 25.0}.items():
         torch.compiler.reset()
         with samestep.start(device=device, strategy=StrategyConfig(bucket_mb=bucket_mb)) as world:
             plan = Plan("wide", 2, steps=2, config=config, is_wrapped=variant != "plain")
-            digests[variant] = train(plan, world).digest
-    outcome = Outcome()
+            with outcome.attempt(variant):
+                digests[variant] = train(plan, world).digest
     outcome.require_one("wide, compiled, bf16", digests)
     return outcome
 

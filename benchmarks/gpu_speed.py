@@ -41,7 +41,8 @@ def speed(device: str) -> Outcome:
         models = {"ResNet-50": (resnet50, 256, 224), "ViT-B/16": (vit_b_16, 128, 224)} | models
     with samestep.start(device=device) as world:
         for name, (build, batch_size, pixels) in models.items():
-            _compare(outcome, name, build, batch_size, pixels, world)
+            with outcome.attempt(name):
+                _compare(outcome, name, build, batch_size, pixels, world)
     return outcome
 
 
@@ -180,17 +181,18 @@ def memory(device: str) -> Outcome:
         for reduction, microbatches in product(("exact", "fast"), (1, 2, 4, 8)):
             # Buckets are memory of torch's reducer, which only the allocator of a GPU counts.
             for is_wrapped in (False, True) if device == "cuda" else (False,):
-                peak = _GradientPeak()
-                engine = _wide_engine(width, layers, reduction, peak, world, is_wrapped=is_wrapped)
-                (batch,) = _on_device(dataset, microbatches, 1, world)
-                engine.step(batch)
-                measured = _gradient_peak(engine, partial(engine.step, batch), peak)
-                expected = gradient_sets(reduction, microbatches, has_buckets=is_wrapped)
                 key = f"{reduction}, {microbatches} microbatches{', ddp' if is_wrapped else ''}"
-                outcome.numbers[key] = {"sets of gradients": round(measured, 3), "formula": expected}
-                is_close = abs(measured - expected) <= 0.05 * (expected + 1)
-                outcome.require(is_close, f"{key}: {measured:.2f} sets of gradients, by the formula {expected:g}")
-                del engine, batch
+                with outcome.attempt(key):
+                    peak = _GradientPeak()
+                    engine = _wide_engine(width, layers, reduction, peak, world, is_wrapped=is_wrapped)
+                    (batch,) = _on_device(dataset, microbatches, 1, world)
+                    engine.step(batch)
+                    measured = _gradient_peak(engine, partial(engine.step, batch), peak)
+                    expected = gradient_sets(reduction, microbatches, has_buckets=is_wrapped)
+                    outcome.numbers[key] = {"sets of gradients": round(measured, 3), "formula": expected}
+                    is_close = abs(measured - expected) <= 0.05 * (expected + 1)
+                    outcome.require(is_close, f"{key}: {measured:.2f} sets of gradients, by the formula {expected:g}")
+                    del engine, batch
     return outcome
 
 

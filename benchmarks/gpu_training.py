@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,6 +44,16 @@ class Outcome:
         """Add a failure unless `holds`."""
         if not holds:
             self.failures.append(failure)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Record an exception of the block as a failure, so that the rest of the check still runs."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            self.failures.append(f"{name}: {type(error).__name__}: {lines[0][:300]}")
 
     def require_one(self, name: str, digests: dict[str, Any]) -> None:
         """Require equal values of all variants, and record the number of different ones."""

@@ -1,10 +1,11 @@
-"""Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
+r"""Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
 The wheels are those of the package's dependencies, of the extras `recipes` and `gpu`, of the build backend and of the
 tests, without the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that
 machine:
 
-    python3 -m pip install --no-index --find-links wheels -e '.[recipes,gpu]' pytest pytest-timeout hypothesis
+    python3 -m pip install --no-index --find-links wheels -e '.[recipes,gpu]' \
+        pytest pytest-timeout pytest-xdist hypothesis
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 # Small packages that came with torch are collected too: other packages may need newer versions of them.
 PRESENT = ("torch", "torchvision", "numpy", "pillow", "scikit-learn")
-TESTS = ("pytest", "pytest-timeout", "hypothesis")
+TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 MEGABYTES = 60
 PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
 EXTRAS = ("recipes", "gpu")

@@ -26,7 +26,7 @@ def train() -> str:
                 result = engine.step(batch)
         if world.is_main:
             print(f"{world.size} ranks: loss {result.loss:.6f} after {result.step} steps")
-    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
 
 

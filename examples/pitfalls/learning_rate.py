@@ -29,7 +29,7 @@ def result_of(model: nn.Module, data: TensorDataset, steps: int) -> Result:
     inputs, classes = data.tensors
     with torch.no_grad():
         loss = float(functional.cross_entropy(model(inputs), classes))
-    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
     return steps, loss, hashlib.sha256(weights).hexdigest()
 
 
