@@ -2,8 +2,8 @@
 
 Each check runs in a process of its own, so a failed one, or one that hangs, ends no other. Each prints one line of
 JSON. Checks that measure no time run side by side, and the others afterwards, one by one. The results are written to
-`results/gpu/DATE-DEVICE.json`, and as a table next to it. The exit code is 3 if a check failed. With `--device cpu`,
-every check that has a meaning on a CPU runs at a small size.
+`results/gpu/DATE-DEVICE.json`, and as a table next to it; they replace those of the same checks on the same day. The
+exit code is 3 if a check failed. With `--device cpu`, every check that has a meaning on a CPU runs at a small size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Check:
     function: str
     seconds: int  # time limit
     expected: str
-    is_timed: bool = False  # measures time, and so needs a machine without other work
+    alone: bool = False  # needs a machine without other work, as measurements of time do
 
 
 # In the order of value: the time may not suffice for the last ones.
@@ -47,21 +47,19 @@ CHECKS = {
     "waits": Check("gpu_bits", "waits", 60, "1 wait for the GPU in a step (fp16: 2), 2 in an evaluation"),
     "bits": Check("gpu_bits", "bits", 120, "one digest per model and number of microbatches"),
     "sync": Check("gpu_bits", "sync", 45, "batch_norm: sync as on a CPU, 1e-10 in float64"),
-    "graphs": Check("gpu_graphs", "graphs", 60, "bits of microbatches computed as usual; time of both", is_timed=True),
+    "graphs": Check("gpu_graphs", "graphs", 60, "bits of microbatches computed as usual; time of both", alone=True),
     "compile": Check("gpu_bits", "compile_bits", 150, "one digest with and without buckets"),
     "shared": Check("gpu_ranks", "shared", 150, "bits of 1 rank on 2, 3 and 4; fsdp, hsdp, tp 1e-10"),
     "faults": Check("gpu_ranks", "faults", 90, "reports name rank and cause; resumed with the same bits"),
     "sanitizer": Check("gpu_bits", "sanitizer", 40, "no race between streams"),
     "zoo": Check("gpu_bits", "zoo", 90, "computed, or the operator is named"),
-    "speed": Check(
-        "gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)", is_timed=True
-    ),
+    "speed": Check("gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)", alone=True),
     "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within 5 %"),
     "attention": Check(
-        "gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out", is_timed=True
+        "gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out", alone=True
     ),
-    "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones", is_timed=True),
-    "tests": Check("gpu_ranks", "tests", 180, "pytest -m gpu passes"),
+    "checkpoint": Check("gpu_speed", "checkpoint", 90, "the loaded weights are the saved ones", alone=True),
+    "tests": Check("gpu_ranks", "tests", 240, "pytest -m gpu passes", alone=True),
 }
 
 
@@ -82,7 +80,10 @@ def main() -> None:
         options.logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     machine = describe_machine()
-    lines: dict[str, dict[str, Any]] = {}
+    title = _device_name() if options.device == "cuda" else options.device
+    results = options.output / f"{machine['date']}-{''.join(c if c.isalnum() else '-' for c in title)}.json"
+    earlier = json.loads(results.read_text(encoding="utf-8"))["checks"] if results.exists() else []
+    lines: dict[str, dict[str, Any]] = {line["check"]: line for line in earlier}
 
     def run(name: str) -> dict[str, Any]:
         return run_process(name, options.device, min(CHECKS[name].seconds, deadline - time.monotonic()), options.logs)
@@ -90,16 +91,21 @@ def main() -> None:
     def add(line: dict[str, Any]) -> None:
         lines[line["check"]] = line
         print(json.dumps(line), flush=True)
-        write(options.output, options.device, machine, [lines[name] for name in options.only if name in lines])
+        write(results, title, machine, [lines[check] for check in CHECKS if check in lines])
 
     jobs = options.jobs or max(1, min(6, (os.cpu_count() or 1) // 3))
     with ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(run, name) for name in options.only if not CHECKS[name].is_timed]):
+        for future in as_completed([pool.submit(run, name) for name in options.only if not CHECKS[name].alone]):
             add(future.result())
     for name in options.only:
-        if CHECKS[name].is_timed:
+        if CHECKS[name].alone:
             add(run(name))
-    raise SystemExit(FAILED if any(line["verdict"] == "fail" for line in lines.values()) else 0)
+    raise SystemExit(FAILED if any(lines[check]["verdict"] == "fail" for check in options.only) else 0)
+
+
+def _device_name() -> str:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
 def run_check(check: Check, device: str, result: Path) -> None:
@@ -153,19 +159,17 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return None
 
 
-def write(output: Path, device: str, machine: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+def write(results: Path, title: str, machine: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     """Write all lines and the table."""
     facts = next((line.get("numbers", {}) for line in lines if line["check"] == "facts"), {})
-    name = "".join(c if c.isalnum() else "-" for c in facts.get("device", device)).strip("-")
-    content = {"machine": machine, "device": device, "facts": facts, "checks": lines}
+    content = {"machine": machine, "device": title, "facts": facts, "checks": lines}
     rows = [
         [line["check"], line["verdict"], f"{line.get('seconds', 0):.0f}", line["expected"], _short(line)]
         for line in lines
     ]
     table = markdown_table(["check", "verdict", "seconds", "expected", "result"], rows)
     versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "doctor")
-    page = f"# Checks on {facts.get('device', device)}\n\n{machine_line(machine)}\n\n{versions}\n\n{table}\n"
-    save(output / f"{machine['date']}-{name}.json", content, page)
+    save(results, content, f"# Checks on {title}\n\n{machine_line(machine)}\n\n{versions}\n\n{table}\n")
 
 
 def _short(line: dict[str, Any]) -> str:

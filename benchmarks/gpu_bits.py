@@ -166,7 +166,7 @@ def bits(device: str) -> Outcome:
 
 def sync(device: str) -> Outcome:
     """Steps with batch norm over the global batch in float64, compared with the CPU and with another run."""
-    plan = Plan("small", 4, is_double=True, config=StepConfig(batch_norm="sync", clip_norm=1.0))
+    plan = Plan("normed", 4, is_double=True, config=StepConfig(batch_norm="sync", clip_norm=1.0))
     outcome, results = Outcome(), {}
     for name, kind in {"cpu": "cpu", "device": device, "device, again": device}.items():
         with samestep.start(device=kind) as world:
@@ -177,7 +177,7 @@ def sync(device: str) -> Outcome:
     outcome.require(difference < 1e-10, f"weights differ from those of the CPU by {difference:.1e}")
     with samestep.start(device=device) as world:
         engine = build_engine(replace(plan, is_double=False), world)
-        for batch in ready_batches(build_dataset("small", 64), 16, 4, 3, world):
+        for batch in ready_batches(build_dataset("normed", 64), 16, 4, 3, world):
             engine.step(batch)
         counted = {name: int(b) for name, b in engine.model.named_buffers() if name.endswith("num_batches_tracked")}
     outcome.require(set(counted.values()) == {3}, f"num_batches_tracked after 3 steps: {counted}")

@@ -122,18 +122,21 @@ def tests(device: str) -> Outcome:
     if device == "cpu":
         return Outcome(skipped="the tests with the marker gpu need a GPU")
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "--tb", "short", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += ["-W", "default"]  # other versions of torch have other warnings
-    command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))]
+    workers = max(1, min(10, (os.cpu_count() or 1) // 2))
+    options = ["-v", "--tb", "short", "--durations", "10", "-p", "no:cacheprovider", "-m", "gpu", "-n", str(workers)]
+    options += ["-W", "default"]  # other versions of torch have other warnings
     # Not all tests: modules of others need packages that the machine may lack.
     files = ["tests/gpu", "tests/unit/data/test_batch.py", "tests/unit/checkpoint/test_snapshot.py"]
     files += ["tests/strategies/test_dp.py"]
     files += ["tests/strategies/test_device_map.py", "tests/strategies/test_tensor_parallel.py"]
-    done = subprocess.run([*command, *files], cwd=root, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr)  # in the log of the check
-    lines = done.stdout.strip().splitlines()
-    outcome = Outcome({"summary": lines[-1] if lines else done.stderr[-300:]})
+    command, lines = [sys.executable, "-m", "pytest", *options, *files], []
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
+        assert done.stdout is not None
+        for line in done.stdout:
+            print(line, end="", flush=True)  # in the log of the check, also if its time ends
+            lines.append(line.rstrip())
+    outcome = Outcome({"summary": lines[-1] if lines else "no output"})
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
     outcome.failures += [line[:300] for line in failed]
-    outcome.require(done.returncode == 0 or bool(failed), f"exit code {done.returncode}: {done.stderr[-500:]}")
+    outcome.require(done.returncode == 0 or bool(failed), f"exit code {done.returncode}: {lines[-5:]}")
     return outcome

@@ -52,16 +52,28 @@ class Division:
         axes = enumerate(self.placements)
         return tuple(self.mesh.get_group(axis) for axis, placement in axes if not placement.is_replicate())
 
+    @cached_property
+    def _gathering_mesh(self) -> DeviceMesh:
+        """The mesh, or its groups as a mesh of the hosts where they would gather tensors of a GPU by gloo.
+
+        The process would end: https://github.com/pytorch/pytorch/issues/152645.
+        """
+        mesh, device = self.mesh, torch.device(self.mesh.device_type)
+        groups = mesh.get_all_groups()
+        if not is_accelerator(device) or groups[0]._get_backend(device).name() != "gloo":
+            return mesh
+        return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
     def full_tensor(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the local parts of all ranks. A collective."""
-        full = DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        mesh = self._gathering_mesh
+        part = local.to(mesh.device_type)
+        full = DTensor.from_local(part, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
         placements = list(self.placements)
         for axis in range(len(placements)):  # the reverse of the order of division; torch warns of any other
             placements[axis] = Replicate()
             full = full.redistribute(placements=placements)
-        return full.to_local()
+        return full.to_local().to(self.mesh.device_type)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from samestep.strategies.local_parameters import Division
 from samestep.strategies.tensor_slices import SlicedTensor
 from samestep.tools.verify.trials import Trial
 
@@ -21,7 +22,7 @@ _MIN_SCALE = 1e-2
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of the dtype, the shape and every bit of a tensor; collective for a `DTensor`."""
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = Division.of(tensor).full_tensor(tensor.to_local())
     # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
