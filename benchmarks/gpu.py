@@ -54,7 +54,7 @@ CHECKS = {
     "sanitizer": Check("gpu_bits", "sanitizer", 40, "no race between streams"),
     "zoo": Check("gpu_bits", "zoo", 90, "computed, or the operator is named"),
     "speed": Check("gpu_speed", "speed", 150, "1 microbatch within 1.03 of a hand-written loop (images)", alone=True),
-    "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within 5 %"),
+    "memory": Check("gpu_speed", "memory", 40, "sets of gradients by the formula, within two layers"),
     "attention": Check(
         "gpu_speed", "attention", 30, "equal bits of repeated gradients, fused and written out", alone=True
     ),

@@ -321,11 +321,15 @@ def _aliases(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -
         for key, parameter in module._parameters.items()
         if parameter is not None and parameter in aliases
     ]
+    # Recurrent layers of torch keep references, and move parameters to other memory where they find new ones.
+    attributes = [(m, dict(vars(m))) for m in model.modules() if type(m).__setattr__ is not torch.nn.Module.__setattr__]
     try:
         for module, key, parameter in places:
             setattr(module, key, aliases[parameter])  # which recurrent layers of torch follow, unlike `_parameters`
         yield list(aliases.values())
     finally:
+        for module, values in attributes:
+            vars(module).update(values)
         for module, key, parameter in places:
             setattr(module, key, parameter)
 
