@@ -16,6 +16,7 @@ HAS_NVML = importlib.util.find_spec("pynvml") is not None
 
 def test_memory_use_and_temperature() -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.ones(2**28, dtype=torch.uint8, device=device)
     found = gpu_stats(device)

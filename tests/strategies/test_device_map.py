@@ -295,7 +295,7 @@ def test_invalid_device_maps_are_errors(config: StrategyConfig, model: nn.Module
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_command_reports_the_error_once(processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("strategy.devices=2", "strategy.place={'*': 0, 'tail': 1}")
-    options = ("--strategy", "device_map", "--processes", processes, "--set", *place)
+    options = ("--device", "cpu", "--strategy", "device_map", "--processes", processes, "--set", *place)
     assert here("train", "digits", *options, cwd=tmp_path) == EXIT_INPUT
     output = capsys.readouterr().err
     assert output.count("strategy.place: 'tail' matches no module") == 1

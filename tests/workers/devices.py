@@ -121,8 +121,26 @@ class Recurrent(nn.Module):
         return outputs
 
 
+class MovingLSTM(nn.LSTM):
+    """LSTM that moves new parameters to other memory in a forward, as cuDNN's on a GPU."""
+
+    def flatten_parameters(self) -> None:
+        with torch.no_grad():
+            for weights in self._flat_weights:
+                weights.set_(weights.clone())
+
+
+class Moving(Recurrent):
+    """Recurrent model as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = MovingLSTM(1, 6, batch_first=True)
+
+
 MODELS: dict[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (Toy, Normed, Dropping, ByPython, ByNumpy, DrawingLate, Chain, Recurrent, Tokens)
+    kind.__name__: kind
+    for kind in (Toy, Normed, Dropping, ByPython, ByNumpy, DrawingLate, Chain, Recurrent, Moving, Tokens)
 }
 
 

@@ -37,5 +37,5 @@ def _train(world: samestep.World, size: int) -> tuple[str, list[int]]:
             microbatches.append(batch.microbatches)
             digest.update(repr(engine.step(batch).loss).encode())
     for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest(), microbatches

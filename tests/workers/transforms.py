@@ -76,4 +76,4 @@ def train_on(samples: int, batch_size: int) -> list[bytes]:
         for _ in range(3):
             for batch in batches:
                 engine.step(batch)
-        return [parameter.detach().numpy().tobytes() for parameter in engine.model.parameters()]
+        return [parameter.detach().cpu().numpy().tobytes() for parameter in engine.model.parameters()]

@@ -322,7 +322,7 @@ def _aliases(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -
         if parameter is not None and parameter in aliases
     ]
     # Recurrent layers of torch keep references, and move parameters to other memory where they find new ones.
-    attributes = [(m, dict(vars(m))) for m in model.modules() if type(m).__setattr__ is not torch.nn.Module.__setattr__]
+    attributes = [(module, dict(vars(module))) for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     try:
         for module, key, parameter in places:
             setattr(module, key, aliases[parameter])  # which recurrent layers of torch follow, unlike `_parameters`

@@ -55,8 +55,10 @@ def replicate(
         copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in parameters:
-                values = parameter if weights is None else weights[parameter]
-                parameters[parameter] = nn.Parameter(values.detach(), parameter.requires_grad)
+                values = (parameter if weights is None else weights[parameter]).detach()
+                if isinstance(module, nn.RNNBase):
+                    values = values.data  # the module moves its copies on a GPU, which is no write to the parameters
+                parameters[parameter] = nn.Parameter(values, parameter.requires_grad)
             copy._parameters[name] = None if parameter is None else parameters[parameter]
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 # Torch's recurrent modules, for example, have a second list of their parameters.

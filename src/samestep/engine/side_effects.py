@@ -41,6 +41,10 @@ class ParameterCheck:
         is_whole = all(type(parameter.data) is torch.Tensor and not parameter.is_meta for parameter in named.values())
         ignored = set(ignored)
         self._parameters = {name: p for name, p in named.items() if name not in ignored} if is_whole else {}
+        # Recurrent modules of torch move the parameters of a replica into one block of memory of a GPU.
+        modules = model.named_modules() if model is not None else ()
+        recurrent = [path for path, module in modules if isinstance(module, torch.nn.RNNBase)]
+        self._moved = {name for name in self._parameters if name.rpartition(".")[0] in recurrent}
 
     def begin(self, *, digests: bool = False) -> None:
         """Record all parameters."""
@@ -57,7 +61,7 @@ class ParameterCheck:
         if replica is not None and self._parameters:
             copies = dict(replica.named_parameters())
             for number, (name, parameter) in enumerate(self._parameters.items()):
-                if copies[name].device == parameter.device:
+                if copies[name].device == parameter.device and name not in self._moved:
                     addresses[number] = copies[name].data_ptr()
         if (versions, addresses, digests) == (self._versions, self._addresses, self._digests):
             return []

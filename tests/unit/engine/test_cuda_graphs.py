@@ -18,6 +18,7 @@ from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
 from samestep.errors import InputError
 from workers import graphs as ranks_graphs
+from workers.devices import MovingLSTM
 from workers.graphs import CLASSES, SAMPLES, STEPS, Result, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch norm computes its statistics")
@@ -259,3 +260,12 @@ def test_bits_are_equal_under_ddp(world: samestep.World) -> None:
 def test_divided_models_have_no_graphs() -> None:
     for _, *rest in launch(ranks_graphs.run, "perceptron", "fsdp", "auto", processes=2):
         assert rest == [False, "strategy fsdp", 0]
+
+
+def test_a_recording_leaves_the_parameters_of_recurrent_layers_in_their_memory() -> None:
+    model = MovingLSTM(3, 4)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    with cuda_graphs._aliases(model, list(model.parameters())):
+        model(torch.randn(2, 5, 3))
+    model(torch.randn(2, 5, 3))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
