@@ -1,8 +1,9 @@
 """Sum of the squares of all gradients, with the same bits for every division of the rows of parameters among ranks.
 
 A row is an index of the first dimension, along which FSDP divides. The squares of a row are added in one order, which
-depends on its length alone. The sums of rows are added without rounding, so their order is free: each is rounded to two
-fixed grids on which all sums are exact (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
+depends on its length alone; on an accelerator, those of each block of the row, so that few kernels suffice. The sums
+are added without rounding, so their order is free: each is rounded to two fixed grids on which all sums are exact
+(Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from samestep.distributed.devices import is_accelerator
 
 _LANES = 32  # elements of a row that are not added before the exact sum; a power of two
+_BLOCKS = 256, 64  # lengths of the blocks of a long row on an accelerator; other rows are one block
 _CHUNK = 2**24  # elements that are squared at a time on an accelerator, which bounds the memory
 _MANTISSA = 53  # bits of a float64
 
@@ -34,13 +36,14 @@ def partial_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> 
         elif not is_accelerator(gradient.device):
             roots.append(row_norms(gradient.reshape(-1, width).contiguous()))
         else:
-            key = (gradient.device, gradient.dtype, width)
-            matrices.setdefault(key, []).append(gradient.reshape(-1, width))
+            length = next((block for block in _BLOCKS if width % block == 0), width)
+            key = (gradient.device, gradient.dtype, length)
+            matrices.setdefault(key, []).append(gradient.reshape(-1, length))
     if any(root.device != device for root in roots):
         roots = [root.to(device, non_blocking=True) for root in roots]
     values = [torch.cat(roots).double().square_()] if roots else [torch.zeros(1, dtype=torch.float64, device=device)]
-    for (*_, width), of_width in matrices.items():
-        for chunk in _chunks(of_width, max(1, _CHUNK // width)):
+    for (*_, length), of_length in matrices.items():
+        for chunk in _chunks(of_length, max(1, _CHUNK // length)):
             values.append(folded_squares(chunk).to(device, non_blocking=True))
     return torch.cat(values) if len(values) > 1 else values[0]
 

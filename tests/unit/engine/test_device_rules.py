@@ -1,8 +1,6 @@
 """Rules of GPU kernels that can be checked on a CPU, and the number of waits for a device."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from helpers.batches import batch_of
+from helpers.kernels import Kernels
 from helpers.models import seeded
 from helpers.waits import Waits
 from samestep import launch
@@ -218,27 +217,6 @@ def test_evaluation_waits_twice(alone: World, metric: Any) -> None:
     with Waits() as waits:
         engine.evaluate(batches, [metric])
     assert sum(waits.calls.values()) <= 2, waits.calls
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self._is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count inside the block."""
-        self._is_paused = True
-        yield
-        self._is_paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not self._is_paused:
-            self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.kernels import Kernels
 from samestep.distributed.world import World
 from samestep.strategies import gradient_norm
 from samestep.strategies.gradient_norm import folded_squares, partial_squares, row_norms, sums_on_grids
@@ -100,6 +101,29 @@ def test_an_accelerator_sums_the_same_squares(monkeypatch: pytest.MonkeyPatch) -
     chunks = list(gradient_norm._chunks(matrices, 20))
     assert [sum(len(block) for block in chunk) for chunk in chunks] == [20, 20, 9]
     assert torch.equal(torch.cat([folded_squares(chunk) for chunk in chunks]), whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_norm_of_an_accelerator_does_not_depend_on_the_division_of_rows(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_norm, "is_accelerator", lambda device: True)
+    tensors = gradients(torch.float32) + [torch.randn(9, *shape) for shape in ((512,), (64, 3, 3), (3, 7, 7), (1,))]
+    parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for tensor in tensors:
+        for part, chunk in zip(parts, tensor.chunk(ranks) if tensor.dim() else [tensor], strict=False):
+            part.append(chunk)
+    assert norm_of_parts(parts) == norm_of_parts([tensors])
+    assert norm_of_parts(parts) == pytest.approx(expected_norm(tensors), rel=1e-15, abs=0)
+
+
+def test_an_accelerator_needs_few_kernels_for_the_norm_of_many_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "is_accelerator", lambda device: True)
+    widths = [64, 128, 192, 256, 576, 1024, 1152, 2048, 2304, 4608]  # of a ResNet-50
+    tensors = [torch.ones(8, width) for width in widths for _ in range(5)]
+    with Kernels() as kernels:
+        partial_squares(tensors, CPU)
+    assert kernels.calls.total() <= 20
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
