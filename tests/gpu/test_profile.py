@@ -1,4 +1,4 @@
-"""Test of `samestep profile` on a GPU, with the clock of its stream. Not run on hardware yet."""
+"""Test of `samestep profile` on a GPU, with the clock of its stream."""
 
 from pathlib import Path
 

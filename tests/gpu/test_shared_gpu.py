@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: `pytest -m gpu` on a machine with one. Not run on hardware yet."""
+"""Several ranks on one GPU: `pytest -m gpu` on a machine with one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of `samestep tune` on a GPU: memory limit and saved machine. Not run on hardware yet."""
+"""Tests of `samestep tune` on a GPU: memory limit and saved machine."""
 
 from pathlib import Path
 

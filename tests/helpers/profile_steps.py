@@ -26,6 +26,7 @@ CONDITIONS = Conditions(
     hook="none",
     threads=1,
     is_compiled=False,
+    has_graphs=False,
     is_apart=True,
     joins_norms=False,
     engine_waits=1,

@@ -151,7 +151,7 @@ def add_tune(add_parser: Any) -> None:
     ):
         parse, default = partial(parse_integers, name, minimum=minimum), ",".join(map(str, values))
         group.add_argument(name, type=parse, default=default, metavar="N,N,...", help=f"{text} (default %(default)s)")
-    text = "changes of bits to measure, or none (default %(default)s; compile alone takes half a minute)"
+    text = "options of a step to measure, or none (default %(default)s; compile alone takes half a minute)"
     group.add_argument("--try", dest="rules", default=",".join(STEP_OPTIONS), metavar="RULE,...", help=text)
     text = "approximate time of a trial (default %(default)s)"
     group.add_argument("--seconds", type=float, default=0.5, metavar="S", help=text)

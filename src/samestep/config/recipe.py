@@ -197,7 +197,7 @@ class StepConfig(Constrained):
         channels_last: store weights and inputs of convolutions in channels-last format.
         compile: compile the model's forward with `torch.compile`.
         cuda_graphs: replay forward and backward of microbatches as CUDA graphs, after a check of bits: `auto` if model
-            and options allow it, `on` with an error if they do not; `off`. Not run on hardware yet.
+            and options allow it, `on` with an error if they do not; `off`.
         recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
             activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
             2016).

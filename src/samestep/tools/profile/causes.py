@@ -260,7 +260,7 @@ def _wait_for_straggler(measured: Measurements, *, in_user_code: bool) -> float:
 def host_bound(measured: Measurements) -> Advice | None:
     """Check for many small operators, whose calls take more time than their computation.
 
-    On a GPU (not run on hardware yet), also for code that waits for the GPU in each microbatch, after which the GPU
+    On a GPU, also for code that waits for the GPU in each microbatch, after which the GPU
     waits for the host.
     """
     conditions, summaries, step = measured.conditions, measured.traced.values(), measured.step_seconds
@@ -305,6 +305,8 @@ def host_bound(measured: Measurements) -> Advice | None:
     else:
         remedy = "a larger batch_size per microbatch (a key of the recipe: results change)"
         estimate = "the cost of calls does not depend on the number of samples"
+    if conditions.device != "cpu" and not conditions.has_graphs:
+        remedy += ", or step.cuda_graphs=auto, which changes no result"
     remedy += "" if conditions.is_compiled else ", or step.compile=true, which needs fewer operators"
     if conditions.threads > 1 and conditions.device == "cpu":
         remedy += f", or fewer threads than {conditions.threads}"

@@ -163,6 +163,7 @@ class Conditions:
     hook: str
     threads: int
     is_compiled: bool
+    has_graphs: bool  # of CUDA, in usual runs: a profile has none
     is_apart: bool  # the training thread computes microbatches one after another
     joins_norms: bool  # batch norm exchanges statistics between ranks
     engine_waits: int  # number of times per step that the engine waits for its device

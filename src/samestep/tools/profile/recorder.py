@@ -37,10 +37,7 @@ _SMALL = 20 * _MICROSECOND  # computing such an operator takes less time than ca
 
 
 class Clock:
-    """Clock of computation: of the host on a CPU; on a GPU, the times at which its stream reaches an event.
-
-    The GPU part has not been run on hardware yet.
-    """
+    """Clock of computation: of the host on a CPU; on a GPU, the times at which its stream reaches an event."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if is_accelerator(device) else None

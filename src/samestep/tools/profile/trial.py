@@ -208,6 +208,7 @@ def _conditions(
         hook=world.strategy.hook,
         threads=config.threads,
         is_compiled=config.compile,
+        has_graphs=config.cuda_graphs != "off",
         is_apart=recorder.is_sequential,
         joins_norms=recorder.joins_norms,
         engine_waits=recorder.engine_waits,

@@ -19,8 +19,8 @@ from samestep.units import plural
 
 WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 PREFETCH = (2, 4, 8)
-THREADS, CHANNELS_LAST, COMPILE = "threads", "channels-last", "compile"
-STEP_OPTIONS = (THREADS, CHANNELS_LAST, COMPILE)  # options that change bits
+THREADS, CHANNELS_LAST, COMPILE, GRAPHS = "threads", "channels-last", "compile", "cuda-graphs"
+STEP_OPTIONS = (THREADS, CHANNELS_LAST, COMPILE, GRAPHS)  # options of a step; all except graphs change bits
 FOLDER, FILE = "tunings", "tune.json"
 # Keys of a recipe that determine the time of a microbatch and of a step.
 _RECIPE_KEYS = ("data", "model", "loss", "batch_size", "microbatches", "strategy")
@@ -31,6 +31,7 @@ _STEP_KEYS = (
     "tf32",
     "channels_last",
     "compile",
+    "cuda_graphs",
     "recompute",
     "tensor_slices",
     "tensor_plan",

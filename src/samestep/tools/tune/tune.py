@@ -1,4 +1,4 @@
-"""`samestep tune`: memory check, search of loader settings, shares of ranks, step options that change bits."""
+"""`samestep tune`: memory check, search of loader settings, shares of ranks, options of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from samestep.tools.bench import COLORS, Contender
 from samestep.tools.timing import Spread, Timing, run_trial
 from samestep.tools.tune.memory_check import Inspection, check_memory
 from samestep.tools.tune.search import SearchResult
-from samestep.tools.tune.settings import CHANNELS_LAST, COMPILE, THREADS, Setting, TuneTarget
+from samestep.tools.tune.settings import CHANNELS_LAST, COMPILE, GRAPHS, THREADS, Setting, TuneTarget
 from samestep.units import format_bytes
 
 _TRIALS = "samestep.tools.trials"
@@ -38,6 +38,11 @@ class StepOption:
     key: str
     value: Any
     reason: str = ""  # why the speed with this value cannot be measured, if so
+
+    @property
+    def changes_bits(self) -> bool:
+        """Whether results depend on the value."""
+        return self.key != "step.cuda_graphs"
 
     def __str__(self) -> str:
         return f"{self.key}={str(self.value).lower()}"
@@ -65,6 +70,9 @@ def step_options(
         yield StepOption("step.channels_last", not recipe.step.channels_last, reason=reason)
     if COMPILE in names:
         yield StepOption("step.compile", not recipe.step.compile)
+    if GRAPHS in names:
+        reason = "" if inspection.device != "cpu" else "graphs are those of a GPU"
+        yield StepOption("step.cuda_graphs", "auto" if recipe.step.cuda_graphs == "off" else "off", reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,7 @@ def tune(
         searched["shares"] = propose_shares(recipe, target.processes, options, config.rounds, run, report)
         for option in step_options(recipe, inspection, config.step_options, machine["cores"], target.processes):
             if not option.reason:
-                report(f"effect of {option}, which changes bits")
+                report(f"effect of {option}{', which changes bits' if option.changes_bits else ''}")
             rules.append(_measure_option(recipe, option, config, run))
     seconds = time.perf_counter() - began
     first = {"place": asdict(target), "machine": machine, "memory": memory, "seconds": seconds, "rules": rules}
@@ -224,7 +232,8 @@ def _option_text(option: StepOption, rule: dict[str, Any]) -> str:
     text = f"{speed.format('.2f')} times as fast"
     # Worthwhile only if faster by more than the spread of rounds.
     if speed.median > _WORTHWHILE_SPEED_UP and speed.q1 > 1:
-        text += f"; changes bits, so not set automatically: --set {option}"
+        effect = "changes bits, so not set automatically" if option.changes_bits else "no result depends on it"
+        text += f"; {effect}: --set {option}"
     return text
 
 

@@ -149,13 +149,14 @@ def test_at_most_three_causes_the_largest_saving_first() -> None:
 
 
 def test_idle_gpu_is_caused_by_the_host_or_by_synchronization() -> None:
-    """Synthetic numbers; not run on hardware yet."""
+    """Synthetic numbers."""
     steps = [sound()] * 4
     idle = replace(BUSY, busy_seconds=0.02, synchronisations=2)  # one of the engine
     conditions = replace(CONDITIONS, device="cuda", microbatches=2)
     costs = measured(steps).costs
     [advice] = advise(Measurements([steps], {0: idle}, costs, conditions))
     assert advice.cause == Cause.HOST
+    assert "step.cuda_graphs=auto" in advice.do
     assert advice.seconds == pytest.approx((0.095 - 0.02) * 0.09 / 0.095 / 2, rel=0.01)
     [advice] = advise(Measurements([steps], {0: replace(idle, synchronisations=3)}, costs, conditions))
     assert advice.cause == Cause.SYNCHRONISATION

@@ -169,7 +169,7 @@ def test_microbatches_that_do_not_fit_are_reported_with_the_changes() -> None:
 def test_tuning_is_plain_data(tuning: dict[str, Any]) -> None:
     assert tuning["choice"] == {"workers": 2, "prefetch": 2}
     assert tuning["default"] == {"workers": 0, "prefetch": 2}
-    assert [bool(rule["reason"]) for rule in tuning["rules"]] == [False, False, True]
+    assert [bool(rule["reason"]) for rule in tuning["rules"]] == [False, False, True, True]
     assert sum(len(row["turns"]) for row in tuning["settings"]) == tuning["turns"]
     keys = {
         "place",
@@ -200,8 +200,10 @@ def test_step_options_depend_on_machine_and_recipe() -> None:
         "step.threads=4",
         "step.channels_last=true",
         "step.compile=true",
+        "step.cuda_graphs=auto",
     ]
-    assert not any(option.reason for option in options)
+    assert [bool(option.reason) for option in options] == [False] * 4 + [True]
+    assert not reason_of(replace(INSPECTION, device="cuda"), "cuda-graphs", cores=8)
     assert "no core to spare" in reason_of(INSPECTION, "threads", cores=2)
     assert "GPUs" in reason_of(replace(INSPECTION, device="cuda"), "threads", cores=8)
     assert "images" in reason_of(replace(INSPECTION, has_images=False), "channels-last", cores=8)
