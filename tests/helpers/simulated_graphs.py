@@ -61,11 +61,13 @@ class GraphAccelerator(TorchDispatchMode):
     Attributes:
         graphs: number of recordings.
         replays: number of replays.
+        free: bytes of memory that are free; the stream of the recordings needs 1 MiB more at each call.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graphs = self.replays = 0
+        self.graphs = self.replays = self._reserved = 0
+        self.free = 2**30
         self._recording: _Graph | None = None
         self._stream, self._mode, self._is_usable = _Stream(), 0, True
         self._generator = torch.Generator()
@@ -146,6 +148,16 @@ class GraphAccelerator(TorchDispatchMode):
             yield
         finally:
             self._stream = before
+
+    def empty_cache(self) -> None:
+        pass
+
+    def memory_reserved(self, device: torch.device) -> int:
+        self._reserved += 2**20
+        return self._reserved
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, 2**31
 
     def get_sync_debug_mode(self) -> int:
         return self._mode

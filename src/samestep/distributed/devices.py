@@ -59,24 +59,33 @@ def _graph_stream(device: torch.device) -> Any:
     return accelerator_module().Stream(device)
 
 
-def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> Result:
+def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> tuple[Result, int, int]:
     """Compute some times on the stream on which `capture_graph` records, so that libraries initialize before.
+
+    Returns:
+        The last result, the bytes that the stream needed, about as many as a graph needs, and the free bytes.
 
     Raises:
         RuntimeError: the computation waits for the device, which a graph cannot.
     """
     module = accelerator_module()
     current, stream = module.current_stream(device), _graph_stream(device)
+    module.empty_cache()  # a stream, and a graph, have memory of their own
+    reserved = module.memory_reserved(device)
     stream.wait_stream(current)
     with module.stream(stream):
         mode = module.get_sync_debug_mode()
         module.set_sync_debug_mode("error")
         try:
-            results = [compute() for _ in range(_REHEARSALS)]
+            for _ in range(_REHEARSALS - 1):
+                compute()
+            result = compute()
         finally:
             module.set_sync_debug_mode(mode)
             current.wait_stream(stream)  # what was computed until an error changes the same memory too
-    return results[-1]
+    needed = module.memory_reserved(device) - reserved
+    module.empty_cache()
+    return result, needed, module.mem_get_info(device)[0]
 
 
 def capture_graph(device: torch.device, compute: Callable[[], Result]) -> tuple[Callable[[], None], Result]:

@@ -32,6 +32,7 @@ from samestep.engine.step_runner import SequentialRunner, StepRunner
 from samestep.engine.tensor_bits import any_differs, copy_tensors
 from samestep.errors import InputError
 from samestep.strategies.strategy import Strategy
+from samestep.units import format_bytes
 
 MAX_GRAPHS = 2  # sizes of microbatches differ by at most one sample; each graph keeps the memory of its activations
 
@@ -183,9 +184,11 @@ class GraphRunner(SequentialRunner):
             NotCapturable: model, loss or backward raised an error, as for a wait for the device.
         """
         try:
-            results = rehearse_graph(self.world.device, lambda: self._compute(microbatch, position))
+            results, needed, free = rehearse_graph(self.world.device, lambda: self._compute(microbatch, position))
         except Exception as error:  # boundary: the reason is logged, and microbatches are computed as usual
             raise NotCapturable(f"a rehearsal raised {_text(error)}") from error
+        if needed > free:
+            raise NotCapturable(f"a graph needs {format_bytes(needed)}, and {format_bytes(free)} are free")
         specs: list[TensorSpec] = []
         describe(results.outputs, "the outputs", specs)
         if self.callbacks and (unknown := next((spec.path for spec in specs if not spec.dtype), None)):

@@ -233,11 +233,8 @@ def class_loss(
             fix="give the model one output per class (num_classes), or correct the targets",
             code="E_SHAPE",
         ) from error
-    if weights is None:
-        count = counted.sum()  # a kernel less than `count_nonzero`
-    else:
-        count = (weights.double()[targets.where(counted, 0)] * counted).sum()
-    return Loss(total, count)
+    counts = counted if weights is None else weights.double()[targets.where(counted, 0)] * counted
+    return Loss(total, counts.sum())
 
 
 def _sum_dtype(outputs: torch.Tensor) -> torch.dtype:

@@ -183,6 +183,9 @@ def test_the_current_stream_waits_for_a_rehearsal_that_fails_too(
         stream=lambda _: nullcontext(),
         get_sync_debug_mode=lambda: 0,
         set_sync_debug_mode=lambda _: None,
+        empty_cache=lambda: None,
+        memory_reserved=lambda _: 0,
+        mem_get_info=lambda _: (1, 1),
     )
     monkeypatch.setattr(devices, "accelerator_module", lambda: module)
     monkeypatch.setattr(devices, "_graph_stream", lambda _: other)

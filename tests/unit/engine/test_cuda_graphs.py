@@ -67,6 +67,14 @@ def test_options_keep_the_bits(world: samestep.World, options: dict[str, Any]) -
     assert (result.used, replays) == (True, 4 * (STEPS - 2))
 
 
+def test_a_graph_that_needs_more_memory_than_is_free_is_not_recorded(world: samestep.World) -> None:
+    with simulated_graphs() as accelerator:
+        accelerator.free = 2**19
+        result = train(world, "perceptron", cuda_graphs="auto")
+    assert (result.used, accelerator.graphs) == (False, 0)
+    assert result.reason == "a graph needs 1 MiB, and 512 KiB are free"
+
+
 def test_a_short_batch_is_computed_as_usual_and_two_sizes_have_a_graph_each(world: samestep.World) -> None:
     result, replays = trained(world, "dropout", 4, samples=(16, 16, 7, 16, 7, 5, 16))
     assert result.used
