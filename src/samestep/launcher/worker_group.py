@@ -70,6 +70,7 @@ class _Worker:
     result_time: float = float("inf")
     has_reported_running: bool = False
     is_abandoned: bool = False  # the kernel does not end the killed process
+    has_closed_channel: bool = False  # as every process that has ended, also before the fork server reports the end
 
     @property
     def is_running(self) -> bool:
@@ -80,6 +81,7 @@ class _Worker:
         try:
             result = self.channel.recv() if self.channel.poll() else None
         except EOFError:
+            self.has_closed_channel = True
             return None
         assert result is None or isinstance(result, RankResult | Failure)
         if result is not None:
@@ -158,7 +160,7 @@ class WorkerGroup:
         while self._is_waiting() and (now := time.monotonic()) < self._deadline:
             running = [worker for worker in self._workers if worker.is_running]
             sentinels = [worker.process.sentinel for worker in running]
-            channels = [worker.channel for worker in running if worker.result is None]
+            channels = [w.channel for w in running if w.result is None and not w.has_closed_channel]
             wait(
                 [*sentinels, *channels, *self._connections()],
                 timeout=max(0.0, min(self._deadline - now, next_check - now)),
@@ -192,6 +194,9 @@ class WorkerGroup:
 
     def end(self) -> None:
         """Kill all running workers and collect the last results."""
+        for worker in self._workers:
+            worker.result = worker.result or worker.receive()
+        ended = [worker for worker in self._workers if worker.has_closed_channel]
         self.kill()
         deadline = time.monotonic() + KILL_SECONDS
         for worker in self._workers:
@@ -202,7 +207,7 @@ class WorkerGroup:
             if worker.is_running:
                 self._abandon(worker)
             if worker.result is None:
-                worker.result = self._exit_result(worker, is_consequence=True)
+                worker.result = self._exit_result(worker, is_consequence=worker not in ended)
 
     def _abandon(self, worker: _Worker) -> None:
         """Leave a process that the kernel does not end before its disk or driver answers."""

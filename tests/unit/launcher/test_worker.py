@@ -84,6 +84,24 @@ def test_script_that_ranks_cannot_import(failing: bool, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`')
 
 
+def killed_while_the_fork_server_is_stopped() -> None:
+    with samestep.start(device="cpu") as world:
+        if world.rank == 1:
+            server = os.getppid()
+            os.kill(server, signal.SIGSTOP)
+            # Longer than other ranks have time for their reports.
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {server}"], close_fds=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+
+
+def test_kill_that_is_noticed_late_is_the_cause_of_lost_connections() -> None:
+    """Under load, the fork server reports the end of a process late."""
+    with pytest.raises(RankError) as caught:
+        samestep.launch(killed_while_the_fork_server_is_stopped, processes=2)
+    assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_KILLED", 1)
+
+
 def killed_at_the_end() -> None:
     """Rank 1 is killed after the request to end at a checkpoint."""
     with samestep.start(device="cpu") as world:
