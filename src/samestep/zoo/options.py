@@ -25,8 +25,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
     """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
 
     Raises:
-        RecipeError: an option is unknown or missing, or a function of Samestep or torch refuses the values of options.
-            Errors of other functions are those of the user's code, whose traceback is needed.
+        RecipeError: an option is unknown or missing, or a function of Samestep, torch or torchvision refuses the
+            values. Errors of other functions are those of the user's code, whose traceback is needed.
     """
     parameters = inspect.signature(function).parameters
     positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
@@ -47,7 +47,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
             _require_type(f"{where}.{name}", parameters[name], options.get(name))
     try:
         return function(*arguments, **options)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         if not options or not _is_library(function) or is_out_of_memory(error):
             raise
         raise _refused(where, options, error) from error
@@ -71,7 +71,7 @@ def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in ("samestep", "torch")
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("samestep", "torch", "torchvision")
 
 
 def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from samestep.errors import DataError
+from samestep.errors import DataError, RecipeError
+from samestep.zoo.options import call
 from samestep.zoo.text.sentences import ALPHABET, TokensNet, collate_padded, encode_lines, load_tokens, make_lines
 
 
@@ -76,6 +77,13 @@ def test_attention_is_causal() -> None:
     assert torch.equal(logits[..., :6], others[..., :6])
     assert not torch.equal(logits[..., 6:], others[..., 6:])
     torch.testing.assert_close(logits[..., :6], cut)
+
+
+@pytest.mark.parametrize("options", [{"heads": 7}, {"heads": 0}, {"dropout": "x"}])
+def test_options_with_which_no_model_can_be_built_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        call(TokensNet, options, where="model.options")
+    assert caught.value.code == "E_VALUE"
 
 
 def test_dropout_is_active_in_training() -> None:

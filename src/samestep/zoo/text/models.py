@@ -49,7 +49,7 @@ class GPT(nn.Module):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        _require_divisible(n_embd, n_head, "n_embd", "n_head")
+        require_divisible(n_embd, n_head, "n_embd", "n_head")
         self.block_size = block_size
         self.wte, self.wpe = nn.Embedding(num_classes, n_embd), nn.Embedding(block_size, n_embd)
         self.dropout = nn.Dropout(dropout)
@@ -131,7 +131,12 @@ def causal_attention(projections: torch.Tensor, heads: int, dropout: float = 0.0
     return values.transpose(1, 2).flatten(2)
 
 
-def _require_divisible(size: int, heads: int, size_option: str, heads_option: str) -> None:
+def require_divisible(size: int, heads: int, size_option: str, heads_option: str) -> None:
+    """Refuse an embedding size that is no multiple of the number of attention heads.
+
+    Raises:
+        InputError: it is not.
+    """
     if size % heads:
         raise RecipeError(
             f"model.options.{size_option} is {size} and model.options.{heads_option} is {heads}",
@@ -173,7 +178,7 @@ def transformers_gpt2(
 ) -> nn.Module:
     """Return GPT-2 of transformers, from tokens `(N, T)` to logits `(N, num_classes, T)` of the next tokens."""
     transformers = _transformers()
-    _require_divisible(n_embd, n_head, "n_embd", "n_head")
+    require_divisible(n_embd, n_head, "n_embd", "n_head")
     config = transformers.GPT2Config(
         vocab_size=num_classes,
         n_embd=n_embd,
@@ -238,7 +243,7 @@ def _classifier(
     cls = _with_forward(base, forward)
     if folder is not None:
         return _from_folder(cls, config, longest, Path(folder))
-    _require_divisible(width, heads, "width", "heads")
+    require_divisible(width, heads, "width", "heads")
     model: nn.Module = cls(config)
     return model
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.zoo.options import require_option
 from samestep.zoo.splits import Splits
-from samestep.zoo.text.models import causal_attention
+from samestep.zoo.text.models import causal_attention, require_divisible
 
 PADDING = -100  # target that `samestep.cross_entropy` ignores
 ALPHABET = "\n .abcdefghijklmnopqrstuvwxyz"  # the first character marks start and end of a line
@@ -90,6 +90,7 @@ class TokensNet(nn.Module):
         longest: int = 128,
     ) -> None:
         super().__init__()
+        require_divisible(width, heads, "width", "heads")
         self.tokens = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(longest, width)
         self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(blocks)))
