@@ -12,36 +12,38 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class Command(NamedTuple):
-    """A command of `samestep`; the function `add_NAME` of its module receives a function that creates its parser."""
+    """A command of `samestep`.
 
-    module: str  # in samestep.cli
+    The function `add_NAME` of the module `samestep.cli.NAME` receives a function that creates its parser.
+    """
+
     summary: str
     starts_ranks: bool = False  # each invocation with valid input starts ranks
 
 
 COMMANDS = {
-    "train": Command("train", "train a recipe", starts_ranks=True),
-    "resume": Command("train", "resume a run", starts_ranks=True),
-    "eval": Command("models", "evaluate a checkpoint, or a file of weights", starts_ranks=True),
-    "predict": Command("models", "predict with a trained model", starts_ranks=True),
-    "export": Command("models", "write a trained model for other programs"),
-    "push": Command("models", "upload a trained model to the Hugging Face Hub"),
-    "convert": Command("models", "convert recipes and weights of PaddleViT"),
-    "run": Command("train", "run a script on several processes", starts_ranks=True),
-    "submit": Command("submit", "submit a job to Slurm, Ray, Kubernetes, SkyPilot or dstack"),
-    "top": Command("runs", "show the state of a run"),
-    "report": Command("runs", "write an HTML page about one or several runs"),
-    "diff": Command("replay", "find the first difference of two runs"),
-    "replay": Command("replay", "compute a step of a run again"),
-    "verify": Command("verify", "show that N processes compute the same as one", starts_ranks=True),
-    "audit": Command("audit", "find mistakes of distributed training in any training command"),
-    "bench": Command("measure", "compare ways to run a recipe on this machine", starts_ranks=True),
-    "profile": Command("measure", "measure the phases of a step, and possible savings", starts_ranks=True),
-    "tune": Command("measure", "find the number of loader processes for a recipe on this machine", starts_ranks=True),
-    "plan": Command("plan", "predict step time and memory on other numbers of devices"),
-    "pack": Command("pack", "write samples to sharded files, or the index of such files"),
-    "cache": Command("cache", "list or remove the caches of images and of streams"),
-    "doctor": Command("doctor", "check this machine before training"),
+    "train": Command("train a recipe", starts_ranks=True),
+    "resume": Command("resume a run", starts_ranks=True),
+    "eval": Command("evaluate a checkpoint, or a file of weights", starts_ranks=True),
+    "predict": Command("predict with a trained model", starts_ranks=True),
+    "export": Command("write a trained model for other programs"),
+    "push": Command("upload a trained model to the Hugging Face Hub"),
+    "convert": Command("convert recipes and weights of PaddleViT"),
+    "run": Command("run a script on several processes", starts_ranks=True),
+    "submit": Command("submit a job to Slurm, Ray, Kubernetes, SkyPilot or dstack"),
+    "top": Command("show the state of a run"),
+    "report": Command("write an HTML page about one or several runs"),
+    "diff": Command("find the first difference of two runs"),
+    "replay": Command("compute a step of a run again"),
+    "verify": Command("show that N processes compute the same as one", starts_ranks=True),
+    "audit": Command("find mistakes of distributed training in any training command"),
+    "bench": Command("compare ways to run a recipe on this machine", starts_ranks=True),
+    "profile": Command("measure the phases of a step, and possible savings", starts_ranks=True),
+    "tune": Command("find the number of loader processes for a recipe on this machine", starts_ranks=True),
+    "plan": Command("predict step time and memory on other numbers of devices"),
+    "pack": Command("write samples to sharded files, or the index of such files"),
+    "cache": Command("list or remove the caches of images and of streams"),
+    "doctor": Command("check this machine before training"),
 }
 
 

@@ -53,7 +53,7 @@ def build_parser(arguments: Sequence[str] | None = None) -> CommandParser:
     parser, commands = build_root(CommandParser)
     for name, command in COMMANDS.items():
         if arguments is None or name in arguments:
-            add = getattr(import_module(f"samestep.cli.{command.module}"), f"add_{name}")
+            add = getattr(import_module(f"samestep.cli.{name}"), f"add_{name}")
             add(partial(commands.add_parser, name, help=command.summary))
         else:
             commands.add_parser(name, help=command.summary)

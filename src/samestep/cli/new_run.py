@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
-from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.options import output_errors, run_options, timed_name, unused_name
-from samestep.cli.recipe_options import all_overrides, microbatch_size, with_batch_size, with_microbatches
+from samestep.cli.launch_options import LaunchOptions, add_fault_options, add_hosts_options
+from samestep.cli.options import add_machine_options, output_errors, run_options, timed_name, unused_name
+from samestep.cli.recipe_options import (
+    add_strategy_options,
+    all_overrides,
+    microbatch_size,
+    with_batch_size,
+    with_microbatches,
+)
 from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
-from samestep.config import Recipe, RunOptions
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
 from samestep.distributed.logging import logger
 from samestep.errors import InputError
 from samestep.microbatches import require_enough_microbatches
@@ -22,7 +29,39 @@ from samestep.recipes.recipe_files import load_recipe, write_recipe
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
 from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
-from samestep.units import plural
+from samestep.units import parse_duration, plural
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `train` and `resume` share."""
+    add_machine_options(parser)
+    add_hosts_options(parser)
+    text = "ignore the settings that samestep tune found here; --workers and --prefetch ignore them too"
+    parser.add_argument("--no-tuned", action="store_true", help=text)
+    add_strategy_options(parser)
+    group = parser.add_argument_group("checkpoints")
+    text = "steps between checkpoints within epochs (default: none)"
+    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help=text)
+    text = "limit of the work that a kill can cost, such as 30s, 5m, 1h"
+    group.add_argument("--max-lost-work", type=partial(parse_duration, "--max-lost-work"), metavar="TIME", help=text)
+    text = f"newest checkpoints to keep (default {DEFAULT_KEEP}; for a resumed run, that of its last start)"
+    group.add_argument("--keep", type=int, metavar="K", help=text)
+    group = parser.add_argument_group("checks (results do not depend on these options)")
+    text = "steps between comparisons of the ranks' weights; also checks every collective"
+    group.add_argument("--check-every", type=int, metavar="STEPS", help=text)
+    text = f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})"
+    group.add_argument("--checksum-every", type=int, metavar="STEPS", help=text)
+    text = "steps between steps in which a second rank repeats a microbatch of each rank and compares the bits"
+    group.add_argument("--witness-every", type=int, metavar="STEPS", help=text)
+    group = parser.add_argument_group("logging (results do not depend on this option)")
+    group.add_argument(
+        "--loggers",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        default=",".join(RunOptions.loggers),
+        metavar="NAME,...",
+        help=f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",
+    )
+    add_fault_options(parser, requeue=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from samestep.checkpoint.files import replacing
 from samestep.config import DeviceKind, RunOptions
 from samestep.config.key_suggestions import find_equivalent
 from samestep.errors import InputError
@@ -243,6 +244,23 @@ def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
+
+
+def write_output(text: str, out: Path, option: str, mark: str, kind: str) -> None:
+    """Write a file atomically; only an earlier file of the kind, which begins with `mark`, is overwritten."""
+    with output_errors(f"{out} cannot be written", "a file in a writable folder", f"{option} with another path"):
+        if out.exists():
+            with out.open("rb") as file:
+                is_earlier = file.read(len(mark)) == mark.encode()
+            if not is_earlier:
+                raise InputError(
+                    f"{out} is not a {kind}",
+                    expected=f"a new file, or an earlier {kind}",
+                    fix=f"{option} with another name, or remove the file",
+                    code="E_OUTPUT",
+                )
+        with replacing(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 def timed_name(runs: Path, stem: str) -> str:

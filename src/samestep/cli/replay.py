@@ -1,10 +1,9 @@
-"""`samestep replay` and `samestep diff`: steps of a run computed again, and the first difference of two runs."""
+"""`samestep replay`: steps of a run computed again, and compared with its checksums."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +23,12 @@ from samestep.cli.recipe_options import add_strategy_options, all_overrides
 from samestep.cli.run_plans import plan_to_replay, reading
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
-from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.units import plural
 
 if TYPE_CHECKING:
-    from samestep.tools.replay.diff import Comparison, Finding
     from samestep.tools.replay.launch import ReplayOptions, ScriptCommand, Subject
     from samestep.tools.report.run import Run
-
-_LISTED = 12  # differences of environments in the text
 
 
 def add_replay(add_parser: Any) -> None:
@@ -49,37 +44,11 @@ def add_replay(add_parser: Any) -> None:
     text = "compute from the beginning, not from the nearest checkpoint before the last checksum up to step N"
     parser.add_argument("--from-start", action="store_true", help=text)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write a checkpoint of the state after step N to DIR")
-    _add_machine(parser)
+    add_replay_options(parser)
     add_options(parser.add_argument_group("recipe"), "--set")
     add_strategy_options(parser)
     add_options(parser, "--json")
     parser.set_defaults(run=_replay)
-
-
-def add_diff(add_parser: Any) -> None:
-    """Add `samestep diff`."""
-    parser = add_parser(
-        description="Compare recipes and environments of two runs, find the first step with different checksums of the "
-        "state, and compute this step of both runs again to find the first different tensor. The runs are only read.",
-        epilog="example: samestep diff runs/first runs/second. "
-        "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
-    )
-    parser.add_argument("folders", type=Path, nargs=2, metavar="RUN", help="directory of a run")
-    parser.add_argument("--no-replay", action="store_true", help="compare the logs only")
-    _add_machine(parser)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_diff, from_start=False)
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine (results do not depend on these options)")
-    text = "number of ranks (default: as in the run)"
-    group.add_argument("--processes", metavar="N", help=text)
-    add_options(group, "--devices", "--share-gpu", "--device")
-    group = parser.add_argument_group("code of the run")
-    add_options(group, "--trust")
-    text = "replay although the user's Python modules have changed since the last start of the run"
-    group.add_argument("--accept-changes", action="store_true", help=text)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -91,7 +60,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     require_single_process("replay")
     (run,), step = read_runs([arguments.folder]), arguments.step
     last_logged = max((number for number in run.events.checksums if number <= step), default=0)
-    subject = _subject(run, last_logged - 1, step, arguments, all_overrides(arguments))
+    subject = subject_of(run, last_logged - 1, step, arguments, all_overrides(arguments))
     _require_checksum(run, step)
     is_script = isinstance(subject.command, ScriptCommand)
     if arguments.out is not None:
@@ -105,7 +74,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     processes = plural(subject.processes, "process")
     progress(arguments)(f"replaying {run.folder} up to step {step} from {origin} on {processes}")
     with reading(subject.checkpoint):
-        result = run_replay(subject, step, _options(arguments), out=arguments.out)
+        result = run_replay(subject, step, replay_options(arguments), out=arguments.out)
     compared = {number: value for number, value in result.checksums.items() if number in subject.checksums}
     if not compared:  # a script that loads its own checkpoint
         raise no_checksum(f"{run.folder} has no checksum of the steps from {result.first} to {step}")
@@ -143,43 +112,19 @@ def _require_checksum(run: Run, step: int) -> None:
         raise no_checksum(problem if first is None else f"{problem}; the first one is that of step {first}")
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    """Compare and print; return 0 if all common checksums are equal, otherwise 3."""
-    from samestep.tools.replay.diff import compare_logs, find_difference
-    from samestep.tools.report.run import read_runs
-
-    require_single_process("diff")
-    runs = read_runs(arguments.folders)
-    logs, finding, note = compare_logs(runs), None, None
-    if not arguments.json:
-        _show_logs(logs, runs)
-    if logs.first_different is not None:
-        note = _without_replay(arguments, runs, logs)
-        if note is None:
-            subjects = [_subject(run, logs.last_equal, logs.first_different, arguments, []) for run in runs]
-            with reading(*(subject.checkpoint for subject in subjects)):
-                finding = find_difference(subjects, logs, _options(arguments), progress(arguments))
-    equal = logs.first_different is None and bool(logs.compared)
-    if arguments.json:
-        data = {"runs": [str(run.folder) for run in runs], "equal": equal, **asdict(logs), "note": note}
-        print_json({**data, "finding": finding.data() if finding is not None else None})
-    else:
-        _show_finding(finding, note, logs)
-    return EXIT_DONE if equal else EXIT_DIFFERS
+def add_replay_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a replay: those of the machine, and of the code of the run."""
+    group = parser.add_argument_group("machine (results do not depend on these options)")
+    text = "number of ranks (default: as in the run)"
+    group.add_argument("--processes", metavar="N", help=text)
+    add_options(group, "--devices", "--share-gpu", "--device")
+    group = parser.add_argument_group("code of the run")
+    add_options(group, "--trust")
+    text = "replay although the user's Python modules have changed since the last start of the run"
+    group.add_argument("--accept-changes", action="store_true", help=text)
 
 
-def _without_replay(arguments: argparse.Namespace, runs: list[Run], logs: Comparison) -> str | None:
-    """Return the reason for a comparison without replays, if there is one."""
-    if arguments.no_replay:
-        return "not replayed (--no-replay)"
-    if logs.recipe:
-        return "not replayed: the recipes differ"
-    if len({(run.folder / LOOP).is_file() for run in runs}) > 1:
-        return "not replayed: one run is that of a recipe, the other that of a script"
-    return None
-
-
-def _subject(run: Run, begin: int, last: int, arguments: argparse.Namespace, overrides: list[str]) -> Subject:
+def subject_of(run: Run, begin: int, last: int, arguments: argparse.Namespace, overrides: list[str]) -> Subject:
     """Return a run to compute from a checkpoint at or before `begin`, on the ranks of step `last` unless set.
 
     Raises:
@@ -259,7 +204,8 @@ def _first_step(start: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _options(arguments: argparse.Namespace) -> ReplayOptions:
+def replay_options(arguments: argparse.Namespace) -> ReplayOptions:
+    """Return the options of a replay among the arguments of a command."""
     from samestep.tools.replay.launch import ReplayOptions
 
     return ReplayOptions(
@@ -269,37 +215,3 @@ def _options(arguments: argparse.Namespace) -> ReplayOptions:
         preload=PRELOAD,
         environment=LaunchOptions.parse(arguments).environment,
     )
-
-
-def _show_logs(logs: Comparison, runs: list[Run]) -> None:
-    _show("recipes", [f"{line} (changes the mathematics)" for line in logs.recipe] + logs.other_keys)
-    _show("environment", logs.environment)
-    names = [str(run.folder) for run in runs]
-    if not logs.compared:
-        print(f"{'checksums':<14}no steps with checksums of both runs")
-    elif logs.first_different is None:
-        print(f"{'checksums':<14}equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}")
-    elif logs.last_equal:
-        print(f"{'checksums':<14}equal up to step {logs.last_equal}, different after step {logs.first_different}")
-    else:
-        print(
-            f"{'checksums':<14}different after step {logs.first_different}, the first one with checksums of both runs"
-        )
-    for name, count in zip(names, logs.only, strict=True):
-        if count:
-            print(f"{'':<14}{name} has {plural(count, 'later checksum')}")
-
-
-def _show(title: str, lines: list[str]) -> None:
-    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    for number, line in enumerate([*lines[:_LISTED], *more] or ["equal"]):
-        print(f"{'' if number else title:<14}{printable(line)}")
-
-
-def _show_finding(finding: Finding | None, note: str | None, logs: Comparison) -> None:
-    if finding is not None:
-        for number, line in enumerate(finding.replays):
-            print(f"{'' if number else 'replays':<14}{printable(line)}")
-        print(f"{'difference':<14}{printable(finding.text)}")
-    elif note is not None:
-        print(f"{'note':<14}{printable(note)}")

@@ -1,0 +1,91 @@
+"""`samestep run`: user scripts on any number of processes."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from samestep.cli.external_launcher import require_single_process
+from samestep.cli.launch_options import LaunchOptions, add_fault_options, add_hosts_options, launch_with_restarts
+from samestep.cli.options import add_options, output_folder, require_file, timed_name
+from samestep.distributed.logging import logger
+from samestep.errors import EXIT_DONE, EXIT_STOPPED
+from samestep.launcher.host_arrival import join_hosts
+from samestep.launcher.hosts import HostsConfig
+from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
+from samestep.launcher.pickling import ByName
+
+
+def add_run(add_parser: Any) -> None:
+    """Add `samestep run`."""
+    parser = add_parser(
+        description="Run a script on several processes of this machine: a script with samestep.start(), or one written "
+        "for torchrun, whose variables are set. The output of ranks other than 0 is written to files.",
+        epilog="example: samestep run --processes 2 train.py --epochs 3",
+    )
+    parser.add_argument("script", type=Path, help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    group = parser.add_argument_group("machine")
+    text = "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)"
+    group.add_argument("--processes", default="auto", metavar="N", help=text)
+    add_options(group, "--devices", "--share-gpu")
+    add_hosts_options(parser)
+    add_fault_options(parser)
+    add_options(parser.add_argument_group("output"), "--runs")
+    parser.set_defaults(run=_run_script)
+
+
+def _run_script(arguments: argparse.Namespace) -> int:
+    """Run the script; return 0 if every rank succeeded, 130 after a request to stop."""
+    require_single_process("run")
+    script: Path = arguments.script
+    require_file(script)
+    _note_options_after_script(arguments)
+    options = LaunchOptions.parse(arguments)
+    log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
+    processes = options.process_range()
+    call = partial(ByName("samestep.launcher.worker", "run_script"), script, tuple(arguments.arguments))
+    if options.hosts is not None:
+        return _run_script_on_hosts(options, options.hosts, call, log_dir)
+    starts = itertools.count()
+
+    def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
+        restarts = (next(starts), options.max_restarts)
+        return run_workers(
+            call, *restarts, processes=count, launch_config=launch_config, environment=options.environment
+        )
+
+    # Rank 0 writes to the terminal.
+    with output_folder(log_dir, script.stem, "--runs") if processes[1] > 1 else nullcontext():
+        result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
+    return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
+
+
+def _note_options_after_script(arguments: argparse.Namespace) -> None:
+    """Print a note if the script receives options of `samestep run`, which can be meant for this command."""
+    # Options, each with the space before its value if there is one.
+    options = dict(re.findall(r"\[(--[\w-]+)( ?)", arguments.command_parser.format_usage()))
+    misplaced = []
+    for argument, following in itertools.pairwise([*arguments.arguments, "--"]):
+        option, equals, _ = argument.partition("=")
+        if option in options:
+            has_value = options[option] and not equals and not following.startswith("--")
+            misplaced += [argument, following] if has_value else [argument]
+    if misplaced:
+        logger.info("note: %s after the script is passed to the script; put it before", " ".join(misplaced))
+
+
+def _run_script_on_hosts(options: LaunchOptions, hosts: HostsConfig, call: Callable[..., Any], log_dir: Path) -> int:
+    """Run the script on this host and others; return the exit code of the first host."""
+    _, processes = options.process_range()
+    with join_hosts(hosts, processes, options.hang_after) as group:
+        folder = Path(group.share(str(log_dir)))
+        launch_config = LaunchConfig(options.hang_after, options.grace, log_dir=folder, hosts=group)
+        result = run_workers(call, processes=processes, launch_config=launch_config, environment=options.environment)
+        return group.agree_on_exit(EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE)
