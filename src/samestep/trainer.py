@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, CheckpointInterval, SavedCheckpoint
+from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
+from samestep.checkpoint.checkpoint_interval import CheckpointInterval
 from samestep.checkpoint.compatibility import require_unchanged_settings, setting_changes
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, snapshot

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 from samestep import World
 from samestep.config import LearningRateConfig, RunOptions, ScheduleConfig
-from samestep.engine.learning_rate import schedule_factor
 from samestep.errors import RecipeError
 from samestep.recipes.builder import Built, build
 from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.schedules import schedule_factor
 
 SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "microbatches=4", "schedule.name=constant")
 LINEAR = ("learning_rate.rule=linear", "learning_rate.base_batch_size=8")

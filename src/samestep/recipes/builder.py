@@ -31,7 +31,7 @@ from samestep.distributed.rng import derive_seed, preserved_generators, seed_gen
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
 from samestep.engine.engine import Engine
-from samestep.engine.learning_rate import scale_rates, schedule_factor
+from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
 from samestep.engine.multi_loss import MultiLoss
 from samestep.errors import RecipeError
@@ -40,6 +40,7 @@ from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
+from samestep.recipes.schedules import schedule_factor
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.zoo.cache.sample_cache import SampleCache

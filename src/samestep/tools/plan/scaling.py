@@ -1,8 +1,4 @@
-"""Scaling curve: samples per second of a layout from one device to thousands, with failures and checkpoints.
-
-Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly, "A higher order estimate of the
-optimum checkpoint interval for restart dumps" (2006).
-"""
+"""Scaling curve: samples per second of a layout from one device to thousands, with failures and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from samestep.config import MeshConfig, Recipe
 from samestep.config.strategy import MeshShape
+from samestep.tools.plan.checkpoint_interval import daly_interval, useful_share
 from samestep.tools.plan.collectives import Cluster
 from samestep.tools.plan.layouts import Layout
 from samestep.tools.plan.model import LayoutModel
@@ -131,36 +128,3 @@ def _slowest_factor(deviation: float, ranks: int, measured: int) -> float:
     The largest of n normal deviations is about sqrt(2 ln n) standard deviations.
     """
     return 1 + deviation * max(0.0, math.sqrt(2 * math.log(ranks)) - math.sqrt(2 * math.log(measured)))
-
-
-def young_interval(checkpoint: float, mtbf: float) -> float:
-    """Return Young's interval in seconds between checkpoints.
-
-    Args:
-        checkpoint: seconds for which a checkpoint stops training.
-        mtbf: mean time between failures of the whole job, in seconds.
-    """
-    return math.sqrt(2 * checkpoint * mtbf)
-
-
-def daly_interval(checkpoint: float, mtbf: float) -> float:
-    """Return Daly's interval in seconds between checkpoints, equation 37; arguments as of `young_interval`."""
-    if checkpoint >= 2 * mtbf:
-        return mtbf
-    ratio = checkpoint / (2 * mtbf)
-    return young_interval(checkpoint, mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint
-
-
-def useful_share(interval: float, checkpoint: float, restart: float, mtbf: float) -> float:
-    """Return the share of the time that is useful, for failures at random times (Daly, equation 20).
-
-    Args:
-        interval: seconds of training between checkpoints.
-        checkpoint: seconds of a checkpoint.
-        restart: seconds from a failure to the next step.
-        mtbf: mean time between failures of the whole job, in seconds.
-    """
-    exponent = (interval + checkpoint) / mtbf
-    if exponent > 700 or restart / mtbf > 700:  # no progress: the exponential is no float
-        return 0.0
-    return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(exponent))

@@ -1,4 +1,4 @@
-"""Reading of image files, conversion to 8-bit RGB, and errors of damaged files."""
+"""Reading of image files, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
-import numpy
 from PIL import Image, ImageOps
 
 from samestep.errors import DataError, RunError, SamestepError
+from samestep.zoo.images.rgb_conversion import to_rgb
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
 # Formats by content: Pillow starts another program for some others, whatever the name of the file.
@@ -21,8 +21,6 @@ _MAX_PIXELS = 2**26  # 200 MB as RGB; a few bytes of a file can claim any size
 
 # Errors of the operating system with these numbers concern the file; all others concern the machine.
 _FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
-_MAX_16_BIT = 65_535
-_BITS_PER_SAMPLE = 258  # TIFF tag
 
 
 def read_image(path: Path) -> Image.Image:
@@ -89,41 +87,3 @@ def file_errors(name: str | Path, kind: str) -> Iterator[None]:
             "skip such samples: data.bad_samples: skip",
             code="E_UNREADABLE",
         ) from error
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image with 8 bits per channel.
-
-    Raises:
-        ValueError: the brightness of its values is undefined.
-    """
-    if image.mode.startswith("I;16"):
-        return _scaled_to_8_bits(image, _white(image))
-    if image.mode == "I":  # Pillow scales a 16-bit PGM to the full range; other formats have 32 bits
-        if image.format != "PPM":
-            raise ValueError("32-bit values have no defined white")
-        return _scaled_to_8_bits(image, _MAX_16_BIT)
-    if image.mode == "F":
-        values = numpy.asarray(image)
-        if not (numpy.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
-            raise ValueError("floating-point values are not all between 0 and 1")
-        return _scaled_to_8_bits(image, 1)
-    if image.has_transparency_data:
-        # The colour of transparent pixels, mostly black, is not visible; viewers show the background.
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _scaled_to_8_bits(image: Image.Image, white: int) -> Image.Image:
-    """Return rounded 8-bit values; Pillow's conversion would clip values above 255."""
-    values = numpy.asarray(image).astype(numpy.float64)
-    gray = numpy.rint(values * (255 / white)).clip(0, 255).astype(numpy.uint8)
-    return Image.fromarray(gray).convert("RGB")
-
-
-def _white(image: Image.Image) -> int:
-    """Return the value of white; Pillow opens a TIFF of 12 bits as one of 16 bits."""
-    tags = getattr(image, "tag_v2", {})
-    bits = tags.get(_BITS_PER_SAMPLE, (16,))[0]
-    return int(2**bits - 1)

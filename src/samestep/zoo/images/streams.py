@@ -15,7 +15,7 @@ from PIL import Image
 from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import DecodedImage, Decoder, StoredImage, as_pixels
-from samestep.zoo.images.files import to_rgb
+from samestep.zoo.images.rgb_conversion import to_rgb
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
 from samestep.zoo.options import require_option

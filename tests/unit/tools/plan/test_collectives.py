@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.tools.plan.checkpoint_interval import daly_interval, useful_share, young_interval
 from samestep.tools.plan.collectives import SMALL_BYTES, Axis, Cluster, Link, ring_bytes, ring_seconds, tree_seconds
-from samestep.tools.plan.scaling import daly_interval, useful_share, young_interval
 
 FAST, SLOW = Link(1e-6, 1e-10), Link(2e-5, 1e-9)
 LARGE = 64 * SMALL_BYTES
