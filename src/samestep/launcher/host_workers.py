@@ -15,13 +15,13 @@ from samestep.distributed.status import StatusBoard, StatusSnapshot
 from samestep.launcher.failure import Failure, first_cause
 from samestep.launcher.hosts import HostGroup, Message, failure_from, failure_values
 from samestep.launcher.watchdog import RankState
-from samestep.launcher.worker_group import KILL_SECONDS, SETTLE_SECONDS, LaunchConfig, Stacks, WorkerGroup
+from samestep.launcher.worker_group import KILL_SECONDS, LaunchConfig, Stacks, WorkerGroup
 
 _POLL_SECONDS = 0.1
 # Time in which a host requests the stacks of its ranks, each of which may take a second.
 _STACK_SECONDS = 5.0
 # Time in which a host ends its ranks after a failure on another host, and sends its own failure.
-_END_SECONDS = SETTLE_SECONDS + 2 * KILL_SECONDS
+_END_SECONDS = 3 * KILL_SECONDS
 
 
 class HostWorkerGroup(WorkerGroup):

@@ -35,7 +35,7 @@ from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
 RANK_NAME = "samestep-rank-"
 # Time for the other ranks to report their failures after the first one, before they are killed.
-SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 # Time for killed processes to end; a process that waits for a disk may never end.
 KILL_SECONDS = 4.0
@@ -166,7 +166,8 @@ class WorkerGroup:
                 timeout=max(0.0, min(self._deadline - now, next_check - now)),
             )
             if self._collect_results():
-                self._deadline, self._exceeds_grace = min(self._deadline, time.monotonic() + SETTLE_SECONDS), False
+                self._deadline = min(self._deadline, time.monotonic() + self._settle_seconds())
+                self._exceeds_grace = False
             elif time.monotonic() >= next_check:
                 self._check_progress()
                 next_check = time.monotonic() + _CHECK_SECONDS
@@ -177,6 +178,11 @@ class WorkerGroup:
         main = self._workers[0].result
         assert isinstance(main, RankResult)
         return main.value
+
+    def _settle_seconds(self) -> float:
+        """Return the time for further failures: longer while none so far can be the cause of the others."""
+        failures = [worker.result for worker in self._workers if isinstance(worker.result, Failure)]
+        return KILL_SECONDS if all(failure.is_consequence for failure in failures) else _SETTLE_SECONDS
 
     def _is_waiting(self) -> bool:
         return any(worker.is_running for worker in self._workers)

@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import samestep
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, run_workers
+from samestep.strategies.reduction import communicate
 
 RANKS = 3
 pools: list[ProcessPoolExecutor] = []
@@ -100,6 +102,28 @@ def test_kill_that_is_noticed_late_is_the_cause_of_lost_connections() -> None:
     with pytest.raises(RankError) as caught:
         samestep.launch(killed_while_the_fork_server_is_stopped, processes=2)
     assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_KILLED", 1)
+
+
+def report_slowly() -> None:
+    with samestep.start(device="cpu") as world:
+        assert world.sockets is not None
+        if world.rank == 1:
+            raise ValueError(_SlowText())
+        communicate(world, [], [(torch.zeros(1), 1)])
+
+
+class _SlowText:
+    """Text of an exception that takes longer than other ranks have for their reports."""
+
+    def __str__(self) -> str:
+        time.sleep(0.6)
+        return "slow"
+
+
+def test_slow_report_of_the_cause_is_awaited() -> None:
+    with pytest.raises(RankError) as caught:
+        samestep.launch(report_slowly, processes=2)
+    assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_FAILED", 1)
 
 
 def killed_at_the_end() -> None:
