@@ -105,7 +105,7 @@ def faults(device: str) -> Outcome:
             except RankError as error:
                 text = str(error)
                 outcome.numbers[fault] = text.strip().splitlines()[0][:200]
-                outcome.require("rank 1" in text, f"{fault}: the report does not name rank 1: {text[:400]}")
+                outcome.require(error.failure.rank == 1, f"{fault}: the report is not that of rank 1: {text[:400]}")
                 is_named = re.search(pattern, text, re.IGNORECASE) is not None
                 outcome.require(is_named, f"{fault}: the report lacks {pattern}: {text[:400]}")
         resumed = replace(saved, save_after=None, resume=True)
