@@ -92,7 +92,6 @@ def run_as_rank(
         ReportedError: a rank failed, and the failure has been reported.
     """
     _joined.append(rendezvous)
-    set_environment(options.environment or {})
     silence_torch_warnings()
     from samestep.config import resolve_mesh
     from samestep.launcher.job import join_job, process_state
@@ -101,6 +100,7 @@ def run_as_rank(
     try:
         job = join_job(rendezvous, hang_after=options.hang_after)
         _require_compatible(options, rendezvous)
+        set_environment(options.environment or {})  # which raises errors that one rank reports
         plan = _share(job, make_plan)
         resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatch_count, plan.recipe.batch_size)
         value = getattr(import_module("samestep.recipes.run"), function)(*rank_arguments(plan))
