@@ -3,12 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from helpers.system import Done, Running, samestep
+from helpers.system import Done, Running, samestep, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ SHARED = {"SAMESTEP_SHARE_GPU": "1"}
 SMALL = ("--set", "epochs=2")
 
 
-def result(done: Done) -> dict:
+def result(done: Done) -> dict[str, Any]:
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])
 
@@ -32,19 +32,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / result(done)["run"]
 
 
-def weights(run: Path, folder: Path) -> dict[str, bytes]:
-    """Return the bits of the last checkpoint's tensors."""
-    file = folder / f"{run.name}.safetensors"
-    done = samestep("export", run, "--out", file, cwd=folder)
-    assert done.code == 0, done.err
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 def test_ranks_that_share_the_gpu_train_the_weights_of_one(run: Path, processes: int, tmp_path: Path) -> None:
     options = ("--device", "cuda", "--share-gpu", "--processes", processes, "--json")
     shared = tmp_path / result(samestep("train", "digits", *SMALL, *options, cwd=tmp_path))["run"]
-    assert weights(shared, tmp_path) == weights(run, tmp_path)
+    assert weights(shared) == weights(run)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -68,7 +60,7 @@ def test_resume_on_two_ranks_has_the_weights_of_one(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     one = samestep("train", "digits", *second, "--processes", "1", cwd=whole)
-    assert weights(run, tmp_path) == weights(whole / result(one)["run"], whole)
+    assert weights(run) == weights(whole / result(one)["run"])
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def add_tune(add_parser: Any) -> None:
     """Add `samestep tune`."""
     parser = add_parser(
         description="Find by short trials the number of loader processes and the prefetch of a recipe on this machine, "
-        "check that microbatches fit into memory, and measure the effect of threads, channels-last and compilation. "
-        "Settings that change no result are saved, and train and resume use them; the others are only reported.",
+        "check that microbatches fit into memory, and measure the effect of threads, channels-last, compilation "
+        "and CUDA graphs. Loader settings are saved, and train and resume use them; the others are only reported.",
         epilog="example: samestep tune digits --processes 2 --workers 0,1,2 --try threads",
     )
     add_recipe_argument(parser)

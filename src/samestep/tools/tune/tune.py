@@ -71,7 +71,7 @@ def step_options(
     if COMPILE in names:
         yield StepOption("step.compile", not recipe.step.compile)
     if GRAPHS in names:
-        reason = "" if inspection.device != "cpu" else "graphs are those of a GPU"
+        reason = "" if inspection.device != "cpu" else "CUDA graphs need a GPU"
         yield StepOption("step.cuda_graphs", "auto" if recipe.step.cuda_graphs == "off" else "off", reason=reason)
 
 
