@@ -9,7 +9,7 @@ import pytest
 
 from helpers.fault_cases import in_step
 from helpers.surroundings import RecordFault, nothing_left_behind, require_single_report, wait_for_end
-from helpers.system import Running, here, samestep, steps_saved, weights
+from helpers.system import Running, here, last_saved, samestep, steps_saved, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "faulty.yaml"
 MODEL = """
@@ -88,7 +88,7 @@ def test_restart_does_not_use_changed_code(
     (tmp_path / "pace").write_text("0.1", encoding="utf-8")
     arguments = ("train", RECIPE, "--name", "a", *OWN_MODEL, *SAVING, "--processes", 2, "--max-restarts", 2)
     with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: steps_saved(run), "a checkpoint")
+        running.until(lambda: last_saved(run), "a checkpoint")
         (tmp_path / "my_constant.py").write_text(CHANGED, encoding="utf-8")
         running.until((tmp_path / "fired.json").exists, "the kill")
         with nothing_left_behind(running, tmp_path):

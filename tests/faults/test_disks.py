@@ -11,7 +11,7 @@ import pytest
 from helpers.machines import faulty_disk, small_disk
 from helpers.recorded import count_calls
 from helpers.surroundings import RecordFault, require_bounded, require_single_report, wait_for_end
-from helpers.system import TESTS, Running, events, here, steps_saved, until, weights
+from helpers.system import TESTS, Running, events, here, last_saved, steps_saved, until, weights
 
 RECIPE = TESTS / "helpers" / "recorded.yaml"
 SAVING = ("--checkpoint-every", 3)
@@ -93,7 +93,7 @@ def test_disk_that_never_answers(
     trigger, hold, run = tmp_path / "dead", tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("0 20", encoding="utf-8")
     with train(tmp_path, faulty_disk(tmp_path, part, f"{call}=0", trigger=trigger), *HANG) as running:
-        running.until(lambda: count_calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
+        running.until(lambda: count_calls(tmp_path) == 20 and last_saved(run), "call 20 and a checkpoint")
         trigger.touch()
         hold.unlink()
         began = time.monotonic()
@@ -122,7 +122,7 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
     with small_disk(tmp_path) as disk:
         run = disk / "runs/a"
         with train(tmp_path, {}, *HANG, runs=str(disk / "runs")) as running:
-            running.until(lambda: count_calls(tmp_path) == 20 and steps_saved(run), "call 20 and a checkpoint")
+            running.until(lambda: count_calls(tmp_path) == 20 and last_saved(run), "call 20 and a checkpoint")
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
             hold.unlink()
             began = time.monotonic()

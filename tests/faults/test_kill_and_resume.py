@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers.recorded import read_calls
-from helpers.system import Running, events, flip_bit, here, samestep, state_of, steps_saved, tree, weights
+from helpers.system import Running, events, flip_bit, here, last_saved, samestep, state_of, steps_saved, tree, weights
+from samestep.config import DEFAULT_KEEP
 from samestep.data.batch_planner import microbatches_of_short_batch
 from samestep.microbatches import owned_microbatches
 
@@ -61,8 +62,9 @@ def stopped_in(
 
 
 def is_saved(run: Path, step: int) -> bool:
-    """Return whether a checkpoint is complete, and no save is in progress."""
-    return steps_saved(run)[-1:] == [step] and not list((run / "checkpoints").glob(".*"))
+    """Return whether a checkpoint is complete, and older ones are removed."""
+    is_pruned = len(steps_saved(run)) <= DEFAULT_KEEP and not list((run / "checkpoints").glob(".*"))
+    return last_saved(run) == step and is_pruned
 
 
 def calls_of_rank_0(files: set[Path]) -> int:

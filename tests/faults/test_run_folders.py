@@ -15,7 +15,7 @@ from helpers.disk_faults import content, fail_with, intercepting, kill, mounted
 from helpers.fault_cases import in_step
 from helpers.permissions import without_access
 from helpers.surroundings import RecordFault, nothing_left_behind, require_bounded, require_single_report, wait_for_end
-from helpers.system import Running, events, here, steps_saved, tree, weights
+from helpers.system import Running, events, here, last_saved, steps_saved, tree, weights
 from samestep.checkpoint.files import HeldFolder, write_atomically
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointWriteError, RunError
@@ -64,7 +64,7 @@ def test_a_run_that_is_moved_and_replaced_goes_on_in_its_own_folder(
 ) -> None:
     (tmp_path / "pace").write_text("0.05", encoding="utf-8")
     with Running("train", RECIPE, "--name", "a", *SAVING, cwd=tmp_path) as running:
-        running.until(lambda: 3 in steps_saved(tmp_path / "runs/a"), "a checkpoint")
+        running.until(lambda: last_saved(tmp_path / "runs/a") >= 3, "a checkpoint")
         other = replace_run(tmp_path, stopped)
         (tmp_path / "pace").unlink()
         with nothing_left_behind(running, tmp_path):
@@ -86,7 +86,7 @@ def test_a_run_that_is_moved_and_replaced_is_not_restarted_in_the_other_one(
     (tmp_path / "pace").write_text("0.1", encoding="utf-8")
     arguments = ("train", RECIPE, "--name", "a", *SAVING, "--max-restarts", 2)
     with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: 3 in steps_saved(tmp_path / "runs/a"), "a checkpoint")
+        running.until(lambda: last_saved(tmp_path / "runs/a") >= 3, "a checkpoint")
         other = replace_run(tmp_path, stopped)
         (tmp_path / "fault.json").write_text(json.dumps(in_step("kill", 0, 30)), encoding="utf-8")
         (tmp_path / "pace").unlink()
@@ -311,7 +311,7 @@ def test_a_disk_that_fills_up_costs_no_report(
     (disk / "fault.json").write_text(json.dumps(in_step("raise undecodable", 1, 5)), encoding="utf-8")
     (disk / "pace").write_text("0.2", encoding="utf-8")
     with Running("train", RECIPE, "--name", "a", "--checkpoint-every", 2, "--processes", 4, cwd=disk) as running:
-        running.until(lambda: steps_saved(disk / "runs/a"), "a checkpoint")
+        running.until(lambda: last_saved(disk / "runs/a"), "a checkpoint")
         filler = fill(disk)
         began = time.monotonic()
         with nothing_left_behind(running, disk):

@@ -14,7 +14,7 @@ from helpers.disk_faults import mounted
 from helpers.object_store import Server
 from helpers.sample_files import IMAGES
 from helpers.surroundings import RecordFault, nothing_left_behind, require_single_report
-from helpers.system import Done, Running, flip_bit, here, steps_saved, weights
+from helpers.system import Done, Running, flip_bit, here, last_saved, weights
 from samestep.distributed.env import CACHE
 
 RUN = "runs/a"
@@ -109,7 +109,7 @@ def test_files_lost_during_an_epoch(
 ) -> None:
     damage, codes = DURING[fault]
     with train(root) as running:
-        running.until(lambda: steps_saved(root / RUN), "a checkpoint", 60)
+        running.until(lambda: last_saved(root / RUN), "a checkpoint", 60)
         damage(root / "packed")
         title = require_single_report(ended(root, running), 2)
     assert FILE.search(title)

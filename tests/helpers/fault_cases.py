@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers.started import as_torchrun, free_port
-from helpers.system import Running, flip_bit, steps_saved
+from helpers.system import Running, flip_bit, last_saved, steps_saved
 
 TESTS = Path(__file__).parents[1]
 RECIPE = TESTS / "helpers" / "faulty.yaml"
@@ -166,7 +166,7 @@ def occupy_port(path: Path) -> None:
 
 def start_second_run(running: Running, path: Path) -> None:
     """Run a second command in the same directory, which is refused and changes nothing."""
-    running.until(lambda: bool(steps_saved(path / RUN)), "a checkpoint")
+    running.until(lambda: last_saved(path / RUN) > 0, "a checkpoint")
     with Running("resume", path / RUN, "--processes", 2, cwd=path) as other:
         done = other.wait(30)
     assert done.code == 2, done.err

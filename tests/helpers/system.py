@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import pytest
 
+from samestep.checkpoint.files import linked_name
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parents[1]
@@ -200,6 +201,12 @@ def weights(run: Path, which: str = "last") -> tuple[str, str]:
 def steps_saved(run: Path) -> list[int]:
     """Return the steps of a run's checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def last_saved(run: Path) -> int:
+    """Return the step from which a killed run continues, 0 without a checkpoint; a save writes this link last."""
+    name = linked_name(run / "checkpoints" / "last")
+    return int(name.removeprefix("step-")) if name else 0
 
 
 def state_of(run: Path, which: str = "last") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from helpers.exactness_page import write_table
 from helpers.small_recipes import DIGITS, IMAGES
-from helpers.system import Running, here, steps_saved, weights
+from helpers.system import Running, here, last_saved, weights
 from samestep.errors import EXIT_DONE
 
 # Settings of each recipe, and the division of its products.
@@ -126,7 +126,7 @@ def test_run_killed_in_two_layouts_ends_with_the_same_bits(root: Path, recipe: s
     commands = (("train", recipe, "--name", name, *fsdp, *arguments), ("resume", run, *product))
     for step, command in zip((3, 7), commands, strict=True):
         with Running(*command, cwd=root) as running:
-            running.until(lambda: max(steps_saved(run), default=0) > step, "a checkpoint")  # noqa: B023
+            running.until(lambda: last_saved(run) > step, "a checkpoint")  # noqa: B023
             running.kill(signal.SIGKILL)
     assert here("resume", run, "--processes", 1, "--strategy", "ddp", cwd=root) == EXIT_DONE
     assert weights(run) == weights(root / "runs" / f"{name}-not")

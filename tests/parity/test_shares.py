@@ -6,7 +6,7 @@ from signal import SIGKILL
 import pytest
 
 from helpers.small_recipes import DIGITS
-from helpers.system import TESTS, Running, events, here, state_of, steps_saved, weights
+from helpers.system import TESTS, Running, events, here, last_saved, state_of, weights
 from samestep.launcher.launch import launch
 from workers.short_batches import train_on_each
 
@@ -79,7 +79,7 @@ def test_shares_move_at_a_checkpoint_within_an_epoch_and_a_kill_changes_no_bits(
     run = tmp_path / "runs" / "killed"
     options = ("--processes", 2, "--shares", "auto", "--checkpoint-every", 10, "--workers", 1)
     with Running("train", RECIPE, "--name", "killed", *options, *long, cwd=tmp_path) as running:
-        running.until(lambda: events(run, "shares") and steps_saved(run)[-1:] >= [30], "a move and a checkpoint")
+        running.until(lambda: events(run, "shares") and last_saved(run) >= 30, "a move and a checkpoint")
         running.kill_group(SIGKILL)
     moved = events(run, "shares")[0]
     assert moved["step"] == 20

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import Running, events, here, steps_saved
+from helpers.system import Running, events, here, last_saved
 
 pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -58,7 +58,7 @@ def test_killed_and_resumed_run_continues_the_series(alone: dict[int, str], tmp_
     (tmp_path / "hold").write_text("0 35", encoding="utf-8")  # the last microbatch of rank 0 in step 18
     arguments = ("--name", "killed", "--processes", 2, "--checksum-every", 1, "--checkpoint-every", 4, *SET)
     with Running("train", RECIPE, *arguments, cwd=tmp_path) as running:
-        running.until(lambda: 17 in checksums(run) and 16 in steps_saved(run), "step 17")
+        running.until(lambda: 17 in checksums(run) and last_saved(run) == 16, "step 17")
         running.kill(signal.SIGKILL)
         running.wait(20)
     (tmp_path / "hold").unlink()

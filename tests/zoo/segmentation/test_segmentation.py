@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from helpers.mask_data import draw_images, logged
-from helpers.system import Running, answer, events, here, state_of, steps_saved, tree, weights
+from helpers.system import Running, answer, events, here, last_saved, state_of, tree, weights
 from samestep.config import NamedConfig, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
@@ -118,7 +118,7 @@ def test_killed_run_resumes_on_another_number_of_processes(cells: Path, tmp_path
     run = tmp_path / "runs" / "killed"
     options = ("--name", "killed", "--processes", 2, "--workers", 0, "--checkpoint-every", 1)
     with Running("train", *options, *arguments(cells, "epochs=12"), cwd=tmp_path) as running:
-        running.until(lambda: any(step >= 4 for step in steps_saved(run)), "the fourth step")
+        running.until(lambda: last_saved(run) >= 4, "the fourth step")
         running.kill(signal.SIGKILL)
         running.wait(10)
     assert state_of(run)["step"] < 3 * 12
