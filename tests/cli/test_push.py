@@ -18,6 +18,7 @@ from safetensors.torch import load, load_file
 from helpers.run_folders import CERTIFICATE
 from helpers.system import here
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT
+from samestep.recipes.yaml_text import from_yaml
 
 pytestmark = pytest.mark.slow
 SMALL = ("epochs=1", "model.options.width=8", "batch_size=128", "ema.decay=0.9")
@@ -91,6 +92,28 @@ def push(place: Path, *arguments: str, address: str, token: str) -> subprocess.C
     # In a process of its own: the client reads the address when it is imported.
     command = ["env", f"HF_ENDPOINT={address}", f"HF_TOKEN={token}", sys.executable, "-m", "samestep", "push"]
     return subprocess.run([*command, *arguments], cwd=place, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("lr", "text"),
+    [(None, "belongs to a script"), ("0.05", "differs from that of these weights: `optimizer.options.lr")],
+)
+def test_card_compares_the_recipe_of_the_certificate(place: Path, tmp_path: Path, lr: str | None, text: str) -> None:
+    recipe = from_yaml((place / "runs/a/recipe.yaml").read_text(encoding="utf-8"))
+    cards = {}
+    for name, value in (("same", recipe), ("other", None if lr is None else changed(recipe, float(lr)))):
+        certificate = tmp_path / f"{name}.json"
+        certificate.write_text(json.dumps({**CERTIFICATE, "recipe": value}), encoding="utf-8")
+        assert here("push", "runs/a", "--out", tmp_path / name, "--certificate", certificate, cwd=place) == EXIT_DONE
+        cards[name] = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+    assert "differs" not in cards["same"]
+    assert "script" not in cards["same"]
+    assert text in cards["other"]
+
+
+def changed(recipe: dict[str, Any], lr: float) -> dict[str, Any]:
+    optimizer = recipe["optimizer"]
+    return {**recipe, "optimizer": {**optimizer, "options": {**optimizer["options"], "lr": lr}}}
 
 
 def test_files_are_those_of_the_evaluated_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Command `samestep verify`: input errors, output and cleanup."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -127,6 +128,12 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
         [1, 2],
     )
     assert certificate["environment"]["threads"] == [1]
+    assert certificate["recipe"] is None
+    hashes = {
+        path: hashlib.sha256((PLANTED / path).read_bytes()).hexdigest() for path in ("right_resume.py", "parts.py")
+    }
+    assert certificate["sources"] == {"__main__": hashes["right_resume.py"], "parts": hashes["parts.py"]}
+    assert hashes["parts.py"] in (folder / "certificate.html").read_text(encoding="utf-8")
 
 
 def test_interrupt_leaves_no_process_and_no_files(tmp_path: Path) -> None:

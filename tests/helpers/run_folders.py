@@ -78,10 +78,12 @@ def make_run(folder: Path, events: list[dict[str, Any]], **recipe: Any) -> Path:
 
 
 CERTIFICATE: dict[str, Any] = {
-    "format": 2,
+    "format": 3,
     "holds": True,
     "subject": "digits",
     "arguments": [],
+    "recipe": None,
+    "sources": {},
     "reference": "1 process",
     "level": "bits",
     "double": False,

@@ -9,6 +9,7 @@ from PIL import Image
 
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
+from samestep.recipes.recipe_files import make_recipe, recipe_data
 
 EIGHT = (1, 2, 3, 4, 5, 8)
 # Equal bits with every reduction.
@@ -45,6 +46,7 @@ def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
     data: dict[str, Any] = answer(capsys)
     assert (code, data["holds"], data["findings"]) == (EXIT_DONE, True, [])
     assert json.loads((folder / "certificate.json").read_text()).items() <= data.items()
+    assert recipe_data(make_recipe(data["recipe"], (), origin="certificate")) == data["recipe"]
     return data
 
 

@@ -16,7 +16,14 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
-from samestep.recipes.recipe_files import make_recipe, read_dataset_info, write_dataset_info, write_recipe
+from samestep.recipes.recipe_files import (
+    differences,
+    make_recipe,
+    read_dataset_info,
+    recipe_data,
+    write_dataset_info,
+    write_recipe,
+)
 from samestep.tools.report.results import CERTIFICATE_FILE, read_certificate_file
 from samestep.tools.report.run import Run, read_run
 
@@ -146,6 +153,10 @@ def _card(run: Run, recipe: Recipe, repository: ModelRepository, certificate: Ma
     if certificate is not None:
         subject, verb = certificate["facts"]["subject"], "hold" if certificate["holds"] else "do not hold"
         notes.append(f"`{CERTIFICATE_FILE}`: the comparisons of `samestep verify` with `{subject}` {verb}.")
+        if certificate["recipe"] is None:
+            notes.append("It belongs to a script, not to the recipe of these weights.")
+        elif lines := differences(certificate["recipe"], recipe_data(recipe)):
+            notes.append(f"Its recipe differs from that of these weights: {'; '.join(f'`{line}`' for line in lines)}.")
     return _CARD.format(
         run=run.name,
         model=recipe.model.name,

@@ -35,7 +35,8 @@ def read_certificate(folder: Path) -> dict[str, Any]:
 def read_certificate_file(path: Path) -> dict[str, Any]:
     """Return the content of a certificate for the page.
 
-    `rows` has the verdict of each run for each quantity, `facts` the conditions, and `findings` the causes.
+    `rows` has the verdict of each run for each quantity, `facts` the conditions, `findings` the causes, and `recipe`
+    the verified recipe as plain data, None for a script.
 
     Raises:
         InputError: the certificate is missing, damaged or of another format.
@@ -66,6 +67,7 @@ def _certificate(path: Path, data: dict[str, Any]) -> dict[str, Any]:
         "holds": bool(data["holds"]),
         "summary": summary(data),
         "reference": str(data["reference"]),
+        "recipe": None if data["recipe"] is None else dict(data["recipe"]),
         "runs": [str(run["processes"]) for run in runs],
         "rows": [(name, [_verdict(run, name) for run in runs]) for name in quantities],
         "facts": {

@@ -15,13 +15,14 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
+from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.verify.attribution import Attribution
 from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
 from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
 from samestep.units import plural
 
-FORMAT = 2
+FORMAT = 3
 
 
 def verify(
@@ -158,6 +159,8 @@ def _conditions_data(subject: Subject, conditions: Conditions, reference: Record
         "holds": holds,
         "subject": subject.name,
         "arguments": list(subject.arguments),
+        "recipe": recipe_data(subject.recipe) if subject.recipe is not None else None,
+        "sources": next((note["sources"] for note in reference.notes("end")), {}),
         "reference": plural(reference.processes, "process"),
         "level": "bits" if conditions.tolerance is None else f"{conditions.tolerance:g} relative",
         "double": is_double,
@@ -189,7 +192,18 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
     (folder / "certificate.json").write_text(to_json(data), encoding="utf-8")
     template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
-    (folder / "certificate.html").write_text(page.render(**data, title=summary(data)), encoding="utf-8")
+    text = _recipe_text(data["recipe"])
+    html = page.render(**data, title=summary(data), recipe_text=text)
+    (folder / "certificate.html").write_text(html, encoding="utf-8")
+
+
+def _recipe_text(recipe: dict[str, Any] | None) -> str:
+    """Return a recipe as YAML; empty for a script."""
+    if recipe is None:
+        return ""
+    from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
+
+    return to_yaml(recipe)
 
 
 def summary(data: dict[str, Any]) -> str:

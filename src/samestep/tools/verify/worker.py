@@ -260,7 +260,8 @@ def run(subject: Subject, trial: Trial) -> bool:
                 _run_recipe(subject.recipe, trial, probe)
             else:
                 _run_script(subject, trial, trial.folder / f"output-{rank}.log")
-        probe.write("end", {})
+        process_state.source_files.note_imports()
+        probe.write("end", {"sources": process_state.source_files.hashes})
         return probe.is_stopped
 
 
