@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -34,6 +35,8 @@ def torch_environment(state_folder: None) -> None:
 
     The server imports the modules of recipes during the first tests, once for all ranks.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started by a shell in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     prepare_torch_environment(loopback=True)
     silence_torch_warnings()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_RECIPES])

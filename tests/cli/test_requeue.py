@@ -5,6 +5,7 @@ A script that records its arguments replaces Slurm's `scontrol`, which needs a c
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def stop_in_step_7(folder: Path, number: signal.Signals, variables: dict[str, st
             lambda: any(len(path.read_text().splitlines()) >= 7 for path in folder.glob("seen-0-*")), "step 7"
         )
         running.kill(number)
+        time.sleep(0.2)  # the request reaches the rank before the next steps
         hold.unlink()
         return running.wait(20)
 

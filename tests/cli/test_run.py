@@ -133,7 +133,7 @@ def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path) as running:
         running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
         running.kill_group(number)
-        assert running.wait(10).code == 130
+        assert running.wait(60).code == 130
         assert len(list(tmp_path.glob("ended-*"))) == 2
         until(lambda: not running.processes(), "no process is left", 30)
 
@@ -144,7 +144,7 @@ def test_failure_after_a_signal_is_not_restarted(tmp_path: Path) -> None:
     with Running("run", "--processes", 2, "--max-restarts", 1, path, cwd=tmp_path) as running:
         running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
         running.kill_group(signal.SIGTERM)
-        done = running.wait(10)
+        done = running.wait(60)
     assert done.code == 1
     assert "OSError: no space for the result [E_RANK_FAILED]" in done.err.splitlines()[0]
     assert "restart" not in done.err

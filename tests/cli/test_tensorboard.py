@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -23,6 +22,7 @@ def test_the_printed_command_shows_the_curves(tmp_path: Path, capfd: pytest.Capt
         patch.setenv("PATH", os.defpath)
         assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
     (command,) = re.findall(r"^curves +(.*)$", capfd.readouterr().out, re.MULTILINE)
+    expected = [(event["step"], pytest.approx(event["loss"])) for event in events(tmp_path / "runs" / "a", "step")]
     log = tmp_path / "log"
     with log.open("w", encoding="utf-8") as file:
         server = subprocess.Popen([*shlex.split(command), "--port", "0"], cwd=tmp_path, stdout=file, stderr=file)
@@ -31,12 +31,11 @@ def test_the_printed_command_shows_the_curves(tmp_path: Path, capfd: pytest.Capt
         until(lambda: pattern.search(log.read_text(encoding="utf-8")), "the address of TensorBoard", 60)
         (address,) = pattern.findall(log.read_text(encoding="utf-8"))
         url = f"{address}data/plugin/scalars/scalars?run=.&tag=train%2Floss"
-        until(lambda: read_url(url) is not None, "the curve", 30)
+        until(lambda: len(json.loads(read_url(url) or b"[]")) == len(expected), "the curve", 30)
         points = json.loads(read_url(url) or b"[]")
     finally:
         server.kill()
         server.wait()
-    expected = [(event["step"], pytest.approx(event["loss"])) for event in events(tmp_path / "runs" / "a", "step")]
     assert [(step, loss) for _, step, loss in points] == expected
 
 
@@ -46,5 +45,5 @@ def read_url(url: str) -> bytes | None:
         with urllib.request.urlopen(url, timeout=10) as response:
             content: bytes = response.read()
             return content
-    except urllib.error.HTTPError:
+    except OSError:  # not ready
         return None

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.recorded import count_calls
 from helpers.system import Running, here, samestep, tree, until
 from samestep.cli.main import main
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANTED = Path(__file__).parents[1] / "planted"
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"
 InputErrorText = Callable[..., str]
 
@@ -137,11 +139,14 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
 
 
 def test_interrupt_leaves_no_process_and_no_files(tmp_path: Path) -> None:
-    with Running("verify", "digits", "--processes", "3", cwd=tmp_path) as running:
-        running.until(lambda: list(tmp_path.glob("runs/*/.trials-*/trial-1/rank-2.jsonl")), "all ranks have started")
+    (tmp_path / "hold").write_text("0 1", encoding="utf-8")
+    with Running("verify", RECIPE, "--processes", "3", cwd=tmp_path) as running:
+        running.until(lambda: count_calls(tmp_path), "the first microbatch of rank 0")
         running.kill_group(signal.SIGINT)
-        done = running.wait(30)
-        assert done.code == EXIT_STOPPED
+        running.until(lambda: "stopping; press Ctrl-C" in running.errors, "the note on Ctrl-C")
+        (tmp_path / "hold").unlink()
+        done = running.wait(60)
+        assert done.code == EXIT_STOPPED, done.err
         assert "Traceback" not in done.err
         until(lambda: not running.processes(), "every process has ended", 30)
     assert not (tmp_path / "runs").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.fault_cases import in_step
+from helpers.fault_cases import in_step, inject
 from helpers.surroundings import RecordFault, nothing_left_behind, require_single_report, wait_for_end
 from helpers.system import Running, here, last_saved, samestep, steps_saved, weights
 
@@ -84,12 +84,12 @@ def test_restart_does_not_use_changed_code(
     tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
 ) -> None:
     run = project(tmp_path)
-    (tmp_path / "fault.json").write_text(json.dumps(in_step("kill", 1)), encoding="utf-8")
     (tmp_path / "pace").write_text("0.1", encoding="utf-8")
     arguments = ("train", RECIPE, "--name", "a", *OWN_MODEL, *SAVING, "--processes", 2, "--max-restarts", 2)
     with Running(*arguments, cwd=tmp_path) as running:
         running.until(lambda: last_saved(run), "a checkpoint")
         (tmp_path / "my_constant.py").write_text(CHANGED, encoding="utf-8")
+        inject(tmp_path, {"kind": "kill", "rank": 1})
         running.until((tmp_path / "fired.json").exists, "the kill")
         with nothing_left_behind(running, tmp_path):
             done = wait_for_end(running, time.monotonic())

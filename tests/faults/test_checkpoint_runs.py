@@ -33,7 +33,8 @@ def final_events(run: Path) -> dict[str, object]:
 
 def hold(folder: Path, call: int) -> Callable[[], None]:
     """Block rank 0 in a call of the loss until the returned function is called."""
-    (folder / "hold").write_text(f"0 {call}", encoding="utf-8")
+    (folder / "new hold").write_text(f"0 {call}", encoding="utf-8")
+    (folder / "new hold").rename(folder / "hold")  # never empty: the rank may read it now
     return (folder / "hold").unlink
 
 

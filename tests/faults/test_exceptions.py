@@ -124,7 +124,7 @@ def test_first_interrupt_ends_ranks_that_only_threads_keep_alive(tmp_path: Path,
         nothing_left_behind(running, tmp_path),
     ):
         running.until(lambda: len(list(tmp_path.glob("done-*"))) == 2, "both ranks have returned")
-        time.sleep(1)  # the results are received
+        time.sleep(3)  # the results are received
         running.kill(signal.SIGINT)
         done = wait_for_end(running, time.monotonic())
     assert done.code == 130, done.err

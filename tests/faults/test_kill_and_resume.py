@@ -52,12 +52,11 @@ def stopped_in(
         if saved is not None:
             running.until(lambda: is_saved(*saved), f"a checkpoint of step {saved[1]}")
         running.kill(number)
-        if number == signal.SIGKILL:
-            code = running.wait(10).code
+        if number != signal.SIGKILL:
+            time.sleep(0.2)  # the request reaches the ranks before the next steps
             hold.unlink()
-        else:
-            hold.unlink()
-            code = running.wait(20).code
+        code = running.wait(60).code
+    hold.unlink(missing_ok=True)  # by then no rank runs
     return code
 
 

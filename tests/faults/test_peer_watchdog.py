@@ -43,11 +43,11 @@ with start(timeout=timedelta(seconds=3)) as world:
 
 HEALTHY = f"""{IMPORT}
 for _ in range(2):
-    with start(timeout=timedelta(seconds=3)) as world:
+    with start(timeout=timedelta(seconds=6)) as world:
         for _ in range(3):
             world.barrier()
             time.sleep(1.2)
-time.sleep(3.5)
+time.sleep(6.5)
 print("done")
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import content, fail_with, intercepting, kill, mounted
-from helpers.fault_cases import in_step
+from helpers.fault_cases import in_step, inject
 from helpers.permissions import without_access
 from helpers.surroundings import RecordFault, nothing_left_behind, require_bounded, require_single_report, wait_for_end
 from helpers.system import Running, events, here, last_saved, steps_saved, tree, weights
@@ -88,7 +88,7 @@ def test_a_run_that_is_moved_and_replaced_is_not_restarted_in_the_other_one(
     with Running(*arguments, cwd=tmp_path) as running:
         running.until(lambda: last_saved(tmp_path / "runs/a") >= 3, "a checkpoint")
         other = replace_run(tmp_path, stopped)
-        (tmp_path / "fault.json").write_text(json.dumps(in_step("kill", 0, 30)), encoding="utf-8")
+        inject(tmp_path, in_step("kill", 0, 30))
         (tmp_path / "pace").unlink()
         running.until((tmp_path / "fired.json").exists, "the kill")
         with nothing_left_behind(running, tmp_path):

@@ -4,6 +4,7 @@ import random
 import signal
 import sys
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def train(path: Path, epochs: int, count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.slow
 def test_an_agent_joins_and_leaves(tmp_path: Path) -> None:
-    assert train(tmp_path, 3, 2, seed=1) == [1, 2, 1]  # joins, and is killed
+    counts = train(tmp_path, 3, 2, seed=1)  # joins, and is killed
+    assert [count for count, _ in groupby(counts)] == [1, 2, 1]  # an agent that joins late restarts the other one
 
 
 @pytest.mark.long

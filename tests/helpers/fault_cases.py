@@ -71,6 +71,12 @@ def in_step(kind: str, rank: int = 2, step: int = 7) -> dict[str, object]:
     return {"kind": kind, "rank": rank, "step": step}
 
 
+def inject(path: Path, fault: Mapping[str, object]) -> None:
+    """Write `fault.json`; ranks that read it now find no part of it."""
+    (path / "new fault.json").write_text(json.dumps(fault), encoding="utf-8")
+    (path / "new fault.json").rename(path / "fault.json")
+
+
 def current_step(path: Path, rank: int = 0) -> int:
     """Return the current step of a rank."""
     file = path / f"step-of-{rank}"
@@ -126,7 +132,7 @@ def damage_and_kill(damage: Callable[[Path], None]) -> Act:
         running.until(lambda: len(steps_saved(path / RUN)) > 1, "two checkpoints")
         step = steps_saved(path / RUN)[-1]
         damage(path / RUN / f"checkpoints/step-{step:09d}/model.safetensors")
-        (path / "fault.json").write_text(json.dumps(in_step("kill", 1, 10)), encoding="utf-8")
+        inject(path, in_step("kill", 1, 10))
         (path / "pace").unlink()
 
     return act
@@ -191,7 +197,7 @@ def loop(kind: str, rank: int, step: int, check_every: int, *options: object) ->
 
 
 SAVING = ("--checkpoint-every", 3)
-HANG = ("--hang-after", "2s")
+HANG = ("--hang-after", "3s")
 RESTART = ("--max-restarts", 2)
 
 CASES = [
@@ -220,7 +226,7 @@ CASES = [
         "rank 1 is killed, 2 to 4 processes allowed",
         in_step("kill", 1, 8),
         (*RESTART, "--processes", "2:4"),
-        prepare=paced("0.2"),
+        prepare=paced("0.5"),
         output=("restart 1 of 2, on 3 processes", "checkpoint written: continuing on 4 processes"),
     ),
     Case(
@@ -460,14 +466,14 @@ CASES = [
         "a bit of the newest checkpoint flips, then a rank is killed",
         options=RESTART,
         act=damage_and_kill(flip),
-        prepare=paced("0.4"),  # leaves time to damage the checkpoint
+        prepare=paced("0.6"),  # leaves time to damage the checkpoint
         output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
     ),
     Case(
         "the newest checkpoint is truncated, then a rank is killed",
         options=RESTART,
         act=damage_and_kill(truncate),
-        prepare=paced("0.4"),  # leaves time to damage the checkpoint
+        prepare=paced("0.6"),  # leaves time to damage the checkpoint
         output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
         is_variant=True,
     ),

@@ -30,7 +30,7 @@ class Job(NamedTuple):
     arguments: dict[str, Any]
 
 
-def run_jobs(module: str, *jobs: Job, timeout: float = 200) -> list[Any]:
+def run_jobs(module: str, *jobs: Job, timeout: float = 230) -> list[Any]:
     """Run jobs in a new process, and return what rank 0 of each returned, or the code of its error."""
     done = subprocess.run(
         [sys.executable, "-m", "helpers.forked_ranks", module],

@@ -1,6 +1,7 @@
 """Starts the ranks of a job as other launchers do: one process per rank, identified by variables."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,9 +20,13 @@ Variables = Callable[[int, int], Mapping[str, str]]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port that the kernel assigns to no socket by itself: one below its range."""
+    choose = random.SystemRandom()  # tests with equal seeds run at the same time
+    while True:
+        port = choose.randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def as_torchrun(port: int) -> Variables:

@@ -145,6 +145,12 @@ class Running:
 
         until(holds, what, timeout)
 
+    @property
+    def errors(self) -> str:
+        """Standard error so far; the processes share the position in the file, which must not move."""
+        descriptor = self._files[1].fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
     def _read(self) -> tuple[str, str]:
         texts = []
         for file in self._files:

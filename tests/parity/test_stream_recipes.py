@@ -82,8 +82,7 @@ def kill(root: Path, recipe: str, name: str, processes: int, workers: int, setti
     with Running("train", recipe, "--name", name, *machine, "--set", *settings, cwd=root) as running:
         # The link is set after the folder of the checkpoint exists.
         running.until((run / "checkpoints/last").exists, "a checkpoint", 90)
-        for process in running.processes():
-            running.try_kill_process(process, signal.SIGKILL)
+        running.kill_group(signal.SIGKILL)
         running.wait(30)
     assert not events(run, "end")
 
@@ -107,7 +106,7 @@ def test_data_of_fifty_times_the_memory(tmp_path: Path, killed: int, resumed: in
     machine, sizes = ("--processes", resumed, "--workers", 3 - workers), list[int]()
     run = tmp_path / "runs/killed"
     with Running("resume", "runs/killed", *machine, cwd=tmp_path) as running:
-        running.until(lambda: len(events(run, "resumed")) or len(events(run, "step")) > 30, "steps", 90)
+        running.until(lambda: len(events(run, "step")) > 30, "steps", 90)
         while running.is_running():
             sizes.append(max(map(resident_memory, running.processes()), default=0))
         assert running.wait(60).code == 0

@@ -80,7 +80,7 @@ def marked(names: Sequence[str]) -> list[Any]:
 def verify(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the certificate."""
     # Some scripts hang. They are small; the imports of a recipe take seconds on a busy machine.
-    patience = 10 if str(arguments[0]).endswith(".py") else 60
+    patience = 30 if str(arguments[0]).endswith(".py") else 60
     code = here("verify", "--json", "--out", folder, "--patience", patience, *arguments, cwd=FOLDER)
     certificate: dict[str, Any] = answer(capsys)
     return code, certificate

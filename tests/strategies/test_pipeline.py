@@ -256,5 +256,5 @@ def test_stages_send_only_tensors() -> None:
 @pytest.mark.slow
 def test_a_hang_names_the_rank_of_the_hanging_stage() -> None:
     with pytest.raises(RankError, match="rank 1 hangs") as error:
-        launch(ranks_pipeline.hang, processes=3, hang_after=4)
+        launch(ranks_pipeline.hang, processes=3, hang_after=15)
     assert "workers/pipeline.py" in str(error.value).partition("stack of rank 0")[0]

@@ -206,7 +206,7 @@ def clocks_of_shares() -> tuple[bool, bool, bool]:
 def wait_for_missing_rank(kind: str) -> None:
     """Let rank 0 wait for rank 1, which sleeps, in a group of the mesh."""
     part = StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2))
-    with samestep.start(device="cpu", timeout=timedelta(seconds=4), strategy=part) as world:
+    with samestep.start(device="cpu", timeout=timedelta(seconds=10), strategy=part) as world:
         assert world.mesh is not None
         group = world.mesh.get_group("shard")
         number = torch.ones(1)

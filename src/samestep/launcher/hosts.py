@@ -160,8 +160,8 @@ class Place:
 
 
 def silence_limit(limit: float) -> float:
-    """Return the seconds of silence after which a host is lost: 60, or half of the limit of hangs if that is less."""
-    return min(_LOST_SECONDS, limit / 2)
+    """Return the seconds of silence after which a host is lost: 60, or half of the limit of hangs; at least 3 beats."""
+    return min(_LOST_SECONDS, max(limit / 2, 3 * BEAT_SECONDS))
 
 
 @dataclass

@@ -43,7 +43,7 @@ _CONNECT_POLL_SECONDS = 0.1
 # Time that a rank which lost another waits for the report of the lost rank.
 _SETTLE_SECONDS = 1.0
 # Time that rank 0 gives the others to read its report, because the store may end with rank 0.
-_READERS_SECONDS = 1.0
+_READERS_SECONDS = 2.0
 _REPORTERS, _EXIT_CODE, _SEEN = "failure/reporters", "failure/exit-code", "failure/seen"
 
 

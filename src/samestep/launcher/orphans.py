@@ -106,6 +106,11 @@ def watch_launcher(rendezvous: Rendezvous) -> None:
         threading.Thread(target=_watch, args=(launcher, rendezvous), name=name, daemon=True).start()
 
 
+def launcher_has_ended() -> bool:
+    """Return whether the process that `watch_launcher` watches has ended, which its thread reports."""
+    return bool(_watched) and not psutil.pid_exists(_watched[0])
+
+
 def _nearest_ancestor_without(variable: str) -> int | None:
     """Return the nearest ancestor that lacks an environment variable; shells between launcher and rank have it.
 

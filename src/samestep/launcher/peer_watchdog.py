@@ -32,6 +32,7 @@ from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure
+from samestep.launcher.orphans import launcher_has_ended
 from samestep.launcher.watchdog import (
     Hang,
     ProgressTimer,
@@ -131,7 +132,7 @@ class PeerWatchdog:
         """After the loss of the store: return whether the main thread, which fails with its own report, is stuck."""
         if self._closed.wait(_STORE_GONE_SECONDS) or accepts_connections(*self._job.address):
             return False
-        if self._job.rank == self._reporter:
+        if self._job.rank == self._reporter and not launcher_has_ended():
             address, port = self._job.address
             text = (
                 f"error: {self._store_host} has ended, and with it the store of the job at {address}:{port}; this rank "

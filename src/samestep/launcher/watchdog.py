@@ -42,6 +42,7 @@ _TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACK_SECONDS = 1.0  # limit of the time for an answer
+_STACK_POLL_SECONDS = 0.1  # a dump that has not grown in this time is complete
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 # Frames down to the launched function or script belong to the launcher.
@@ -295,8 +296,8 @@ class StackFile:
         deadline = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline:
             text = self._read(before)
-            time.sleep(0.02)
-            if text and text == self._read(before):
+            time.sleep(_STACK_POLL_SECONDS)
+            if text.endswith("\n") and text == self._read(before):
                 return parse_stack(text)
         return []
 

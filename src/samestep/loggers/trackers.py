@@ -75,22 +75,24 @@ class TensorBoardLogger(MetricLogger):
         super().log_event(event)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        writer_type = _summary_writer()
         with disk_operations.run("write", self._path):
+            if self._writer is None:
+                first = self._first_step if self._path.exists() else None
+                self._writer = writer_type(self._path, purge_step=None if first is None else first + 1)
             for name, value in values.items():
-                self._open().add_scalar(name, value, step)
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._writer is not None:
             with disk_operations.run("write", self._path):
                 self._writer.close()
 
-    def _open(self) -> SummaryWriter:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import: most of a second
 
-            first = self._first_step if self._path.exists() else None
-            self._writer = SummaryWriter(self._path, purge_step=None if first is None else first + 1)
-        return self._writer
+def _summary_writer() -> type[SummaryWriter]:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import: most of a second
+
+    return SummaryWriter
 
 
 class _IdFile:

@@ -70,7 +70,7 @@ def test_save_waits_for_the_previous_one(folder: GatedFolder) -> None:
     writer = AsyncCheckpointWriter(folder, checkpoints.append, lambda: heartbeats.append(None))
     folder.gate.clear()
     writer.save(1, lambda _: {"a": b"1"})
-    timer = threading.Timer(0.2, folder.gate.set)
+    timer = threading.Timer(1, folder.gate.set)
     timer.start()
 
     def second(_: HostBuffers) -> dict[str, bytes]:

@@ -110,7 +110,7 @@ def test_reads_during_writes_are_consistent(board: StatusBoard) -> None:
     assert {(snapshot.operations, snapshot.activity) for snapshot in snapshots} == {(1, "in engine.step 7")}
     times = [snapshot.last_change for snapshot in snapshots]
     assert times == sorted(times)
-    assert first - 1 < times[0] < times[-1] <= end + 1
+    assert first - 5 < times[0] <= times[-1] <= end + 5
 
 
 def test_simultaneous_waits_count_once() -> None:

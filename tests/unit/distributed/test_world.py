@@ -6,6 +6,7 @@ every rank.
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -72,6 +73,9 @@ def test_error_of_the_communication_thread_is_raised_with_its_type(error: Except
         assert raised.value is error
     finally:
         stream.end()
+        for thread in threading.enumerate():
+            if thread.name == "samestep-comm-stream":
+                thread.join(60)
 
 
 RANKS = 3

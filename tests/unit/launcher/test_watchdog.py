@@ -197,7 +197,8 @@ def running(function: object, stacks: StackFile, ready: str) -> Iterator[BasePro
         stacks.close()
 
 
-def test_sleeping_process_answers_every_request(tmp_path: object) -> None:
+def test_sleeping_process_answers_every_request(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.launcher.watchdog._STACK_SECONDS", 20)
     stacks, ready = StackFile(), f"{tmp_path}/ready"
     with running(sleep_forever, stacks, ready) as process:
         while not os.path.exists(ready):

@@ -66,14 +66,19 @@ def test_rates_refer_to_the_time_since_the_previous_sample(alone: World, tmp_pat
         seconds = time.monotonic() - began
         return RankProgress(100 + int(40 * seconds), int(800 * seconds), seconds / 4)
 
+    def until_samples(count: int) -> None:
+        until(lambda: path.is_file() and path.read_bytes().count(b"\n") >= count, f"{count} samples", 60)
+
+    path = tmp_path / "ranks" / "rank-0.jsonl"
     with RankMonitor(tmp_path, alone, first_step=100, interval=0.5) as monitor:
+        until_samples(1)
         monitor.follow(progress)  # earlier work does not count as speed
         followed = time.time()
         with alone.context.status.operation("engine.step 101"):
-            time.sleep(0.8)
+            until_samples(2)
             wait_began = time.time()
             with alone.context.status.waiting("an all-reduce"):
-                time.sleep(0.8)
+                until_samples(4)
     first, *later, last = read_samples(tmp_path)
     assert (first["steps_per_second"], first["samples_per_second"]) == (0, 0)
     total = integrate([{"time": followed}, *later])

@@ -125,6 +125,8 @@ class FileCache:
             self._remote.copy(file.name, partial, lambda: difference(partial, file))
             with partial.open("rb") as copy:  # a name without its contents after a crash would have the right size
                 os.fsync(copy.fileno())
+            now = time.time_ns()  # the kernel's own times of two copies can be equal
+            os.utime(partial, ns=(now, now))
             partial.replace(path)
         finally:
             for leftover in (reserved, partial):

@@ -1,5 +1,6 @@
 """Sources read the files of the libraries of their formats, and name files that are missing, truncated or changed."""
 
+import gc
 import json
 import os
 import pickle
@@ -557,6 +558,7 @@ def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     for i in range(80):
         numpy.arange(5, dtype="<u2").tofile(tmp_path / f"{i:02d}.bin")
     source = open_source("tokens", StreamFolder(str(tmp_path)), length=4)
+    gc.collect()  # files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     for file in range(80):
         assert source.read(file, 0).tolist() == [0, 1, 2, 3, 4]

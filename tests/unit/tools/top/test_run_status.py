@@ -157,7 +157,8 @@ def test_file_is_not_a_run(tmp_path: Path) -> None:
     assert caught.value.code == "E_NOT_A_RUN"
 
 
-def test_waits_for_a_recipe_that_is_being_written(tmp_path: Path) -> None:
+def test_waits_for_a_recipe_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.tools.top.run_status._RECIPE_SECONDS", 20)
     (tmp_path / "recipe.yaml").write_text("epo", encoding="utf-8")
     writer = threading.Timer(0.3, (tmp_path / "recipe.yaml").write_text, ["epochs: 4"])
     writer.start()
