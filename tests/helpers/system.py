@@ -38,7 +38,7 @@ class Done:
     err: str
 
 
-def samestep(*arguments: object, cwd: Path, timeout: float = 100) -> Done:
+def samestep(*arguments: object, cwd: Path, timeout: float = 200) -> Done:
     """Run the command to its end in the folder `cwd`."""
     with Running(*arguments, cwd=cwd) as running:
         return running.wait(timeout)

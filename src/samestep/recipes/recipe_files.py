@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -77,9 +78,14 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         _restore_words(step)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
-        return TypeAdapter(Recipe).validate_json(json.dumps(data), strict=True)
+        return _adapter().validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise _explained(error.errors(), data, origin) from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)  # 10 ms
 
 
 def _restore_words(step: dict[str, Any]) -> None:

@@ -205,8 +205,8 @@ def train(
             trainer.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
             _write_start(run, built, recipe, replace(options, keep=folder.keep), first_step, is_new=checkpoint is None)
-        for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
-            trainer.logger.log_event("note", text=note)
+            for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
+                trainer.logger.log_event("note", text=note)
         if built.cache_note:
             trainer.logger.log_event("cache", text=built.cache_note)
         rank_monitor.follow(lambda: trainer.rank_progress)
