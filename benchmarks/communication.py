@@ -32,7 +32,8 @@ copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
 With several microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual
 of the compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
-weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage."""
+weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage. Buckets of up
+to 1 MiB, such as that of the embedding under `fp16`, take fewer rounds and send more: P log2 N."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,13 @@ PLANTED = {
     ),
     Cause.BUCKETS: (
         2,
-        ("--set", "model.options.layers=60", "strategy.name=ddp", "strategy.bucket_mb=0.001", "microbatches=2"),
+        (
+            "--set",
+            "model.options.layers=60",
+            "model.options.compute=1",
+            "strategy.name=ddp",
+            "strategy.bucket_mb=0.001",
+        ),
     ),
     Cause.CHECKPOINT: (2, ("--set", "model.options.compute=1", "model.options.frozen=8000000")),
     Cause.HOST: (2, ("--set", "model.options.layers=50", "microbatches=8")),

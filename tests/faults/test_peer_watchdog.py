@@ -32,7 +32,7 @@ def exit_late(code, exit_now=peer_watchdog.exit_process):
     time.sleep(2)
     exit_now(code)
 
-with start(timeout=timedelta(seconds=3)) as world:
+with start(timeout=timedelta(seconds=8)) as world:
     if world.rank == 0:
         peer_watchdog.exit_process = exit_late
     world.barrier()
@@ -114,7 +114,7 @@ def test_script_of_the_user_is_watched(tmp_path: Path) -> None:
         ended = started.wait(40)
     assert {done.code for done in ended} == {1}
     lines = one_report(ended)
-    assert re.match(r"error: rank 2 hangs: no progress for [3-5]\.", lines[0])
+    assert re.match(r"error: rank 2 hangs: no progress for \d+\.", lines[0])
     line_of_sleep = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(line.endswith(f"script.py:{line_of_sleep} <module>") for line in lines)
 

@@ -47,7 +47,7 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
     if name == "language":
         return (*LANGUAGE, *GPT)
     if name == "transformers:gpt2":
-        return (*LANGUAGE, *MODEL, "--set=model.name=transformers:gpt2")
+        return (*LANGUAGE, *GPT, "--set=model.name=transformers:gpt2")
     return text_recipe(root, name)
 
 

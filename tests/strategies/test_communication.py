@@ -19,7 +19,7 @@ def test_bytes_and_memory_agree_with_formulas(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["layout"] for row in rows] == layouts
     for row in rows:
-        # Other messages of a step are some tens of kilobytes.
-        assert row["sent"] == pytest.approx(row["sent_by_formula"], rel=0.02, abs=50_000), row
+        # Other messages of a step have some tens of kilobytes; buckets of up to 1 MiB take fewer rounds and more bytes.
+        assert row["sent"] == pytest.approx(row["sent_by_formula"], rel=0.03, abs=50_000), row
         assert row["held"] == pytest.approx(row["held_by_formula"], rel=0.01), row
     assert "| ddp powersgd | 4 " in (tmp_path / "result.md").read_text()
