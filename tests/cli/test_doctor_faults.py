@@ -4,13 +4,13 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.doctor_faults import FAULTS, RANK, Fault, doctor, require
+from helpers.started import free_port
 
 
 def problems(findings: Mapping[str, Any]) -> list[Any]:
@@ -31,19 +31,11 @@ def test_fault(fault: Fault, tmp_path: Path) -> None:
     assert code == (3 if any(finding["verdict"] == "fail" for finding in findings.values()) else 0)
 
 
-def bind_unassigned(listener: socket.socket) -> int:
-    """Bind a port that the kernel assigns to no other socket after its release: one below its range."""
-    for port in range(20_000, 30_000):
-        with suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only root may list listening processes")
 def test_rendezvous_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as listener:
-        port = bind_unassigned(listener)
+        port = free_port()
+        listener.bind(("127.0.0.1", port))
         listener.listen(1)
         fault = Fault("", "", "", {**RANK, "MASTER_PORT": str(port)})
         code, findings = doctor(tmp_path, fault=fault)

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.recorded import count_calls
 from helpers.system import Done, Running, events, here, last_saved, samestep, state_of, steps_saved, weights
+from samestep.checkpoint.files import write_atomically
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 BLOCKING = ("--set", "loss.name=helpers.recorded:blocking_in_evaluation")
@@ -33,8 +34,7 @@ def final_events(run: Path) -> dict[str, object]:
 
 def hold(folder: Path, call: int) -> Callable[[], None]:
     """Block rank 0 in a call of the loss until the returned function is called."""
-    (folder / "new hold").write_text(f"0 {call}", encoding="utf-8")
-    (folder / "new hold").rename(folder / "hold")  # never empty: the rank may read it now
+    write_atomically(folder / "hold", f"0 {call}")  # the rank may read it now
     return (folder / "hold").unlink
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from helpers.started import as_torchrun, free_port
 from helpers.system import Running, flip_bit, last_saved, steps_saved
+from samestep.checkpoint.files import write_atomically
 
 TESTS = Path(__file__).parents[1]
 RECIPE = TESTS / "helpers" / "faulty.yaml"
@@ -72,9 +73,8 @@ def in_step(kind: str, rank: int = 2, step: int = 7) -> dict[str, object]:
 
 
 def inject(path: Path, fault: Mapping[str, object]) -> None:
-    """Write `fault.json`; ranks that read it now find no part of it."""
-    (path / "new fault.json").write_text(json.dumps(fault), encoding="utf-8")
-    (path / "new fault.json").rename(path / "fault.json")
+    """Write `fault.json` at once: ranks may read it now."""
+    write_atomically(path / "fault.json", json.dumps(fault))
 
 
 def current_step(path: Path, rank: int = 0) -> int:

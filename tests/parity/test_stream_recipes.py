@@ -9,7 +9,7 @@ import pytest
 
 from helpers import sample_files
 from helpers.sample_files import IMAGE_STEPS, IMAGES, LARGE, LARGE_BYTES, TOKEN_STEPS, TOKENS
-from helpers.system import Running, events, here, state_of, weights
+from helpers.system import Running, events, here, last_saved, state_of, weights
 
 LONG = pytest.mark.long
 SETTINGS = {"images": IMAGES, "language": TOKENS}
@@ -80,8 +80,7 @@ def kill(root: Path, recipe: str, name: str, processes: int, workers: int, setti
     """Train, and kill all processes after a checkpoint within the first epoch."""
     run, machine = root / "runs" / name, ("--processes", processes, "--workers", workers, "--checkpoint-every", 3)
     with Running("train", recipe, "--name", name, *machine, "--set", *settings, cwd=root) as running:
-        # The link is set after the folder of the checkpoint exists.
-        running.until((run / "checkpoints/last").exists, "a checkpoint", 90)
+        running.until(lambda: last_saved(run), "a checkpoint", 90)
         running.kill_group(signal.SIGKILL)
         running.wait(30)
     assert not events(run, "end")

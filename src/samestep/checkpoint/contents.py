@@ -104,7 +104,7 @@ def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
     from pydantic import ValidationError  # lazy: a program that reads no checkpoint does not need the package
 
     try:
-        contents: Contents = _adapter(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
+        contents: Contents = validator_of(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -136,7 +136,8 @@ def contents_errors(path: Path) -> Iterator[None]:
 
 
 @cache
-def _adapter(kind: type[object]) -> TypeAdapter[Any]:
+def validator_of(kind: type[object]) -> TypeAdapter[Any]:
+    """Return the validator of a dataclass; building it takes 10 ms for a recipe."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

@@ -204,13 +204,13 @@ class WaitClock:
     @contextmanager
     def wait(self) -> Iterator[None]:
         """Time a wait."""
-        began = time.perf_counter()
-        self._waits = self.seconds, began
+        total, began = self.seconds, time.perf_counter()
+        self._waits = total, began
         try:
             yield
         finally:
             self.last = time.perf_counter() - began
-            self._waits = self.seconds, None
+            self._waits = total + self.last, None
 
 
 class StatusBoard:

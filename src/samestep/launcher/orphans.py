@@ -32,6 +32,7 @@ _SHOWN_PROCESSES, _SHOWN_CHARACTERS = 5, 60
 _STOP_SECONDS = 6.0
 _LAUNCHER_POLL_SECONDS = 1.0
 _watched: list[int] = []
+_has_ended = threading.Event()  # the watched process
 
 
 def end_orphans(server: ForkServer) -> str | None:
@@ -108,7 +109,7 @@ def watch_launcher(rendezvous: Rendezvous) -> None:
 
 def launcher_has_ended() -> bool:
     """Return whether the process that `watch_launcher` watches has ended, which its thread reports."""
-    return bool(_watched) and not psutil.pid_exists(_watched[0])
+    return _has_ended.is_set()
 
 
 def _nearest_ancestor_without(variable: str) -> int | None:
@@ -124,6 +125,7 @@ def _nearest_ancestor_without(variable: str) -> int | None:
 
 def _watch(launcher: int, rendezvous: Rendezvous) -> None:
     _wait_for_process(launcher)
+    _has_ended.set()
     if rendezvous.local_rank == 0:
         report_line(
             f"error: the process {launcher} of {rendezvous.launcher} has ended, and its ranks end with it "

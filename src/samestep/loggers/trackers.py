@@ -75,11 +75,13 @@ class TensorBoardLogger(MetricLogger):
         super().log_event(event)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        writer_type = _summary_writer()
+        # Outside of the disk operation: most of a second, more on a busy machine.
+        from torch.utils.tensorboard import SummaryWriter
+
         with disk_operations.run("write", self._path):
             if self._writer is None:
                 first = self._first_step if self._path.exists() else None
-                self._writer = writer_type(self._path, purge_step=None if first is None else first + 1)
+                self._writer = SummaryWriter(self._path, purge_step=None if first is None else first + 1)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
@@ -87,12 +89,6 @@ class TensorBoardLogger(MetricLogger):
         if self._writer is not None:
             with disk_operations.run("write", self._path):
                 self._writer.close()
-
-
-def _summary_writer() -> type[SummaryWriter]:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import: most of a second
-
-    return SummaryWriter
 
 
 class _IdFile:

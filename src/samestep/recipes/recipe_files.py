@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
 from samestep.config import NamedConfig, Recipe, StepConfig
 from samestep.config.key_suggestions import Equivalent, find_equivalent
@@ -78,14 +78,10 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         _restore_words(step)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
-        return _adapter().validate_json(json.dumps(data), strict=True)
+        recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)
+        return recipe
     except ValidationError as error:
         raise _explained(error.errors(), data, origin) from error
-
-
-@cache
-def _adapter() -> TypeAdapter[Recipe]:
-    return TypeAdapter(Recipe)  # 10 ms
 
 
 def _restore_words(step: dict[str, Any]) -> None:

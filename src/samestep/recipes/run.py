@@ -207,8 +207,8 @@ def train(
             _write_start(run, built, recipe, replace(options, keep=folder.keep), first_step, is_new=checkpoint is None)
             for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
                 trainer.logger.log_event("note", text=note)
-        if built.cache_note:
-            trainer.logger.log_event("cache", text=built.cache_note)
+            if built.cache_note:
+                trainer.logger.log_event("cache", text=built.cache_note)
         rank_monitor.follow(lambda: trainer.rank_progress)
         summary = trainer.fit()
         has_failed = skipped_most(summary.skipped_steps, summary.step)

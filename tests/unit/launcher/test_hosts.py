@@ -24,7 +24,16 @@ from samestep.errors import InputError, RunError
 from samestep.launcher.failure import Failure, RankError, StoppedError
 from samestep.launcher.host_arrival import _PROTOCOL, join_hosts
 from samestep.launcher.host_workers import HostWorkerGroup
-from samestep.launcher.hosts import HostGroup, HostsConfig, Link, Place, failure_from, failure_values
+from samestep.launcher.hosts import (
+    BEAT_SECONDS,
+    HostGroup,
+    HostsConfig,
+    Link,
+    Place,
+    failure_from,
+    failure_values,
+    silence_limit,
+)
 from samestep.launcher.worker_group import LaunchConfig
 
 HOSTS = ("127.0.0.1", "second", "third")
@@ -145,6 +154,10 @@ def test_signal_while_the_first_host_plans_stops_all(stopped: int, number: signa
     assert all(result.err.count("E_STOPPED") == 1 for result in results.values()), results
     assert not any("stopping; press Ctrl-C" in result.err for result in results.values()), results
     assert f"stopped by {number.name} while no ranks were running" in results[stopped].err
+
+
+def test_silence_limit_is_half_of_the_limit_of_hangs_within_bounds() -> None:
+    assert [silence_limit(limit) for limit in (1.0, 20.0, 600.0)] == [3 * BEAT_SECONDS, 10.0, 60.0]
 
 
 def test_missing_hosts_are_named_on_the_hosts_that_have_arrived() -> None:

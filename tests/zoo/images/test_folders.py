@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
-from helpers.system import Running, events, here, samestep, state_of, weights, without_warnings
+from helpers.system import Running, events, here, last_saved, samestep, state_of, weights, without_warnings
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.datasets import ImageFiles, Sample, load_images
@@ -139,8 +139,7 @@ def test_killed_run_resumes_on_another_number_of_processes(pictures: Path, tmp_p
         running.until(
             lambda: any(len(path.read_text().splitlines()) == 13 for path in tmp_path.glob("seen-0-*")), "step 7"
         )
-        last = run / "checkpoints/last"  # replaced after the checkpoint's folder exists
-        running.until(lambda: last.resolve().name == "step-000000006", "its checkpoint, which is written during step 7")
+        running.until(lambda: last_saved(run) == 6, "its checkpoint, which is written during step 7")
         running.kill(signal.SIGKILL)
         running.wait(10)
     hold.unlink()

@@ -192,8 +192,7 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
     (folder / "certificate.json").write_text(to_json(data), encoding="utf-8")
     template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
-    text = _recipe_text(data["recipe"])
-    html = page.render(**data, title=summary(data), recipe_text=text)
+    html = page.render(**data, title=summary(data), recipe_text=_recipe_text(data["recipe"]))
     (folder / "certificate.html").write_text(html, encoding="utf-8")
 
 
