@@ -44,6 +44,7 @@ _RUNNING_SECONDS = 3.0
 Stacks = dict[int, list[str]]  # by rank, outermost frame first
 # Exit code that multiprocessing reports for a fork whose server is gone.
 _SERVER_GONE = 255
+_SERVER_END_SECONDS, _SERVER_POLL_SECONDS = 1.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,16 @@ class WorkerGroup:
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""
         is_lost = failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers)
-        if is_lost and not is_running(self._server):  # otherwise it is the exit code of the ranks
+        if is_lost and self._server_has_ended():  # otherwise it is the exit code of the ranks
             return Failure.of_fork_server(failures[0].activity)
         return first_cause(failures) if failures else None
+
+    def _server_has_ended(self) -> bool:
+        """Return whether the fork server has ended; the kernel closes the channels of a killed process before."""
+        deadline = time.monotonic() + _SERVER_END_SECONDS
+        while (runs := is_running(self._server)) and time.monotonic() < deadline:
+            time.sleep(_SERVER_POLL_SECONDS)
+        return not runs
 
     def end(self) -> None:
         """Kill all running workers and collect the last results."""
