@@ -13,12 +13,13 @@ STEP_TIME ?= --rounds 20
 # Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
 DEVICE ?= cuda
 GPU ?=
+NCCL_CHECKS ?= facts raw bits layouts faults host
 GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 # Three test files at a time: the ranks of a test spend much of the time in waits.
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak lint types format bench gpu gpu-wheels docs clean
+.PHONY: demo test test-slow test-long faults soak lint types format bench gpu gpu-wheels nccl docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -64,6 +65,12 @@ bench: .venv/.installed
 # Checks on one GPU, at most ten minutes. Installs nothing: docs/guides/gpu.md.
 gpu:
 	$(GPU_PY) benchmarks/gpu.py --device $(DEVICE) --output $(RESULTS)/gpu $(GPU)
+
+# NCCL with 2 to 4 ranks on one GPU, at most eight minutes; NCCL_CHECKS="facts bits" runs fewer checks.
+nccl:
+	mkdir -p $(RESULTS)/gpu
+	PYTHONPATH=src:tests:benchmarks $(GPU_PY) benchmarks/gpu_nccl.py --device $(DEVICE) --seconds 480 \
+	  --only $(NCCL_CHECKS) --output $(RESULTS)/gpu/nccl.json
 
 # Collects in wheels/ the packages that a machine with torch and without a network lacks.
 gpu-wheels: .venv/.installed
