@@ -43,7 +43,6 @@ from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
-from samestep.launcher.software import require_same_software
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 from samestep.launcher.worker import WorkerSpec, end_loader_workers
 
@@ -235,7 +234,7 @@ def _create_process_group(
     _require_no_process_group()
     require_default_device()
     rendezvous = read_rendezvous() if worker is None else None
-    is_local = worker.place.is_on_one_host if worker else rendezvous is None or rendezvous.is_on_one_machine
+    is_local = rendezvous is None or rendezvous.is_on_one_machine
     prepare_torch_environment(loopback=is_local)
     rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
@@ -314,7 +313,7 @@ def _handlers_installed(stop: StopRequest) -> Iterator[None]:
 def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[int, int, int]:
     """Return rank, number of ranks and local rank."""
     if worker is not None:
-        return worker.rank, worker.size, worker.local_rank
+        return worker.rank, worker.size, worker.rank
     return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) if rendezvous is not None else (0, 1, 0)
 
 
@@ -377,12 +376,9 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         rank, size, hint = worker.rank, worker.size, "read the output of the missing ranks"
         store = process_state.hosted_store
         if store is None:
-            address, port = worker.place.address, worker.place.port
-            store = dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+            store = dist.TCPStore(*worker.store_address, size, False, timeout, wait_for_workers=False)
         store = dist.PrefixStore(read_environment().job_prefix, store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
         )
-        if not worker.place.is_on_one_host:
-            require_same_software(process_state.launch_store, rank, size, timeout)
     return process_state.launch_store

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.surroundings import require_bounded
-from helpers.system import IMPORT_PATH, TESTS, Done, Running, arguments_of, events, here, until, weights
+from helpers.system import IMPORT_PATH, TESTS, Done, Running, events, here, until, weights
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 
 PORT = 29400  # no other process uses ports of these namespaces
@@ -125,12 +125,6 @@ def by_torchrun(
     ]
 
 
-def listed(machines: Sequence[Host], number: int) -> list[str]:
-    """Return the options of `samestep train` and `samestep run` on host `number`."""
-    names = ",".join(host.address for host in machines)
-    return ["--hosts", names, "--host-rank", str(number), "--port", str(PORT)]
-
-
 def by_hand(machines: Sequence[Host], number: int) -> dict[str, str]:
     """Return the variables of the only rank of host `number`, without an agent; rank 0 has the store."""
     return {
@@ -164,38 +158,6 @@ def by_variables(
     return commands
 
 
-def by_hosts(
-    machines: Sequence[Host],
-    stack: ExitStack,
-    path: Path,
-    *command: object,
-    python_path: str = IMPORT_PATH,
-    token: str = "token",
-    clock_offset: int = 0,
-    without: int | None = None,
-) -> list[Running]:
-    """Start a command with `--hosts` on each host; path, token and clocks are those of hosts other than the first.
-
-    No command starts on the host `without`.
-    """
-    commands = []
-    for number, host in enumerate(machines):
-        if number == without:
-            continue
-        own = {"PYTHONPATH": python_path, "SAMESTEP_TOKEN": token} if number else {"SAMESTEP_TOKEN": "token"}
-        options, offset = listed(machines, number), clock_offset if number else 0
-        running = host.run(sys.executable, *command, *options, cwd=path, variables=own, clock_offset=offset)
-        commands.append(stack.enter_context(running))
-    return commands
-
-
-def same_report(results: Sequence[Done]) -> str:
-    """Return the report that the commands of all hosts print, once each."""
-    reports = {single_report([result]).partition("error: ")[2] for result in results}
-    assert len(reports) == 1, results
-    return reports.pop()
-
-
 def ended(commands: Sequence[Running], seconds: float = END_SECONDS) -> list[Done]:
     """Return the results of commands that must end within some seconds and leave no process."""
     deadline = time.monotonic() + seconds
@@ -221,26 +183,11 @@ def kill_host(machine: Host, commands: Running) -> None:
         commands.try_kill_process(process, signal.SIGKILL)
 
 
-def name_of(process: int) -> str:
-    """Return the name of a process."""
-    return Path(f"/proc/{process}/comm").read_text(encoding="ascii").strip()
-
-
-def command_of(running: Running) -> int:
-    """Return the process of the command with `--hosts`."""
-    texts = {process: arguments_of(process) for process in running.processes()}
-    (process,) = (process for process, text in texts.items() if text[:1] == [sys.executable] and "--hosts" in text)
-    return process
-
-
-STARTS = {"variables": by_variables, "--hosts": by_hosts}
-
-
-def held_run(way: str, machines: Sequence[Host], stack: ExitStack, path: Path, *options: object) -> list[Running]:
+def held_run(machines: Sequence[Host], stack: ExitStack, path: Path, *options: object) -> list[Running]:
     """Start a run whose rank 0 waits in call 20 of the loss, after the checkpoint of step 3."""
     (path / "hold").write_text("0 20", encoding="utf-8")
     command = ("-m", "samestep", "train", RECIPE, *options, "--name", "many", "--checkpoint-every", 3)
-    commands = STARTS[way](machines, stack, path, *command, "--hang-after", f"{HANG_SECONDS}s")
+    commands = by_variables(machines, stack, path, *command, "--hang-after", f"{HANG_SECONDS}s")
     # The hold must be shorter than the time that counts as a hang.
     commands[0].until(lambda: len(events(path / "runs/many", "step")) >= 6, "6 steps")
     return commands
@@ -260,11 +207,6 @@ def require_trained(results: Sequence[Done], path: Path, ranks: int, undisturbed
     (environment,) = json.loads((path / "runs/many/environment.json").read_text(encoding="utf-8"))
     assert environment["processes"] == ranks
     assert weights(path / "runs/many") == undisturbed
-
-
-def named(fault: str, way: str) -> str:
-    """Return the fault with the way in which the ranks start, for the table."""
-    return f"{fault}, `--hosts`" if way == "--hosts" else fault
 
 
 def _ip(*arguments: str) -> None:

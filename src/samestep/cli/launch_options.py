@@ -21,14 +21,11 @@ from samestep.distributed.logging import logger
 from samestep.distributed.resources import read_processors
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import RankError
-from samestep.launcher.hosts import HostsConfig
 from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.units import parse_duration
-
-_PORT = 29500  # torchrun's default
 
 
 def add_fault_options(parser: argparse.ArgumentParser, *, requeue: bool = False) -> None:
@@ -60,50 +57,6 @@ def add_fault_options(parser: argparse.ArgumentParser, *, requeue: bool = False)
         )
 
 
-def add_hosts_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--hosts`, `--host-rank` and `--port`."""
-    group = parser.add_argument_group("several hosts (the same command on each of them)")
-    text = "all hosts; --processes is the number of ranks of this one. The first entry is an address or name of the "
-    text += "first host that the others reach"
-    group.add_argument("--hosts", metavar="HOST,...", help=text)
-    group.add_argument("--host-rank", type=int, metavar="I", help="place of this host in --hosts, from 0")
-    text = f"port at which the first host waits for the others (default {_PORT})"
-    group.add_argument("--port", type=int, metavar="PORT", help=text)
-
-
-def _hosts_of(arguments: argparse.Namespace, rendezvous: Rendezvous | None) -> HostsConfig | None:
-    """Return the hosts of `--hosts`; None without the option."""
-    texts = {"--host-rank": arguments.host_rank, "--port": arguments.port} if hasattr(arguments, "hosts") else {}
-    if not texts or arguments.hosts is None:
-        for name, number in texts.items():
-            if number is not None:
-                raise option_conflict(f"{name} {number} without --hosts", "the hosts", "--hosts node-0,node-1")
-        return None
-    if arguments.host_rank is None:
-        raise option_conflict(
-            "--hosts without --host-rank", "the place of this host", "--host-rank 0 on the first host"
-        )
-    if rendezvous is not None:
-        value = f"--hosts, but {rendezvous.launcher} has started this process"
-        raise option_conflict(
-            value, "one launcher", f"leave --hosts out, or start the command without {rendezvous.launcher}"
-        )
-    if arguments.max_restarts:
-        raise option_conflict(
-            f"--max-restarts {arguments.max_restarts} with --hosts",
-            "a new start by the user",
-            "leave --max-restarts out, or start the ranks with torchrun --max-restarts",
-        )
-    if ":" in (arguments.processes or ""):
-        value = f"--processes {arguments.processes} with --hosts"
-        raise option_conflict(value, "one number of ranks per host", "--processes 4")
-    if getattr(arguments, "per_device_batch_size", None) or getattr(arguments, "accumulate", None):
-        value = "--per-device-batch-size or --accumulate with --hosts"
-        raise option_conflict(value, "a global batch size", "--set batch_size=256 microbatches=8")
-    port = _PORT if arguments.port is None else arguments.port
-    return HostsConfig(tuple(arguments.hosts.split(",")), arguments.host_rank, port)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """Options that decide how the ranks of a command start."""
@@ -117,7 +70,6 @@ class LaunchOptions:
     grace: float | None = None  # seconds between a request to stop and the kill; None for no limit
     requeue: bool = False
     rendezvous: Rendezvous | None = None  # rank of this process under another launcher, or None
-    hosts: HostsConfig | None = None  # hosts of the ranks; None for this machine alone
 
     @classmethod
     def parse(cls, arguments: argparse.Namespace) -> LaunchOptions:
@@ -132,8 +84,7 @@ class LaunchOptions:
         if processes is None:
             count = arguments.devices.count(",") + 1 if arguments.devices else 1
             processes = str(rendezvous.world_size if rendezvous is not None else count)
-        hosts = _hosts_of(arguments, rendezvous)
-        return options_of(cls, arguments, processes=processes, rendezvous=rendezvous, hosts=hosts)
+        return options_of(cls, arguments, processes=processes, rendezvous=rendezvous)
 
     @cached_property
     def selected_devices(self) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ from shlex import quote
 
 from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
-from samestep.cli.launch_options import LaunchOptions, add_fault_options, add_hosts_options
+from samestep.cli.launch_options import LaunchOptions, add_fault_options
 from samestep.cli.options import add_machine_options, output_errors, run_options, timed_name, unused_name
 from samestep.cli.recipe_options import (
     add_strategy_options,
@@ -35,7 +35,6 @@ from samestep.units import parse_duration, plural
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `train` and `resume` share."""
     add_machine_options(parser)
-    add_hosts_options(parser)
     text = "ignore the settings that samestep tune found here; --workers and --prefetch ignore them too"
     parser.add_argument("--no-tuned", action="store_true", help=text)
     add_strategy_options(parser)

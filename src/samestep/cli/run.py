@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.launch_options import LaunchOptions, add_fault_options, add_hosts_options, launch_with_restarts
+from samestep.cli.launch_options import LaunchOptions, add_fault_options, launch_with_restarts
 from samestep.cli.options import add_options, output_folder, require_file, timed_name
 from samestep.distributed.logging import logger
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
-from samestep.launcher.host_arrival import join_hosts
-from samestep.launcher.hosts import HostsConfig
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 
@@ -35,7 +32,6 @@ def add_run(add_parser: Any) -> None:
     text = "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)"
     group.add_argument("--processes", default="auto", metavar="N", help=text)
     add_options(group, "--devices", "--share-gpu")
-    add_hosts_options(parser)
     add_fault_options(parser)
     add_options(parser.add_argument_group("output"), "--runs")
     parser.set_defaults(run=_run_script)
@@ -51,8 +47,6 @@ def _run_script(arguments: argparse.Namespace) -> int:
     log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
     processes = options.process_range()
     call = partial(ByName("samestep.launcher.worker", "run_script"), script, tuple(arguments.arguments))
-    if options.hosts is not None:
-        return _run_script_on_hosts(options, options.hosts, call, log_dir)
     starts = itertools.count()
 
     def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
@@ -79,13 +73,3 @@ def _note_options_after_script(arguments: argparse.Namespace) -> None:
             misplaced += [argument, following] if has_value else [argument]
     if misplaced:
         logger.info("note: %s after the script is passed to the script; put it before", " ".join(misplaced))
-
-
-def _run_script_on_hosts(options: LaunchOptions, hosts: HostsConfig, call: Callable[..., Any], log_dir: Path) -> int:
-    """Run the script on this host and others; return the exit code of the first host."""
-    _, processes = options.process_range()
-    with join_hosts(hosts, processes, options.hang_after) as group:
-        folder = Path(group.share(str(log_dir)))
-        launch_config = LaunchConfig(options.hang_after, options.grace, log_dir=folder, hosts=group)
-        result = run_workers(call, processes=processes, launch_config=launch_config, environment=options.environment)
-        return group.agree_on_exit(EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE)

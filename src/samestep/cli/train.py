@@ -16,7 +16,6 @@ from samestep.cli.launch_options import launch_ranks, launch_with_restarts, requ
 from samestep.cli.new_run import NewRun, TrainingOptions, add_training_options
 from samestep.cli.options import add_options, add_recipe_argument, option_conflict, print_json
 from samestep.cli.run_plans import RunPlan
-from samestep.config import resolve_mesh
 from samestep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -28,8 +27,6 @@ from samestep.errors import (
     WitnessError,
 )
 from samestep.launcher.failure import E_DISK_HANG, RankError
-from samestep.launcher.host_arrival import join_hosts
-from samestep.launcher.hosts import HostsConfig
 from samestep.launcher.launch import LaunchConfig, LaunchResult
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
@@ -75,8 +72,6 @@ def _train(arguments: argparse.Namespace) -> int:
 def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
     """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
     rendezvous = options.launch.rendezvous
-    if options.launch.hosts is not None:
-        return _train_on_hosts(options, options.launch.hosts, make_plan)
     if rendezvous is None:
         return _launch(options, make_plan(slurm_restarts(options.launch.requeue)))
 
@@ -94,24 +89,6 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
         # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
         return EXIT_DONE if options.launch.requeue else EXIT_STOPPED
     return EXIT_FAILED if summary["has_failed"] else EXIT_DONE
-
-
-def _train_on_hosts(options: TrainingOptions, hosts: HostsConfig, make_plan: Callable[[int], RunPlan]) -> int:
-    """Train on this host and others, with the plan of the first host; return its exit code."""
-    launch = options.launch
-    _, processes = launch.process_range()
-    with join_hosts(hosts, processes, launch.hang_after) as group:
-        text = make_plan(slurm_restarts(launch.requeue)).to_json() if group.is_first else None
-        plan = RunPlan.from_json(group.share(text))
-        recipe = plan.recipe
-        resolve_mesh(recipe.strategy, group.place.size, recipe.microbatch_count, recipe.batch_size)
-        launch_config = LaunchConfig(launch.hang_after, launch.grace, log_dir=plan.folder / "logs", hosts=group)
-        arguments = (recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step, plan.accept_changes)
-        result = launch_ranks("train", *arguments, processes=processes, launch_config=launch_config, options=launch)
-        code = EXIT_DONE
-        if group.is_first:
-            code = _finish(options, result.value, plan.folder, stop_signal=result.stop_signal)
-        return group.agree_on_exit(code)
 
 
 def _launch(options: TrainingOptions, plan: RunPlan) -> int:

@@ -1,4 +1,4 @@
-"""Network addresses: resolution, sockets that listen, the loopback interface, and the interface of an address."""
+"""Network addresses: resolution, sockets that listen, and the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import socket
 from contextlib import suppress
 from functools import cache
 from typing import Any
-
-import psutil
 
 from samestep.errors import InputError
 
@@ -71,8 +69,8 @@ def resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     except socket.gaierror as error:
         raise InputError(
             f"the host {address!r} cannot be resolved: {error.strerror}",
-            expected="the host of rank 0, from --hosts, MASTER_ADDR or the list of hosts of the Slurm step",
-            fix="set MASTER_ADDR, or the first entry of --hosts, to an address that all ranks can reach",
+            expected="the host of rank 0, from MASTER_ADDR or the list of hosts of the Slurm step",
+            fix="set MASTER_ADDR to an address that all ranks can reach",
             code="E_UNKNOWN_HOST",
         ) from error
     return [(family, socket_address) for family, _, _, _, socket_address in results]
@@ -92,16 +90,10 @@ def listen(address: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 raise InputError(
                     f"port {port} at {address} is used by another process",
-                    expected="a free port for rank 0: --port, MASTER_PORT, or in Slurm one derived from job and step",
-                    fix="set MASTER_PORT, or --port with --hosts, to a free port, the same for all ranks",
+                    expected="a free port for rank 0: MASTER_PORT, or in Slurm one derived from job and step",
+                    fix="set MASTER_PORT to a free port, the same for all ranks",
                     code="E_PORT_IN_USE",
                 ) from error
             if error.errno != errno.EADDRNOTAVAIL or not target[0]:
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this machine's network interface with an address; None without one."""
-    addresses = psutil.net_if_addrs().items()
-    return next((name for name, entries in addresses if any(entry.address == address for entry in entries)), None)

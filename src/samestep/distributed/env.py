@@ -20,7 +20,7 @@ _TOKEN = "SAMESTEP_TOKEN"
 CACHE = "SAMESTEP_CACHE"  # folder of the caches of samples
 _LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
@@ -153,12 +153,11 @@ def environment_of(process: int) -> dict[str, str]:
         return {}
 
 
-def prepare_torch_environment(*, loopback: bool, interface: str | None = None) -> None:
+def prepare_torch_environment(*, loopback: bool) -> None:
     """Set torch's variables that are not set yet. Call before torch uses a device or a process group.
 
     Args:
         loopback: all ranks are on this machine, so gloo uses the loopback interface.
-        interface: otherwise the network interface of gloo and NCCL; None for their own choice.
     """
     # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -168,9 +167,6 @@ def prepare_torch_environment(*, loopback: bool, interface: str | None = None) -
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
-    elif interface is not None:
-        os.environ.setdefault(_GLOO_INTERFACE, interface)
-        os.environ.setdefault(_NCCL_INTERFACE, interface)
 
 
 def silence_torch_warnings() -> None:

@@ -22,7 +22,6 @@ from samestep.distributed.env import prepare_torch_environment, read_rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.errors import InputError
 from samestep.launcher.job import TIMEOUT, Membership, process_state
-from samestep.launcher.software import require_same_software
 
 _CPU = torch.device("cpu")
 
@@ -35,8 +34,8 @@ def adopt_process_group(
     A group for one kind of device, such as NCCL's, gets a second one beside it for both kinds.
 
     Raises:
-        InputError: ranks share a GPU or run other software than rank 0, or the strategy needs groups for parts of the
-            ranks, which the group's backend cannot provide.
+        InputError: ranks share a GPU, or the strategy needs groups for parts of the ranks, which the group's backend
+            cannot provide.
     """
     require_default_device()
     prepare_torch_environment(loopback=False)  # the library has chosen the network interface
@@ -44,7 +43,6 @@ def adopt_process_group(
     configure_logging(rank)
     process_state.worlds += 1  # equal on all ranks
     store = dist.PrefixStore(f"samestep/world-{process_state.worlds}", _get_default_store())
-    require_same_software(store, rank, size, limit)
     device = _device(kind)
     backend = _backend(device) or ("gloo" if share_gpu else "nccl")
     if is_accelerator(device):

@@ -29,7 +29,6 @@ from samestep.distributed.rendezvous import publish_port, wait_for_keys, wait_fo
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.orphans import watch_launcher
-from samestep.launcher.software import require_same_software
 from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import HANG_AFTER, start_time
 
@@ -124,8 +123,7 @@ def rank_and_size() -> tuple[int, int]:
 def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:
     """Wait for all ranks of the job. Later calls in the same process return the same job.
 
-    An invalid address, a port in use, or other software on a rank raises `InputError`; a store or a rank that does not
-    appear, `RunError`.
+    An invalid address or a port in use raises `InputError`; a store or a rank that does not appear, `RunError`.
     """
     if process_state.job is None:
         rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
@@ -140,9 +138,7 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
             attempt, restarts = wait_for_ranks(
                 store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint
             )
-        # Set first, so that one rank alone reports the failure of the comparison.
         process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
-        require_same_software(attempt, rank, size, timeout)
     return process_state.job
 
 
@@ -209,8 +205,7 @@ def host_store(worker: WorkerSpec, timeout: timedelta) -> None:
     """In rank 0 of a launch: open the store of the launch. The store stays open until the process ends."""
     if worker.rank == 0 and process_state.hosted_store is None:
         assert worker.listener is not None
-        place = worker.place
-        process_state.hosted_store = _tcp_store(worker.listener, place.address, place.port, place.size, timeout)
+        process_state.hosted_store = _tcp_store(worker.listener, *worker.store_address, worker.size, timeout)
 
 
 def failure_reported(store: dist.Store) -> bool:

@@ -29,8 +29,6 @@ from samestep.distributed.streams import report_line
 from samestep.errors import InputError
 from samestep.launcher.failure import RankError, StoppedError
 from samestep.launcher.fork_server import SETUP, ForkServer, start_server
-from samestep.launcher.host_workers import HostWorkerGroup
-from samestep.launcher.hosts import Place
 from samestep.launcher.orphans import end_orphans
 from samestep.launcher.pickling import portable, unpack
 from samestep.launcher.preflight import require_machine
@@ -56,7 +54,7 @@ PRELOAD = (
 class LaunchResult:
     """Result of a launch."""
 
-    value: Any  # of rank 0; None on a host without rank 0
+    value: Any  # of rank 0
     stop_signal: int | None  # signal that requested the end of the run, if any
 
 
@@ -112,33 +110,24 @@ def run_workers(
     """Run a function as `launch` does, with a `LaunchConfig`; the result includes the stop signal."""
     _require_valid(processes, launch_config)
     require_machine(processes)
-    hosts = launch_config.hosts
     _configure_server(preload)
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("forkserver")
     if launch_config.has_own_hash_seeds:
         context = multiprocessing.get_context("spawn")
     log_dir = launch_config.log_dir
     with ExitStack() as stack:
-        listener = stack.enter_context(free_loopback_socket()) if hosts is None else hosts.listener
-        if hosts is None:
-            assert listener is not None
-            place = Place((processes,), 0, *listener.getsockname()[:2])
-        else:
-            place = hosts.place
-        status_board = stack.enter_context(closing(StatusBoard.create(place.size)))
-        worker_group = (
-            WorkerGroup(status_board, launch_config)
-            if hosts is None
-            else HostWorkerGroup(status_board, launch_config, hosts)
-        )
+        listener = stack.enter_context(free_loopback_socket())
+        status_board = stack.enter_context(closing(StatusBoard.create(processes)))
+        worker_group = WorkerGroup(status_board, launch_config)
         stack.enter_context(worker_group.signals())
         try:
             server = start_server()
             stack.callback(_report_orphans, server)
-            for rank in place.ranks_of(place.host):
+            for rank in range(processes):
                 worker_spec = WorkerSpec(
                     rank=rank,
-                    place=place,
+                    size=processes,
+                    store_address=listener.getsockname()[:2],
                     listener=listener if rank == 0 else None,
                     function=partial(function, *arguments),
                     log=log_dir / f"rank-{rank}.log" if log_dir is not None and rank > 0 else None,

@@ -25,7 +25,6 @@ from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_pa
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.distributed.streams import STALL_SECONDS, protect_output
 from samestep.launcher.failure import Failure
-from samestep.launcher.hosts import Place
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
 from samestep.report_limits import message_of
@@ -40,7 +39,8 @@ class WorkerSpec:
     """Specification of one worker process."""
 
     rank: int
-    place: Place  # of the ranks of this host, and the store of rank 0
+    size: int  # number of ranks
+    store_address: tuple[str, int]  # host and port of the store of rank 0
     listener: socket.socket | None  # of the store, in rank 0 only; no other process can take the port meanwhile
     function: Callable[[], Any]  # runs in every rank; the launcher receives rank 0's result
     log: Path | None  # file for the output of this rank; None for the launcher's terminal
@@ -50,16 +50,6 @@ class WorkerSpec:
     timeout: float  # default time limit of a collective, in seconds
     server: int  # process id of the fork server, the parent
     stop: StopRequest = field(default_factory=StopRequest)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.place.size
-
-    @property
-    def local_rank(self) -> int:
-        """Rank on this host, from 0."""
-        return self.rank - self.place.first_rank
 
     @cached_property
     def rank_status(self) -> RankStatus:
@@ -143,7 +133,7 @@ def _set_up(worker_spec: WorkerSpec) -> None:
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
     protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
     set_environment(worker_spec.environment)
-    prepare_torch_environment(loopback=worker_spec.place.is_on_one_host, interface=worker_spec.place.interface)
+    prepare_torch_environment(loopback=True)
 
 
 def _name_process(rank: int, size: int) -> None:
@@ -202,21 +192,19 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
 
     worker_spec = process_state.worker
     assert worker_spec is not None
-    place = worker_spec.place
+    address, port = worker_spec.store_address
     host_store(worker_spec, _SCRIPT_TIMEOUT)
     process_state.is_script = True
     worker_spec.rank_status.begin_script()
     set_environment(
         {
-            **dict.fromkeys(("RANK", "ROLE_RANK"), str(worker_spec.rank)),
-            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
-            "LOCAL_RANK": str(worker_spec.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.counts[place.host]),
-            "GROUP_RANK": str(place.host),
-            "GROUP_WORLD_SIZE": str(len(place.counts)),
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
             "ROLE_NAME": "default",
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.port),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

@@ -12,14 +12,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from socket import socket
 from types import FrameType
 
 from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
-from samestep.launcher.hosts import HostGroup
 from samestep.launcher.watchdog import (
     Hang,
     RankState,
@@ -56,7 +54,6 @@ class LaunchConfig:
     stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
     log_dir: Path | None = None  # folder for output of ranks other than 0, and for failures that are consequences
     has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
-    hosts: HostGroup | None = None  # hosts of the ranks; None for this machine alone
 
 
 @dataclass
@@ -163,7 +160,7 @@ class WorkerGroup:
             sentinels = [worker.process.sentinel for worker in running]
             channels = [w.channel for w in running if w.result is None and not w.has_closed_channel]
             wait(
-                [*sentinels, *channels, *self._connections()],
+                [*sentinels, *channels],
                 timeout=max(0.0, min(self._deadline - now, next_check - now)),
             )
             if self._collect_results():
@@ -187,10 +184,6 @@ class WorkerGroup:
 
     def _is_waiting(self) -> bool:
         return any(worker.is_running for worker in self._workers)
-
-    def _connections(self) -> list[socket]:
-        """Connections to other hosts that end the wait for workers when a message arrives."""
-        return []
 
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""

@@ -1,10 +1,10 @@
-"""Addresses: sockets that listen, and the interface of an address."""
+"""Addresses: sockets that listen."""
 
 import socket
 
 import pytest
 
-from samestep.distributed.addresses import free_loopback_socket, interface_of, listen
+from samestep.distributed.addresses import free_loopback_socket, listen
 from samestep.errors import InputError
 
 
@@ -31,11 +31,6 @@ def test_port_in_use_is_named() -> None:
         with pytest.raises(InputError, match=f"port {port} at 127.0.0.1 is used") as caught:
             listen("127.0.0.1", port)
     assert "MASTER_PORT" in str(caught.value)
-
-
-def test_interface_of_the_loopback_address_is_the_loopback_interface() -> None:
-    assert interface_of("127.0.0.1") in ("lo", "lo0")
-    assert interface_of("192.0.2.77") is None
 
 
 def test_socket_listens_on_loopback_only() -> None:
