@@ -22,7 +22,7 @@ from samestep.checkpoint.compatibility import (
     setting_changes,
 )
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
-from samestep.checkpoint.files import Contents, HeldFolder
+from samestep.checkpoint.files import Contents
 from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.manifest import file_names
@@ -30,6 +30,7 @@ from samestep.checkpoint.snapshot import HostBuffers
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.data.loader import Loader, epochs
+from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.world import RunContext, all_gather
 from samestep.engine.checksum import checksum

@@ -84,7 +84,7 @@ CODES = {
     "E_LAUNCHER_GONE": "The launcher of the ranks, or the store of their job, has ended before the ranks.",
     "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",
-    "E_NOT_A_RUN": "A directory is not a run, or there is no run yet.",
+    "E_NOT_A_RUN": "A directory is not a run, there is no run yet, or the directory of a run was replaced.",
     "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have no checksums of the same steps.",
     "E_RUN_NAME": "The name of a run is not that of a folder, or differs between ranks.",
     "E_UNTRUSTED": "The recipe of a run names code that is not known to be trusted.",
@@ -271,6 +271,12 @@ class CheckpointWriteError(RunError):
     """Checkpoint cannot be written; earlier checkpoints are unchanged."""
 
     default_code = "E_CHECKPOINT_WRITE"
+
+
+class RunMovedError(RunError):
+    """The directory of a run was moved, removed or replaced while the run writes to it."""
+
+    default_code = "E_NOT_A_RUN"
 
 
 class RankDesyncError(RunError):

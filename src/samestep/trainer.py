@@ -145,7 +145,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
-        self.logger = RunLogger(loggers if engine.world.is_main else ())
+        self.logger = RunLogger(loggers if engine.world.is_main else (), folder.held)
         self._balancer = balancer
         self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
         self._facts, self._progress = facts, Progress(step=0, recipe=recipe)

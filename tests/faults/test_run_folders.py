@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from helpers.disk_faults import content, fail_with, intercepting, kill, mounted
-from helpers.fault_cases import in_step, inject
+from helpers.disk_faults import fail_with, intercepting, kill, mounted
+from helpers.fault_cases import in_step
 from helpers.permissions import without_access
 from helpers.surroundings import RecordFault, nothing_left_behind, require_bounded, require_single_report, wait_for_end
 from helpers.system import Running, events, here, last_saved, steps_saved, tree, weights
-from samestep.checkpoint.files import HeldFolder, write_atomically
+from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.errors import CheckpointWriteError, RunError
+from samestep.distributed.disk_operations import HeldFolder
+from samestep.errors import RunError, RunMovedError
+from samestep.loggers.logger import JsonlLogger, RunLogger
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "faulty.yaml"
 SAVING = ("--checkpoint-every", 3)
@@ -51,104 +53,55 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 # --- moved and replaced ----------------------------------------------------------------------------------
 
 
-def replace_run(path: Path, other: Path) -> dict[str, str]:
-    """Move the run away, put a copy of another run in its place, and return the files of the copy."""
-    (path / "runs/a").rename(path / "moved")
-    shutil.copytree(other / "runs/a", path / "runs/a", symlinks=True)
-    return tree(path / "runs/a")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_moved_and_replaced_goes_on_in_its_own_folder(
-    stopped: Path, undisturbed: tuple[str, str], tmp_path: Path, record_fault: RecordFault
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_that_is_moved_and_replaced_ends_at_the_next_write(
+    restarts: int, stopped: Path, undisturbed: tuple[str, str], tmp_path: Path, record_fault: RecordFault
 ) -> None:
     (tmp_path / "pace").write_text("0.05", encoding="utf-8")
-    with Running("train", RECIPE, "--name", "a", *SAVING, cwd=tmp_path) as running:
-        running.until(lambda: last_saved(tmp_path / "runs/a") >= 3, "a checkpoint")
-        other = replace_run(tmp_path, stopped)
-        (tmp_path / "pace").unlink()
-        with nothing_left_behind(running, tmp_path):
-            done = running.wait(60)
-    assert done.code == 0, done.err
-    assert tree(tmp_path / "runs/a") == other
-    assert weights(tmp_path / "moved") == undisturbed
-    record_fault(
-        "a run is renamed, and another one takes its place",
-        "continues to the same weights",
-        "exit code 0; the other run is unchanged",
-    )
-
-
-@pytest.mark.long
-def test_a_run_that_is_moved_and_replaced_is_not_restarted_in_the_other_one(
-    stopped: Path, undisturbed: tuple[str, str], tmp_path: Path, record_fault: RecordFault
-) -> None:
-    (tmp_path / "pace").write_text("0.1", encoding="utf-8")
-    arguments = ("train", RECIPE, "--name", "a", *SAVING, "--max-restarts", 2)
+    arguments = ("train", RECIPE, "--name", "a", *SAVING, "--max-restarts", restarts)
     with Running(*arguments, cwd=tmp_path) as running:
         running.until(lambda: last_saved(tmp_path / "runs/a") >= 3, "a checkpoint")
-        other = replace_run(tmp_path, stopped)
-        inject(tmp_path, in_step("kill", 0, 30))
-        (tmp_path / "pace").unlink()
-        running.until((tmp_path / "fired.json").exists, "the kill")
+        (tmp_path / "runs/a").rename(tmp_path / "moved")
+        shutil.copytree(stopped / "runs/a", tmp_path / "runs/a", symlinks=True)
+        other = tree(tmp_path / "runs/a")
         with nothing_left_behind(running, tmp_path):
             done = wait_for_end(running, time.monotonic())
     assert "E_NOT_A_RUN" in require_single_report(done, 1)
     assert tree(tmp_path / "runs/a") == other
+    (tmp_path / "pace").unlink()
     assert here("resume", "moved", cwd=tmp_path) == 0
     assert weights(tmp_path / "moved") == undisturbed
     record_fault(
-        "the same, then the rank is killed, restarts allowed",
+        "a run is renamed, and another one takes its place" + (", restarts allowed" if restarts else ""),
         "report within 10 s; resumed to the same weights",
         "exit code 1; the other run is unchanged; resumed at the new path",
     )
 
 
-def test_a_removed_folder_is_written_again(tmp_path: Path, record_fault: RecordFault) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    folder = CheckpointFolder(run / "checkpoints")
-    folder.hold(HeldFolder(run))
-    folder.write(1, FILES)
-    shutil.rmtree(run)
-    for step in (2, 3):
-        assert content(folder.write(step, FILES)) == FILES
-    assert steps_saved(run) == [2, 3]
-    record_fault("a run is removed", "continues", "its next checkpoints are complete")
-
-
-def test_a_folder_that_cannot_be_found_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_nothing_is_written_after_a_folder_was_moved(
+    is_replaced: bool, tmp_path: Path, record_fault: RecordFault
 ) -> None:
-    def is_dir(path: Path) -> bool:
-        return "/proc" not in str(path) and os.path.isdir(path)  # as on systems without /proc
-
-    folder = CheckpointFolder(tmp_path / "run")
-    folder.path.mkdir()
-    folder.hold(HeldFolder(folder.path))
-    folder.write(1, FILES)
-    other = CheckpointFolder(tmp_path / "other", keep=4)
-    for step in (1, 2, 3):
-        other.write(step, FILES)
-    folder.path.rename(tmp_path / "moved")
-    other.path.rename(folder.path)
-    monkeypatch.setattr(Path, "is_dir", is_dir)
-    before = tree(folder.path)
-    with pytest.raises(CheckpointWriteError):
-        folder.write(4, FILES)
-    assert tree(folder.path) == before
-    record_fault("a run is replaced on a system without /proc", "report within 10 s", "exit code 1; nothing is written")
-
-
-def test_a_new_run_that_fails_removes_no_other_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run.mkdir()
+    folder = CheckpointFolder(run / "checkpoints")
+    folder.write(1, FILES)
     held = HeldFolder(run)
-    assert held.is_in_place()
-    run.rename(tmp_path / "moved")
-    assert not held.is_in_place()
-    run.mkdir()
-    assert not held.is_in_place()
+    folder.hold(held)
+    with pytest.raises(RunMovedError), RunLogger([JsonlLogger(run / "events.jsonl")], held) as logger:
+        folder.write(2, FILES)
+        logger.log_metrics(1, {"loss": 1.0})
+        assert held.is_in_place()
+        run.rename(tmp_path / "moved")
+        if is_replaced:
+            shutil.copytree(tmp_path / "moved", run, symlinks=True)
+        before = tree(tmp_path)
+        assert not held.is_in_place()
+        with pytest.raises(RunMovedError):
+            folder.write(3, FILES)
+        logger.log_metrics(2, {"loss": 1.0})
+    assert tree(tmp_path) == before
+    fault = "a folder of checkpoints is " + ("replaced" if is_replaced else "removed")
+    record_fault(fault, "report within 10 s", "E_NOT_A_RUN; nothing is written")
 
 
 # --- side files ---------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import shutil
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,43 +115,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-class HeldFolder:
-    """A folder that is recognized after it was moved, and when another one has its path.
-
-    Args:
-        path: an existing folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._open()
-
-    def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-
-    def locate(self) -> Path:
-        """Return a path that leads to the folder wherever it is. A folder that was removed is created again.
-
-        Raises:
-            OSError: another folder has the path, and the system has no path of a descriptor.
-        """
-        if os.fstat(self._descriptor).st_nlink == 0 and not os.path.lexists(self.path):
-            make_folder(self.path)
-            self._close()
-            self._open()
-        place = Path(f"/proc/self/fd/{self._descriptor}")
-        if place.is_dir():  # on Linux
-            return place
-        if self.is_in_place():
-            return self.path
-        raise OSError(errno.ESTALE, f"another folder has replaced {self.path} since the start")
-
-    def is_in_place(self) -> bool:
-        """Return whether the folder still has its path."""
-        return self.path.is_dir() and os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
 
 
 def make_folder(path: Path) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from samestep.checkpoint.contents import SavedState, parse
 from samestep.checkpoint.files import (
     Contents,
-    HeldFolder,
     disk_errors,
     link_name,
     linked_name,
@@ -28,7 +27,7 @@ from samestep.checkpoint.files import (
 )
 from samestep.checkpoint.manifest import MANIFEST, build_manifest, read_bounded, verify
 from samestep.config import DEFAULT_KEEP
-from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import CheckpointError, InputError
 
 STATE = "state.json"
@@ -48,17 +47,18 @@ class CheckpointFolder:
     Attributes:
         path: folder of the checkpoints; need not exist.
         keep: number of newest checkpoints to keep, at least one; the best one is kept in addition.
+        held: folder of `hold`, if any.
     """
 
     def __init__(self, path: Path, keep: int = DEFAULT_KEEP) -> None:
         if keep < 1:
             raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_KEEP")
         self.path, self.keep = path, keep
-        self._held: HeldFolder | None = None
+        self.held: HeldFolder | None = None
 
     def hold(self, root: HeldFolder) -> None:
-        """Write below the held folder, a parent of `path` or `path` itself, even if another one takes its path."""
-        self._held = root
+        """Write only while the held folder, a parent of `path` or `path` itself, has its path."""
+        self.held = root
 
     def write(
         self, step: int, files: Mapping[str, Contents], *, is_best: bool = False, epoch: int | None = None
@@ -70,15 +70,17 @@ class CheckpointFolder:
 
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are unchanged.
+            RunMovedError: the held folder was moved, removed or replaced; nothing is written.
         """
+        if self.held is not None:
+            self.held.require_in_place()
         epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
         links = ["last", *(["best"] if is_best else []), *epoch_name]
         with disk_errors(
             f"the checkpoint of step {step} cannot be written to {self.path}",
             expected="a checkpoint is written completely or not at all; earlier ones are unchanged",
         ):
-            present = self._present()
-            final = present._save(f"{_PREFIX}{step:09d}", files, links)
+            final = self._save(f"{_PREFIX}{step:09d}", files, links)
         with (
             disk_errors(
                 f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
@@ -86,8 +88,8 @@ class CheckpointFolder:
             ),
             disk_operations.run("removal in", self.path),
         ):
-            present._prune(final)
-        return self.path / final.name
+            self._prune(final)
+        return final
 
     def steps(self) -> list[Path]:
         """Return the complete checkpoints, oldest first.
@@ -149,12 +151,6 @@ class CheckpointFolder:
             for path in self.path.glob(".*-*"):
                 if path not in checkpoints and _LEFTOVER.fullmatch(path.name):
                     remove(path)
-
-    def _present(self) -> CheckpointFolder:
-        """Return this folder at its present place."""
-        if self._held is None:
-            return self
-        return CheckpointFolder(self._held.locate() / self.path.relative_to(self._held.path), self.keep)
 
     @contextmanager
     def _read_errors(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
-from samestep.checkpoint.files import HeldFolder
 from samestep.cli.external_launcher import reported_by_rank_0
 from samestep.cli.launch_options import LaunchOptions, add_fault_options
 from samestep.cli.options import add_machine_options, output_errors, run_options, timed_name, unused_name
@@ -22,6 +21,7 @@ from samestep.cli.recipe_options import (
 )
 from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
+from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.errors import InputError
 from samestep.microbatches import require_enough_microbatches

@@ -9,20 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import launch_ranks, launch_with_restarts, requeue_after, slurm_restarts
 from samestep.cli.new_run import NewRun, TrainingOptions, add_training_options
 from samestep.cli.options import add_options, add_recipe_argument, option_conflict, print_json
 from samestep.cli.run_plans import RunPlan
+from samestep.distributed.disk_operations import HeldFolder
 from samestep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_STOPPED,
     InputError,
     NonFiniteError,
-    RunError,
     SamestepError,
     WitnessError,
 )
@@ -103,13 +102,7 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
 
     def newest_step() -> int:
         nonlocal recipe, start
-        if not held.is_in_place():
-            raise RunError(
-                f"{folder} was moved, removed or replaced, so the run cannot be restarted",
-                expected="the directory of a run keeps its path until a restart",
-                fix="samestep resume with the new path of the run",
-                code="E_NOT_A_RUN",
-            )
+        held.require_in_place()
         checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
         start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
         if checkpoint is not None:

@@ -1,18 +1,18 @@
-"""Disk operations in progress, for reports about a disk that does not answer."""
+"""Disk operations in progress, for reports about a disk that does not answer, and folders that must keep their path."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.distributed.status import RankStatus
+from samestep.errors import RunMovedError
 
 _SHOWN_CHARACTERS = 90
-_DESCRIPTOR = re.compile(r"^/proc/self/fd/\d+")  # path of a folder that can be moved
 
 
 class DiskOperations:
@@ -30,7 +30,8 @@ class DiskOperations:
     @contextmanager
     def run(self, name: str, path: Path | str) -> Iterator[None]:
         """Record an operation for the duration of the block."""
-        thread, text = threading.get_ident(), _DESCRIPTOR.sub(_present_path, str(path))
+        thread = threading.get_ident()
+        text = str(path)
         outer = self._pending.get(thread)
         self._count += 1
         self._pending[thread] = (self._count, f"{name} of {text if len(text) < _SHOWN_CHARACTERS else _tail(text)}")
@@ -55,16 +56,41 @@ class DiskOperations:
             self.rank_status.show_disk_operation(texts[-1] if texts else "")
 
 
-def _present_path(match: re.Match[str]) -> str:
-    try:
-        return os.readlink(match[0])
-    except OSError:
-        return match[0]
-
-
 def _tail(text: str) -> str:
     return f"...{text[3 - _SHOWN_CHARACTERS :]}"
 
 
 # The only instance: the threads of a process share its disks.
 disk_operations = DiskOperations()
+
+
+class HeldFolder:
+    """A folder that is recognized when it was moved, or when another one has its path.
+
+    Args:
+        path: an existing folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # While the folder is open, the system gives its number to no other folder.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def is_in_place(self) -> bool:
+        """Return whether the folder still has its path."""
+        with disk_operations.run("status", self.path):
+            return self.path.is_dir() and os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+
+    def require_in_place(self) -> None:
+        """Require that the folder still has its path.
+
+        Raises:
+            RunMovedError: the folder was moved, removed or replaced.
+        """
+        if not self.is_in_place():
+            raise RunMovedError(
+                f"{self.path} was moved, removed or replaced",
+                expected="the directory of a run keeps its path while the run writes to it",
+                fix="resume the run with the new path of its directory",
+            )

@@ -17,6 +17,7 @@ from types import FrameType
 from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
+from samestep.errors import RunMovedError
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
 from samestep.launcher.watchdog import (
     Hang,
@@ -233,8 +234,8 @@ class WorkerGroup:
                 fix="resume the run if it has a checkpoint, or start the command again",
             )
         log_dir = self._config.log_dir
-        if any(failure.code == E_DISK_HANG for failure in failures):
-            log_dir = None  # this process must not wait for the disk
+        if any(failure.code in (E_DISK_HANG, RunMovedError.default_code) for failure in failures):
+            log_dir = None  # this process must not wait for the disk, or write to another run
         for failure in failures:
             if failure is not cause:
                 failure.append_to_log(log_dir)

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from samestep.distributed.disk_operations import disk_operations
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, SamestepError
+from samestep.distributed.disk_operations import HeldFolder, disk_operations
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, RunMovedError, SamestepError
 from samestep.report_limits import class_name, message_of
 
 Event = Mapping[str, Any]
@@ -69,26 +69,39 @@ class RunLogger:
     """Fan-out to several loggers; a logger that cannot write raises `RunError`.
 
     Without loggers, as on ranks other than 0, every method returns at once.
+
+    Args:
+        loggers: the loggers.
+        run: run directory. After its move, removal or replacement nothing is written: TensorBoard and trackers open
+            their files by path.
     """
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
+    def __init__(self, loggers: Sequence[Logger], run: HeldFolder | None = None) -> None:
         self._loggers = loggers
+        self._run = run
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with write_errors(OSError):
+            if self._run is not None:
+                self._run.require_in_place()
+            yield
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Log the resolved recipe."""
-        with write_errors(OSError):
+        with self._writing():
             for logger in self._loggers:
                 logger.log_config(config)
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """Log one event."""
-        with write_errors(OSError):
+        with self._writing():
             for logger in self._loggers:
                 logger.log_event({"event": kind, **fields})
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of an optimizer step."""
-        with write_errors(OSError):
+        with self._writing():
             for logger in self._loggers:
                 logger.log(step, values)
 
@@ -108,7 +121,8 @@ class RunLogger:
             try:
                 self.log_event("failure", **failure_fields(error))
             except RunError as failure:
-                error.add_note(str(failure))
+                if not isinstance(error, RunMovedError):
+                    error.add_note(str(failure))
         try:
             with write_errors(OSError), ExitStack() as stack:
                 for logger in self._loggers:

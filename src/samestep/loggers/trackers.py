@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def create_loggers(
-    names: Sequence[str], run: Path, place: Path, *, first_step: int = 0, quiet: bool = False
-) -> list[Logger]:
+def create_loggers(names: Sequence[str], run: Path, *, first_step: int = 0, quiet: bool = False) -> list[Logger]:
     """Return the loggers of a run, some of `samestep.config.LOGGERS`, in the order of their names.
 
     Trackers continue the run whose id is in the run directory.
@@ -36,7 +34,6 @@ def create_loggers(
     Args:
         names: names of loggers.
         run: run directory.
-        place: path that leads to the run directory wherever it is: TensorBoard opens its files again and again.
         first_step: step that the run continues after.
         quiet: show no progress.
     """
@@ -46,7 +43,7 @@ def create_loggers(
 
     create: dict[str, Callable[[], Logger]] = {
         "jsonl": lambda: JsonlLogger(run / EVENTS),
-        "tensorboard": lambda: TensorBoardLogger(place / "tensorboard", first_step),
+        "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),
         "progress": lambda: ProgressLogger(Console(stderr=True, quiet=quiet)),
         "wandb": lambda: WandbLogger(run, resume=True),
         "mlflow": lambda: MLflowLogger(run, resume=True),

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import samestep.checkpoint.state as checkpoints
-from samestep.checkpoint.files import HeldFolder
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
 from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import set_tf32
+from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
@@ -181,7 +181,7 @@ def train(
         with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
-        held, folder = HeldFolder(run), _checkpoint_folder(run, options, world)
+        folder = _checkpoint_folder(run, options, world)
         trainer = Trainer(
             built.engine,
             built.train,
@@ -195,11 +195,10 @@ def train(
             options=options,
             balancer=_balancer(built, world, recipe),
             take_cache_reports=built.cache.take_reports if built.cache is not None else None,
-            loggers=create_loggers(options.loggers, run, held.locate(), first_step=first_step, quiet=options.quiet),
+            loggers=create_loggers(options.loggers, run, first_step=first_step, quiet=options.quiet),
         )
         if world.is_main:
             notes += machine_notes(run, built.train.num_workers)
-            folder.hold(held)
             folder.clean()
         if checkpoint is not None:
             trainer.resume(checkpoint, accept_changes=accept_changes)
@@ -218,7 +217,10 @@ def train(
 def _checkpoint_folder(run: Path, options: RunOptions, world: World) -> CheckpointFolder:
     """Return the folder with `options.keep`; None is the number of the last start. Only rank 0 writes."""
     keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
-    return CheckpointFolder(run / "checkpoints", keep)
+    folder = CheckpointFolder(run / "checkpoints", keep)
+    if world.is_main:
+        folder.hold(HeldFolder(run))
+    return folder
 
 
 def _write_start(

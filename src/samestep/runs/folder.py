@@ -13,10 +13,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from samestep.checkpoint.files import HeldFolder, write_atomically
+from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.lock import LOCK, FolderLock
 from samestep.config import LOGGERS
 from samestep.config.validation import require
+from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -61,8 +62,8 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
             write_atomically(folder / LOOP, json.dumps(start) + "\n")
         _require_equal(str(run), world)  # and no rank writes before the directory exists
         held = HeldFolder(folder) if world.is_main else None
-        destinations = _destinations(folder, loggers, held.locate()) if held is not None else []
-        with RunLogger(destinations) as logger, RankMonitor(folder, world) as monitor:
+        destinations = _destinations(folder, loggers) if world.is_main else []
+        with RunLogger(destinations, held) as logger, RankMonitor(folder, world) as monitor:
             events = LoopEvents(logger, is_new=is_new, checksum_every=checksum_every)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
@@ -139,9 +140,9 @@ def _require_equal(run: str, world: World) -> None:
             )
 
 
-def _destinations(folder: Path, loggers: Sequence[Logger | str], place: Path) -> list[Logger]:
-    """Return `events.jsonl` and the loggers; TensorBoard's writer uses the `place`."""
-    destinations = create_loggers(["jsonl"], folder, place)
+def _destinations(folder: Path, loggers: Sequence[Logger | str]) -> list[Logger]:
+    """Return `events.jsonl` and the loggers."""
+    destinations = create_loggers(["jsonl"], folder)
     for logger in loggers:
-        destinations += create_loggers([logger], folder, place) if isinstance(logger, str) else [logger]
+        destinations += create_loggers([logger], folder) if isinstance(logger, str) else [logger]
     return destinations
