@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from helpers.system import answer, here
-from samestep.data.streams.folder import StreamFolder
 from samestep.zoo.cache.sample_cache import SampleCache
 
 
@@ -64,20 +62,3 @@ def test_data_without_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_limit_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("train", "images", "--set", "data.cache_gb=0", "data.options.path=a", cwd=tmp_path) == 2
     assert "data.cache_gb" in capsys.readouterr().err
-
-
-def test_files_of_an_object_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path))
-    system = fsspec.filesystem("memory")
-    system.pipe("/listed/a.bin", bytes(700))
-    folder = StreamFolder("memory://listed")
-    folder.use(folder.find("*.bin")[0], Path.read_bytes)
-    system.rm("/listed", recursive=True)
-    assert here("cache", "--json", cwd=tmp_path) == 0
-    (cache,) = answer(capsys)["caches"]
-    assert (cache["kind"], cache["entries"], cache["source"]) == ("files", 1, "memory://listed")
-    assert cache["bytes"] >= 700
-    assert here("cache", "--clear", cache["name"], cwd=tmp_path) == 0
-    assert not (tmp_path / cache["name"]).exists()

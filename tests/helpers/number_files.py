@@ -15,12 +15,8 @@ class NumberFiles:
         self.names = [f"{prefix}-{number}" for number in range(len(self.sizes))]
         self.fingerprint = fingerprint_of(self.names, self.sizes)
         self.reads: list[int] = []
-        self.prepared: list[list[int]] = []
 
     def read(self, file: int, index: int) -> torch.Tensor:
         assert 0 <= index < self.sizes[file]
         self.reads.append(file)
         return torch.tensor([file, index])
-
-    def prepare(self, files: Sequence[int]) -> None:
-        self.prepared.append(list(files))

@@ -1,21 +1,21 @@
 """Folders of sample files for recipes, and small models for them."""
 
 from collections.abc import Iterator
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow
+import pyarrow.parquet
 import torch
 from PIL import Image
 from torch import nn
 
 from samestep import Loss
-from samestep.tools.pack.pack import pack
 
 IMAGES = (
-    "data={name: stream_images, options: {path: packed, evaluation_path: packed_val, classes: [cat, dog], window: 12}}",
+    "data={name: stream_images, options: {path: photos, evaluation_path: photos_val, classes: [cat, dog], window: 12}}",
     "data.options.image_size=32",
     "model.name=helpers.photos:SmallNet",
     "batch_size=8",
@@ -26,38 +26,38 @@ IMAGES = (
 IMAGE_STEPS = 25  # of an epoch
 TOKENS = (
     "data.name=stream_tokens",
-    "data.options={block_size: 16, window: 20, evaluation_path: tokens_val, samples: 300}",
-    "data.options.sources={web: {path: tokens_web, weight: 0.7}, code: {path: tokens_code, weight: 0.3}}",
+    "data.options={block_size: 16, window: 20, path: tokens, evaluation_path: tokens_val}",
     "model.options={n_embd: 8, n_head: 2, n_layer: 1, dropout: 0.1}",
     "epochs=2",
 )
 TOKEN_STEPS = 25  # of an epoch
 
 
-def photos(count: int, first: int) -> Iterator[dict[str, Any]]:
-    """Yield encoded images of two classes from number `first`; some labels are names, the others numbers."""
+def photos(count: int) -> Iterator[dict[str, Any]]:
+    """Yield encoded images of two classes; some labels are names, the others numbers."""
     generator = numpy.random.default_rng(0)
     for number in range(count):
         file = BytesIO()
         Image.fromarray(generator.integers(0, 256, (48, 64, 3), dtype=numpy.uint8)).save(file, "JPEG")
-        if number >= first:
-            yield {"image": file.getvalue(), "label": ("cat", "1")[number % 2]}
+        yield {"image": file.getvalue(), "label": ("cat", "1")[number % 2]}
 
 
 def write_images(root: Path) -> None:
-    """Write 200 training images in 10 files, and 30 validation images."""
-    for name, count in (("packed", 200), ("packed_val", 30)):
-        samples = partial(photos, count)
-        pack(samples, root / name, source=name, encodings={}, file_bytes=45_000, report=lambda text: None)
+    """Write 200 training images in 10 files, and 20 validation images."""
+    for name, count in (("photos", 200), ("photos_val", 20)):
+        (root / name).mkdir()
+        rows = pyarrow.Table.from_pylist(list(photos(count)))
+        for number in range(count // 20):
+            pyarrow.parquet.write_table(rows.slice(20 * number, 20), root / name / f"{number}.parquet")
 
 
 def write_tokens(root: Path) -> None:
-    """Write tokens of bytes: six files, two and one."""
+    """Write tokens of bytes: five files of 60 samples, and one."""
     generator = numpy.random.default_rng(0)
-    for name, count in (("tokens_web", 6), ("tokens_code", 2), ("tokens_val", 1)):
+    for name, count in (("tokens", 5), ("tokens_val", 1)):
         (root / name).mkdir()
         for number in range(count):
-            generator.integers(0, 257, 1000, dtype=numpy.uint16).tofile(root / name / f"{number}.bin")
+            generator.integers(0, 257, 961, dtype=numpy.uint16).tofile(root / name / f"{number}.bin")
 
 
 # --- large samples ----------------------------------------------------------------------------------------

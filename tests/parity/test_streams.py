@@ -1,30 +1,24 @@
 """A stream gives one SHA-256 of the weights on any number of processes and workers, also killed and resumed."""
 
-import os
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from samestep import launch
-from samestep.errors import EXIT_INPUT, SamestepError
-from samestep.tools.pack.write_index import write_index
+from samestep.errors import SamestepError
 from workers import streams
-
-KINDS = ["source", pytest.param("mixture", marks=pytest.mark.long)]
 
 
 @cache
-def alone(kind: str) -> set[tuple[str, float]]:
-    results: set[tuple[str, float]] = launch(streams.train, kind, 0, processes=1)
+def alone() -> set[tuple[str, float]]:
+    results: set[tuple[str, float]] = launch(streams.train, 0, processes=1)
     assert len(results) == 1
     return results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("processes", "workers"),
     [
@@ -33,33 +27,32 @@ def alone(kind: str) -> set[tuple[str, float]]:
         *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, 3), (2, 0), (2, 3), (3, 3), (4, 0)]),
     ],
 )
-def test_processes_and_workers_change_no_bit(kind: str, processes: int, workers: int) -> None:
-    assert launch(streams.train, kind, workers, processes=processes) == alone(kind)
+def test_processes_and_workers_change_no_bit(processes: int, workers: int) -> None:
+    assert launch(streams.train, workers, processes=processes) == alone()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("killed", "resumed", "workers"),
     [(2, 3, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1, 0), (1, 4, 3), (3, 2, 0)])],
 )
 @pytest.mark.parametrize("step", [8, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_run_resumes_on_another_number_with_the_same_bits(
-    tmp_path: Path, kind: str, killed: int, resumed: int, workers: int, step: int
+    tmp_path: Path, killed: int, resumed: int, workers: int, step: int
 ) -> None:
     with pytest.raises(SamestepError) as failed:
-        launch(streams.train, kind, workers, tmp_path, step, processes=killed)
+        launch(streams.train, workers, tmp_path, step, processes=killed)
     assert failed.value.code == "E_RANK_KILLED"
     assert list(tmp_path.glob("step-*"))
-    assert launch(streams.train, kind, 3 - workers, tmp_path, processes=resumed) == alone(kind)
+    assert launch(streams.train, 3 - workers, tmp_path, processes=resumed) == alone()
 
 
 @pytest.mark.slow
 def test_resumption_with_another_window_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SamestepError):
-        launch(streams.train, "source", 0, tmp_path, 4, processes=1)
+        launch(streams.train, 0, tmp_path, 4, processes=1)
     with pytest.raises(SamestepError, match="window is 11, and was 10") as failed:
-        launch(streams.train, "source", 0, tmp_path, None, 11, processes=1)
+        launch(streams.train, 0, tmp_path, None, 11, processes=1)
     assert failed.value.code == "E_RESUME_CHANGED"
 
 
@@ -82,34 +75,3 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, workers: int) -> Non
     streams.write_sparse_files(tmp_path / "small", FILES // 10, SAMPLES)
     growth = launch(streams.read_large_files, tmp_path / "small", workers, True, processes=2)
     assert min(growth) > LIMIT
-
-
-def shorten(path: Path) -> None:
-    os.truncate(path, 3 * streams.SAMPLE_BYTES)
-
-
-def change(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(1000)
-        file.write(b"x")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [
-        (change, "E_FILE_CHANGED"),
-        pytest.param(Path.unlink, "E_FILE_MISSING", marks=pytest.mark.long),
-        pytest.param(shorten, "E_FILE_CHANGED", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize("workers", [3, pytest.param(0, marks=pytest.mark.long)])
-def test_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], None], code: str, workers: int) -> None:
-    folder = tmp_path / "data"
-    streams.write_sparse_files(folder, 6, 10)
-    write_index(folder, "tokens", lambda text: None)
-    damage(folder / "004.bin")
-    with pytest.raises(SamestepError, match=r"004\.bin") as failed:
-        launch(streams.read_large_files, folder, workers, processes=2)
-    assert failed.value.code == code
-    assert failed.value.exit_code == EXIT_INPUT

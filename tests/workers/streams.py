@@ -12,9 +12,7 @@ from torch import nn
 import samestep
 from helpers.number_files import NumberFiles
 from samestep.data.streams.dataset import StreamDataset
-from samestep.data.streams.folder import StreamFolder
-from samestep.data.streams.formats.open import open_source
-from samestep.data.streams.mixture import MixtureSource
+from samestep.data.streams.tokens import TokenFiles
 from samestep.distributed.world import all_gather
 
 EPOCHS = 2
@@ -28,22 +26,17 @@ def noisy(sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, torch.tensor((file + index) % 3)
 
 
-def dataset(kind: str, window: int = 10) -> StreamDataset:
-    """Return the stream of a source or of a mixture."""
-    files = NumberFiles(FILES)
-    if kind == "source":
-        return StreamDataset(files, window=window, transform=noisy)
-    sources = {"a": files, "b": NumberFiles([13, 20], "b")}  # the second is passed through several times per epoch
-    return StreamDataset(MixtureSource(sources, {"a": 0.5, "b": 0.5}), window=window, transform=noisy)
+def dataset(window: int = 10) -> StreamDataset:
+    """Return a stream with random noise in each sample."""
+    return StreamDataset(NumberFiles(FILES), window=window, transform=noisy)
 
 
 def train(
-    kind: str, workers: int, folder: Path | None = None, kill_at: int | None = None, window: int = 10
+    workers: int, folder: Path | None = None, kill_at: int | None = None, window: int = 10
 ) -> set[tuple[str, float]]:
     """Train two epochs, from the newest checkpoint; return checksums of the weights of all ranks, and losses.
 
     Args:
-        kind: `source` or `mixture`.
         workers: loader workers of each rank.
         folder: folder of checkpoints, one every three steps.
         kill_at: step after which the last rank kills itself.
@@ -55,7 +48,7 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
         options: dict[str, Any] = {"batch_size": 16, "microbatches": 5, "num_workers": workers, "world": world}
-        batches = samestep.loader(dataset(kind, window), shuffle=True, seed=7, **options)
+        batches = samestep.loader(dataset(window), shuffle=True, seed=7, **options)
         checkpoints = samestep.CheckpointManager(folder, engine, batches) if folder is not None else None
         if checkpoints is not None:
             checkpoints.resume()
@@ -66,7 +59,7 @@ def train(
                     checkpoints.save()
                 if engine.steps == kill_at and world.rank == world.size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-        evaluation = engine.evaluate(samestep.loader(dataset(kind, window), **options))
+        evaluation = engine.evaluate(samestep.loader(dataset(window), **options))
         return {tuple(result) for result in all_gather([sha256_of(engine), evaluation["loss"]], world)}
 
 
@@ -119,7 +112,7 @@ def read_large_files(folder: Path, workers: int, keeps: bool = False) -> list[in
     """
     model = First()
     with samestep.start(device="cpu") as world:
-        source = open_source("tokens", StreamFolder(str(folder)), length=SAMPLE_BYTES // 4, dtype="uint32")
+        source = TokenFiles(str(folder), length=SAMPLE_BYTES // 4, dtype="uint32")
         engine = samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero, world=world)
         data = StreamDataset(source, window=64, transform=Kept() if keeps else None)
         options: dict[str, Any] = {"batch_size": 32, "microbatches": 8, "num_workers": workers, "world": world}

@@ -41,7 +41,6 @@ COMMANDS = {
     "profile": Command("measure the phases of a step, and possible savings", starts_ranks=True),
     "tune": Command("find the number of loader processes for a recipe on this machine", starts_ranks=True),
     "plan": Command("predict step time and memory on other numbers of devices"),
-    "pack": Command("write samples to sharded files, or the index of such files"),
     "cache": Command("list or remove the caches of images and of streams"),
     "doctor": Command("check this machine before training"),
 }

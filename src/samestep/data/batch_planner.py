@@ -10,7 +10,7 @@ import numpy
 
 from samestep.data.microbatch_dataset import MicrobatchRequest
 from samestep.data.order import Indices, Order
-from samestep.data.streams.order import BatchSizes, StreamOrder
+from samestep.data.streams.order import BatchSizes
 from samestep.distributed.world import World
 from samestep.microbatches import microbatch_bounds, owned_microbatches, rank_count
 
@@ -50,15 +50,9 @@ class BatchPlanner:
         """
         for start in positions:
             span = slice(start, min(start + self.batch_size, positions.stop))
-            files: tuple[int, ...] = ()
-            if isinstance(order, StreamOrder):
-                indices, counts = order.draws(span)
-                data = self.world.data
-                files = order.files_ahead(span, owned_microbatches(self.microbatches, data.shares, data.rank))
-            else:
-                indices = order[span]
-                counts = numpy.zeros_like(indices) if repeats is None else repeats[span]
-            yield BatchPlan(span, indices, self.requests(epoch, indices, counts, files))
+            indices = order[span]
+            counts = numpy.zeros_like(indices) if repeats is None else repeats[span]
+            yield BatchPlan(span, indices, self.requests(epoch, indices, counts))
 
     def number_of(self, size: int) -> int:
         """Return the number of microbatches of a batch of `size` samples."""
@@ -70,16 +64,13 @@ class BatchPlanner:
         """Return the sizes for the slots of an epoch of `samples` samples."""
         return BatchSizes(self.batch_size, self.microbatches, self.number_of(samples % self.batch_size))
 
-    def requests(
-        self, epoch: int, batch: Indices, repeats: Indices, files: tuple[int, ...] = ()
-    ) -> list[MicrobatchRequest]:
+    def requests(self, epoch: int, batch: Indices, repeats: Indices) -> list[MicrobatchRequest]:
         """Return the requests of this rank: for its non-empty microbatches, and for fillers.
 
         Args:
             epoch: number of the epoch.
             batch: indices of the samples of the global batch.
             repeats: how often each index occurs before in the epoch.
-            files: the next files of this rank.
         """
         number, shares = self.number_of(len(batch)), self.world.data.shares
         bounds = [slice(*bound) for bound in microbatch_bounds(len(batch), number)]
@@ -89,7 +80,7 @@ class BatchPlanner:
             return [number for number in owned if bounds[number].start < bounds[number].stop]
 
         own = filled(self.world.data.rank)
-        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]], files=files) for n in own]
+        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]]) for n in own]
         if not self.equal_counts:
             return local
         largest = max(len(filled(rank)) for rank in range(rank_count(shares)))

@@ -260,13 +260,8 @@ class Loader:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
         if (epoch, len(self.dataset)) != self._epoch_size[0]:
             self._reader.set_epoch(epoch)
-            self._note_size(epoch, self._plain_size if self._sampler is None else len(self._drawn(epoch)))
+            self._note_size(epoch, len(self.dataset) if self._sampler is None else len(self._drawn(epoch)))
         return self._epoch_size[1]
-
-    @property
-    def _plain_size(self) -> int:
-        """Number of samples of an epoch without a sampler."""
-        return self.stream.epoch_samples if self.stream is not None and self._shuffle else len(self.dataset)
 
     def _note_size(self, epoch: int, samples: int) -> int:
         _require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
@@ -282,7 +277,7 @@ class Loader:
     def _order(self, epoch: int) -> Order:
         """Return the samples of an epoch in the order of use, with those that `drop_last` leaves out."""
         self._reader.set_epoch(epoch)
-        size, seed, shuffle = self._plain_size, self._seed, self._shuffle
+        size, seed, shuffle = len(self.dataset), self._seed, self._shuffle
         order: Order
         if self.stream is not None:
             order = self.stream.order(self.planner.slot_sizes(size), seed=seed, epoch=epoch, shuffle=shuffle)

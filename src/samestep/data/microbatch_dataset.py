@@ -13,7 +13,6 @@ from torch.utils.data import ConcatDataset, Subset
 from samestep.config import BadSamples
 from samestep.data.batch import Microbatch, digest_of
 from samestep.data.order import Indices
-from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, SamestepError
 from samestep.report_limits import message_of
@@ -38,7 +37,6 @@ class MicrobatchRequest(NamedTuple):
     indices: Indices
     repeats: Indices | None = None  # how often each index occurs before in the epoch; None for never
     is_filler: bool = False
-    files: tuple[int, ...] = ()  # of a stream: the next files of the rank, in the order of their use
 
 
 class FailedMicrobatch(NamedTuple):
@@ -76,8 +74,6 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
         try:
             # For each microbatch, not once: other loaders of this process can read the same dataset in other epochs.
             self.set_epoch(request.epoch)
-            if request.files and isinstance(self.dataset, StreamDataset):
-                self.dataset.prepare(request.files)
             with preserved_generators():
                 return self._microbatch(request)
         except SamestepError as error:

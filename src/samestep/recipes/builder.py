@@ -24,8 +24,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
 from samestep.config.validation import require
 from samestep.data.loader import Loader
-from samestep.data.microbatch_dataset import SizedDataset
-from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
@@ -176,7 +174,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         check_same_weights(model, world)
     notes = splits.notes + notes
     train, evaluation = _loaders(recipe, options, splits, world, has_batch_norm=uses_batch_statistics(model))
-    if train.samples < _epoch_samples(splits.train) and not recipe.data.drop_last:
+    if train.samples < len(splits.train) and not recipe.data.drop_last:
         notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
@@ -301,7 +299,7 @@ def _loaders(
         prepare=splits.prepare,
     )
     # Batch norm has no variance of one sample.
-    samples = _epoch_samples(splits.train)
+    samples = len(splits.train)
     is_single = has_batch_norm and samples % recipe.batch_size == 1 < samples
     train = loader(
         splits.train,
@@ -316,10 +314,6 @@ def _loaders(
         splits.evaluation, collate_fn=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
     )
     return train, evaluation
-
-
-def _epoch_samples(data: SizedDataset) -> int:
-    return data.epoch_samples if isinstance(data, StreamDataset) else len(data)
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Sources of samples in files: the protocol, and sources of verified files of which a process keeps some open."""
+"""Sources of samples in files: the protocol, and files in a folder or a store that fsspec opens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import hashlib
 import json
 import os
 import struct
+import tarfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol
 
-from samestep.data.streams.data_file import DataFile, damaged_file, failed_read, is_failed_read
-from samestep.data.streams.folder import StreamFolder
-from samestep.errors import SamestepError
+from samestep.data.folder_files import files_below
+from samestep.errors import DataError, RunError, SamestepError
 
 _OPEN_FILES = 64
 _OPEN_BYTES = 1 << 28
+# What readers raise for contents that they cannot decode.
+_CONTENT_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, struct.error, tarfile.TarError)
 
 
 class FileSource(Protocol):
@@ -25,14 +28,12 @@ class FileSource(Protocol):
 
     A source is pickled or forked into loader workers. It opens files when they are read, separately in each process: a
     file position is shared with a process that was forked later, so a handle is opened again after a fork, or is used
-    by `os.pread` or a memory map only. The number of open files and the memory are bounded: a source closes the files
-    that were not read for the longest time.
+    by `os.pread` or a memory map only.
 
     Attributes:
         names: name of each file, the same on all machines: a path relative to the folder or address of the source.
         sizes: number of samples in each file; 0 is possible.
-        fingerprint: hash of names, sizes and, if the index of the source has them, checksums of the files. Two sources
-            with equal fingerprints have equal samples. See `fingerprint_of`.
+        fingerprint: hash that is equal for equal samples, such as `fingerprint_of`.
     """
 
     @property
@@ -53,17 +54,8 @@ class FileSource(Protocol):
 
         Raises:
             DataError: the error names the file. `E_FILE_MISSING`: it does not exist. `E_UNREADABLE`: it is truncated or
-                damaged. `E_FILE_CHANGED`: its size or checksum differs from the index. `E_IO`: disk or network failed.
-        """
-
-    def prepare(self, files: Sequence[int]) -> None:
-        """Fetch files in the background, such as to the local disk; return at once.
-
-        Args:
-            files: the files of the next reads in this process, in the order of their use. A later call replaces the
-                files; a file can be in both. A source of local files does nothing.
-
-        An error of a file is raised by `read`.
+                damaged. `E_FILE_CHANGED`: it has another number of samples than at the start.
+            RunError: the disk or the network failed (`E_IO`).
         """
 
 
@@ -73,129 +65,198 @@ def fingerprint_of(names: Sequence[str], sizes: Sequence[int], checksums: Sequen
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-class Reader(Protocol):
-    """Open file.
+class Reader(ABC):
+    """Samples of one open file.
 
     Attributes:
         memory: bytes of the contents that the reader keeps in memory, without memory maps.
     """
 
-    @property
-    def memory(self) -> int: ...
+    memory = 0
 
-    def close(self) -> None: ...
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one sample."""
+
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        """Return exactly `size` bytes of the file.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        self.file.seek(offset)
+        data = self.file.read(size)
+        if len(data) < size:
+            raise EOFError(f"it ends at byte {offset + len(data):,}, a sample at byte {offset + size:,}")
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
-R = TypeVar("R", bound=Reader)
+class SampleFiles(ABC):
+    """A `FileSource` of the files of one format in a folder, with its subfolders.
 
+    Each file is opened once at the start, for its number of samples. Hidden files and folders are left out. Each
+    process keeps at most 64 files open, and fewer if their readers keep more than 256 MiB in memory together.
 
-class IndexedSource(ABC, Generic[R]):
-    """A `FileSource` of files whose numbers of samples are known.
-
-    Each process opens at most 64 files, and fewer if their readers keep more than 256 MiB in memory together.
+    Attributes:
+        address: the folder.
+        names: path of each file relative to the folder, sorted.
+        sizes: number of samples of each file.
+        fingerprint: hash of names and sizes.
 
     Args:
-        folder: the folder of the files.
-        files: the files in their order.
-        sizes: number of samples of each file.
+        address: path of a folder, or any address of fsspec: `s3://bucket/web`, `filecache::s3://bucket/web`.
+        suffix: end of the names of the files.
+
+    Raises:
+        DataError: there are no such files, or one is damaged, or fsspec lacks the package of the protocol.
+        RunError: the disk or the network failed (`E_IO`).
     """
 
-    def __init__(self, folder: StreamFolder, files: Sequence[DataFile], sizes: Sequence[int]) -> None:
-        self.folder, self.files = folder, folder.with_versions(files)
-        self.names, self.sizes = [file.name for file in files], [int(size) for size in sizes]
-        self.fingerprint = fingerprint_of(self.names, self.sizes, [file.checksum for file in files])
-        self._readers: OrderedDict[int, R] = OrderedDict()
+    def __init__(self, address: str, suffix: str) -> None:
+        self.address = address.rstrip("/")
+        self._readers: OrderedDict[int, Reader] = OrderedDict()
         self._process = os.getpid()
+        with self._named_errors(self.address):
+            self.names = self._find(suffix)
+        self.sizes: list[int] = []
+        for name in self.names:
+            with self._named_errors(self.place_of(name)):
+                reader = self._open(name)
+                self.sizes.append(len(reader))
+                reader.close()
+        self.fingerprint = fingerprint_of(self.names, self.sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": OrderedDict()}
+
+    @abstractmethod
+    def reader(self, file: IO[bytes], name: str) -> Reader:
+        """Return the reader of an open file; an error says what is wrong with its contents."""
+
+    def place_of(self, name: str) -> str:
+        """Return the address of a file, for errors."""
+        return f"{self.address}/{name}"
 
     def read(self, file: int, index: int) -> Any:
         """Return one sample; see `FileSource.read`."""
         if not 0 <= index < self.sizes[file]:
             raise IndexError(f"sample {index} of {self.names[file]}, which has {self.sizes[file]}")
-        name = f"{self.folder.address}/{self.names[file]}"
-        try:
-            return self.sample(self._reader(file), file, index)
-        except SamestepError:
-            raise
-        except (OSError, ValueError, LookupError, struct.error, TypeError, EOFError) as error:
-            if is_failed_read(error):
-                raise failed_read(name, error) from error
-            raise damaged_file(name, f"sample {index} cannot be decoded: {error}") from error
-
-    def prepare(self, files: Sequence[int]) -> None:
-        """Fetch files in the background; see `FileSource.prepare`."""
-        self.folder.prefetch([self.files[file] for file in files if file not in self._readers])
+        with self._named_errors(self.place_of(self.names[file])):
+            return self._reader(file)[index]
 
     def close(self) -> None:
         """Close the open files of this process."""
         while self._readers:
             self._readers.popitem()[1].close()
 
-    @abstractmethod
-    def open(self, path: Path, file: int) -> R:
-        """Open the local copy of the file number `file`.
-
-        Raises:
-            FileNotFoundError: another process has removed the copy.
-        """
-
-    @abstractmethod
-    def sample(self, reader: R, file: int, index: int) -> Any:
-        """Return one sample of an open file."""
-
-    def _reader(self, file: int) -> R:
+    def _reader(self, number: int) -> Reader:
         if self._process != os.getpid():  # a fork shares the positions of its parent's files
-            self._process, self._readers = os.getpid(), OrderedDict()
-        reader = self._readers.get(file)
-        if reader is None:
-            reader = self.folder.use(self.files[file], lambda path: self.open(path, file))
-            self._readers[file] = reader
-        self._readers.move_to_end(file)
+            self._process = os.getpid()
+            self._readers = OrderedDict()
+        if number not in self._readers:
+            reader = self._open(self.names[number])
+            if len(reader) != self.sizes[number]:
+                reader.close()
+                raise DataError(
+                    f"{self.place_of(self.names[number])} has {len(reader):,} samples, not {self.sizes[number]:,}",
+                    expected="files that do not change during a run",
+                    fix="restore the file, or begin a new run",
+                    code="E_FILE_CHANGED",
+                )
+            self._readers[number] = reader
+        self._readers.move_to_end(number)
         while len(self._readers) > 1 and (
             len(self._readers) > _OPEN_FILES or sum(reader.memory for reader in self._readers.values()) > _OPEN_BYTES
         ):
             self._readers.popitem(last=False)[1].close()
-        return reader
+        return self._readers[number]
 
+    def _open(self, name: str) -> Reader:
+        system, root = self._system()
+        with ExitStack() as opened:
+            file = opened.enter_context(system.open(f"{root}/{name}", "rb"))
+            reader = self.reader(file, name)
+            opened.pop_all()
+            return reader
 
-class RawFile:
-    """Bytes of a file by position; a truncated file is an error, which a memory map would not report.
+    def _system(self) -> tuple[Any, str]:
+        """Return the file system, of which fsspec keeps one per process, and the path of the folder in it."""
+        import fsspec
 
-    Args:
-        path: the file.
-        data: its contents, if the file is compressed.
-    """
+        try:
+            system, root = fsspec.core.url_to_fs(self.address)
+        except (ImportError, ValueError) as error:
+            raise DataError(
+                f"{self.address} cannot be opened: {error}",
+                expected="a folder, or an address of fsspec, whose protocol can need a package such as s3fs or gcsfs",
+                fix="correct the address, or install the package of the protocol",
+                code="E_NOT_INSTALLED",
+            ) from error
+        return system, str(root)
 
-    def __init__(self, path: Path, data: bytes | None = None) -> None:
-        self._descriptor = -1
-        self._path, self._data, self.memory = path, data, len(data or b"")
-        if data is None:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def _find(self, suffix: str) -> list[str]:
+        """Return the names of the files."""
+        from fsspec.implementations.local import LocalFileSystem
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes.
-
-        Raises:
-            DataError: the file ends before.
-        """
-        end = offset + size
-        if self._data is not None:
-            data = self._data[offset:end]
+        system, root = self._system()
+        if isinstance(system, LocalFileSystem):
+            paths = [str(path) for path in files_below(Path(root))]  # follows links to folders, unlike fsspec
         else:
-            data = os.pread(self._descriptor, size, offset)
-            while len(data) < size and (rest := os.pread(self._descriptor, size - len(data), offset + len(data))):
-                data += rest
-        if size < 0 or len(data) < size:
-            raise damaged_file(str(self._path), f"it ends at byte {offset + len(data):,}, a sample at byte {end:,}")
-        return data
+            paths = system.find(root)
+        prefix = f"{root.rstrip('/')}/"
+        visible = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+        names = sorted(name for name in visible if "/." not in f"/{name}")
+        # `map` and `shuffle` of Hugging Face datasets write caches beside the files that `save_to_disk` has written.
+        saved = {PurePosixPath(name).parent for name in names if PurePosixPath(name).name == "state.json"}
+        caches = {
+            name for name in names if PurePosixPath(name).match("cache-*") and PurePosixPath(name).parent in saved
+        }
+        selected = [name for name in names if name.endswith(suffix) and name not in caches]
+        if not selected:
+            raise DataError(
+                f"{self.address} has no file *{suffix}",
+                expected="a folder with files of the format",
+                fix="correct the path or the format",
+                code="E_FILE_MISSING",
+            )
+        return selected
 
-    def close(self) -> None:
-        """Close the file; further calls have no effect."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
+    @contextmanager
+    def _named_errors(self, place: str) -> Iterator[None]:
+        """Convert errors of a file, or of the folder, to errors with its place."""
+        try:
+            yield
+        except SamestepError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataError(
+                f"there is no file {place}",
+                expected="all files that the folder had at the start",
+                fix="copy the file again",
+                code="E_FILE_MISSING",
+            ) from error
+        except _CONTENT_ERRORS as error:
+            if getattr(error, "errno", None) is not None or isinstance(error, TimeoutError | ConnectionError):
+                raise RunError(
+                    f"{place} cannot be read now: {getattr(error, 'strerror', None) or error}",
+                    expected="a working disk and network, and access to the file",
+                    fix="resume the run when the disk or the network works again",
+                    code="E_IO",
+                ) from error
+            raise DataError(
+                f"{place} is damaged: {error}",
+                expected="an intact file of the format",
+                fix="copy the file again, or write it again",
+                code="E_UNREADABLE",
+            ) from error

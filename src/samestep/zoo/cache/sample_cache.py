@@ -1,7 +1,4 @@
-"""Cache of samples: limits, checksums and reports on top of the files of `parts`.
-
-The list and the removal of caches include those of files of an object store, `data.streams.cache`.
-"""
+"""Cache of samples: limits, checksums and reports on top of the files of `parts`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.checkpoint.files import replacing
-from samestep.data.streams.cache import KIND
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError
 from samestep.zoo.cache.parts import Entry, Key, Parts
@@ -216,9 +212,9 @@ class CacheInfo:
 
     Attributes:
         name: name of the folder in `cache_folder()`.
-        kind: `decoded` or `encoded` samples, or `files` of an object store.
-        source: folder or address of the files.
-        entries: number of samples or files.
+        kind: `decoded` or `encoded` samples.
+        source: folder of the files.
+        entries: number of samples.
         bytes: size of all files of the cache.
     """
 
@@ -263,5 +259,4 @@ def _info(folder: Path) -> CacheInfo:
     except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed
         kind, source = "unknown", "unknown"
     files = [path for path in folder.rglob("*") if path.is_file()]
-    entries = sum(path.parent.name == "files" for path in files) if kind == KIND else len(Parts(folder))
-    return CacheInfo(folder.name, kind, source, entries, sum(path.stat().st_size for path in files))
+    return CacheInfo(folder.name, kind, source, len(Parts(folder)), sum(path.stat().st_size for path in files))

@@ -7,36 +7,34 @@ from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from operator import index
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from PIL import Image
 
 from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
+from samestep.data.streams.source import SampleFiles
+from samestep.data.streams.tables import ArrowFiles, ParquetFiles
+from samestep.data.streams.tar import TarFiles
 from samestep.errors import DataError
-from samestep.zoo.images.decoders import DecodedImage, Decoder, StoredImage, as_pixels
-from samestep.zoo.images.rgb_conversion import to_rgb
+from samestep.zoo.images.decoders import DecodedImage, Decoder
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
-from samestep.zoo.options import require_option
+from samestep.zoo.options import require_count, require_option
 from samestep.zoo.splits import ClassLabels, Splits, require_no_booleans
-from samestep.zoo.streams import open_files, open_stream
+from samestep.zoo.streams import ConvertedSource
 
-_TABLES = ("parquet", "arrow")  # formats that read single columns
+Format = Literal["webdataset", "parquet", "arrow"]
 
 
 def load_stream_images(
-    path: str | None = None,
+    path: str,
     *,
     evaluation_path: str,
     classes: int | Sequence[str],
-    sources: Mapping[str, Any] | None = None,
-    samples: int | None = None,
-    format: str = "mds",
+    format: Format = "parquet",
     image_column: str = "image",
     label_column: str = "label",
     window: int = DEFAULT_WINDOW,
-    store: Mapping[str, Any] | None = None,
     image_size: int = 224,
     crop_fraction: float = 0.875,
     interpolation: str = "bilinear",
@@ -48,28 +46,32 @@ def load_stream_images(
 ) -> Splits:
     """Return the images of sample files, with the options of `docs/guides/streams.md`.
 
-    The column of images has encoded images as bytes, mappings with the key `bytes`, or images of Pillow; that of labels
-    has class numbers or names, also as bytes. A tuple has the columns `0`, `1` and so on. The image options are those
-    of `ImageTransforms` and `Augment`.
+    The column of images has encoded images as bytes, or mappings with the key `bytes`; that of labels has class numbers
+    or names, also as bytes. The image options are those of `ImageTransforms` and `Augment`.
 
     Raises:
         InputError: the files cannot be read, or an option is invalid.
     """
     transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
+    require_count("window", window, 1, DEFAULT_WINDOW)
+    require_option("format", format, format in get_args(Format), "webdataset, parquet or arrow", "parquet")
     augmentation, reader, names = parse_augment(augment), transforms.reader(), _class_names(classes)
     labels = ClassLabels(names)
     columns = (image_column, label_column)
-    options = {"columns": list(columns)} if format in _TABLES else {}
-    train, validation = (
-        partial(_convert, columns=columns, reader=reader, labels=labels, transform=transform)
-        for transform in (transforms.train(augmentation), transforms.validation())
+    convert = partial(_convert, columns=columns, reader=reader, labels=labels)
+    train = ConvertedSource(
+        _open_files(path, format, columns), partial(convert, transform=transforms.train(augmentation))
     )
-    return transforms.splits(
-        open_stream(path, sources, format, options, train, window=window, samples=samples, store=store),
-        StreamDataset(open_files(evaluation_path, format, options, validation, store=store)),
-        names,
-        augmentation,
+    evaluation = ConvertedSource(
+        _open_files(evaluation_path, format, columns), partial(convert, transform=transforms.validation())
     )
+    return transforms.splits(StreamDataset(train, window=window), StreamDataset(evaluation), names, augmentation)
+
+
+def _open_files(path: str, format: Format, columns: Sequence[str]) -> SampleFiles:
+    if format == "webdataset":
+        return TarFiles(path)
+    return ParquetFiles(path, columns) if format == "parquet" else ArrowFiles(path, columns)
 
 
 def _class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ def _class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
 
 
 def _convert(
-    sample: Any,
+    sample: Mapping[str, Any],
     place: str,
     *,
     columns: tuple[str, str],
@@ -91,14 +93,11 @@ def _convert(
     transform: Transform,
 ) -> tuple[torch.Tensor, int]:
     """Return the transformed image and the class number of a sample."""
-    if isinstance(sample, list | tuple):
-        sample = {str(number): value for number, value in enumerate(sample)}
     for name, option in zip(columns, ("image_column", "label_column"), strict=True):
-        if not isinstance(sample, Mapping) or name not in sample:
-            found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        if name not in sample:
             raise DataError(
                 f"{place} has no column {name!r}",
-                expected=f"one of its columns: {found}",
+                expected=f"one of its columns: {', '.join(sample)}",
                 fix=f"set data.options.{option}",
                 code="E_COLUMN",
             )
@@ -109,8 +108,6 @@ def _convert(
 def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
     if isinstance(value, Mapping):
         value = value.get("bytes")
-    if isinstance(value, Image.Image):
-        return reader.prepared(StoredImage(as_pixels(to_rgb(value))))
     if not isinstance(value, bytes):
         raise DataError(
             f"the image of {place} is a {type(value).__name__}",

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
+from samestep.data.streams.tokens import TokenFiles
 from samestep.errors import DataError
-from samestep.zoo.options import is_count, require_option
+from samestep.zoo.options import is_count, require_count, require_option
 from samestep.zoo.splits import Splits, Task
-from samestep.zoo.streams import open_files, open_stream
+from samestep.zoo.streams import ConvertedSource
 from samestep.zoo.text.language import count_tokens, language_task
 from samestep.zoo.text.sentences import Sample
 from samestep.zoo.text.tokenizer import read_tokenizer
 
 
 def load_stream_tokens(
-    path: str | None = None,
+    path: str,
     *,
     evaluation_path: str,
-    sources: Mapping[str, Any] | None = None,
-    samples: int | None = None,
     block_size: int = 64,
     dtype: Literal["uint16", "uint32"] = "uint16",
     header: Literal["none", "llm.c"] = "none",
     tokenizer: str | None = None,
     vocabulary: int | None = None,
     window: int = DEFAULT_WINDOW,
-    store: Mapping[str, Any] | None = None,
 ) -> Splits:
     """Return the blocks of token files, with the options of `docs/guides/streams.md`.
 
@@ -39,6 +36,7 @@ def load_stream_tokens(
     Raises:
         InputError: the files cannot be read, or an option is invalid.
     """
+    require_count("window", window, 1, DEFAULT_WINDOW)
     is_size = vocabulary is None or is_count(vocabulary, 2)
     require_option("vocabulary", vocabulary, is_size, "a number of tokens, at least 2, or null", 50257)
     if vocabulary is None:
@@ -48,10 +46,12 @@ def load_stream_tokens(
         is_alone = tokenizer is None
         require_option("tokenizer", tokenizer, is_alone, "null with vocabulary, as it has a size of its own", "null")
         names = tuple(map(str, range(vocabulary)))
-    options, convert = {"length": block_size, "dtype": dtype, "header": header}, partial(_convert, size=len(names))
+    convert = partial(_convert, size=len(names))
+    train = ConvertedSource(TokenFiles(path, block_size, dtype, header), convert)
+    evaluation = ConvertedSource(TokenFiles(evaluation_path, block_size, dtype, header), convert)
     return Splits(
-        train=open_stream(path, sources, "tokens", options, convert, window=window, samples=samples, store=store),
-        evaluation=StreamDataset(open_files(evaluation_path, "tokens", options, convert, store=store)),
+        train=StreamDataset(train, window=window),
+        evaluation=StreamDataset(evaluation),
         classes=names,
         reads_files=True,
         count_tokens=count_tokens,

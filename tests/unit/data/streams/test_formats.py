@@ -7,7 +7,7 @@ import pickle
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -19,20 +19,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
 
-from samestep.data.streams.folder import StreamFolder
-from samestep.data.streams.formats.arrow import count_rows
-from samestep.data.streams.formats.open import FORMATS, open_source
-from samestep.data.streams.formats.webdataset import index_of_tar, parse_index, read_members
-from samestep.data.streams.source import IndexedSource
-from samestep.distributed.env import CACHE
-from samestep.errors import DataError, InputError, RunError
-from samestep.tools.pack.write_index import write_index
+from samestep.data.streams.source import SampleFiles
+from samestep.data.streams.tables import ArrowFiles, ParquetFiles
+from samestep.data.streams.tar import TarFiles
+from samestep.data.streams.tokens import TokenFiles
+from samestep.errors import DataError, RunError
 
-FILES = Path(__file__).with_name("files")
+WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
 COUNT = 10
-OPTIONS = {"tokens": {"length": 4}}
 
 
 @contextmanager
@@ -42,23 +37,6 @@ def refused(code: str, *texts: str) -> Iterator[None]:
         yield
     assert caught.value.code == code
     assert all(text in caught.value.value for text in texts)
-
-
-def image(i: int) -> Image.Image:
-    return Image.fromarray(numpy.full((2, 3, 3), i, numpy.uint8))
-
-
-def mds_sample(i: int) -> dict[str, Any]:
-    sample = {"number": i, "text": f"text ä {i}", "data": bytes([i] * i), "third": i / 3, "small": i}
-    sample |= {"large": 10**30 + i, "json": {"k": [i, None]}}
-    sample |= {"array": numpy.arange(i + 1, dtype=numpy.int16).reshape(1, -1)}
-    return sample | {"matrix": numpy.full((2, 3), i, numpy.float32), "raw": image(i), "image": image(i)}
-
-
-def litdata_sample(i: int) -> dict[str, Any]:
-    sample = {"number": i, "text": f"text ä {i}", "third": i / 3, "flag": i % 2 == 0, "data": bytes([i] * i)}
-    sample |= {"pair": (torch.full((2, 2), i), torch.arange(i + 1, dtype=torch.float32))}
-    return sample | {"array": numpy.full((2, 3), i, numpy.float32), "flat": [numpy.arange(i + 1, dtype=numpy.uint16)]}
 
 
 def webdataset_sample(i: int) -> dict[str, Any]:
@@ -90,211 +68,177 @@ def tokens(folder: Path) -> None:
     numpy.arange(100, 109, dtype="<u2").tofile(folder / "b.bin")
 
 
-EXPECTED: dict[str, Any] = {
-    "mds": mds_sample,
-    "mds_zstd": mds_sample,
-    "litdata": litdata_sample,
-    "webdataset": webdataset_sample,
-    "parquet": row,
-    "arrow": row,
+def token_files(address: str) -> TokenFiles:
+    return TokenFiles(address, length=4)
+
+
+def token_row(i: int) -> torch.Tensor:
+    first = 4 * i if i < 4 else 100 + 4 * (i - 4)
+    return torch.arange(first, first + 5)
+
+
+OPEN: dict[str, Callable[[str], SampleFiles]] = {
+    "webdataset": TarFiles,
+    "parquet": ParquetFiles,
+    "arrow": ArrowFiles,
+    "tokens": token_files,
+}
+EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
+    "webdataset": (COUNT, webdataset_sample),
+    "parquet": (COUNT, row),
+    "arrow": (COUNT, row),
+    "tokens": (6, token_row),
 }
 
 
-def opened(name: str, tmp_path: Path) -> IndexedSource[Any]:
-    """Return a source of a copy of the files, which a test may change."""
-    folder = tmp_path / name
-    if name in ("parquet", "arrow"):
-        tables(folder, name)
-    elif name == "tokens":
+def write(name: str, folder: Path) -> None:
+    if name == "tokens":
         tokens(folder)
+    elif name == "webdataset":
+        shutil.copytree(WEBDATASET, folder)
     else:
-        shutil.copytree(FILES / name, folder)
-    return open_source(name.partition("_")[0], StreamFolder(str(folder)), **OPTIONS.get(name, {}))
+        tables(folder, name)
+
+
+def opened(name: str, tmp_path: Path) -> SampleFiles:
+    """Return a source of files that a test may change."""
+    write(name, tmp_path / name)
+    return OPEN[name](str(tmp_path / name))
 
 
 def same(left: Any, right: Any) -> bool:
-    if isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
-    if isinstance(right, list | tuple):
-        return type(left) is type(right) and all(map(same, left, right)) and len(left) == len(right)
-    if isinstance(right, numpy.ndarray | torch.Tensor):
-        return type(left) is type(right) and left.dtype == right.dtype and bool((left == right).all())
-    if isinstance(right, Image.Image):
-        return left.mode == right.mode and left.size == right.size and left.tobytes() == right.tobytes()
-    return bool(left == right)
+    return torch.equal(left, right) if isinstance(right, torch.Tensor) else bool(left == right)
 
 
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """Return a store in memory, which fsspec addresses as `memory://`."""
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize("prefix", ["", "file://", "memory://"])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_samples_are_those_that_were_written(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
+def test_samples_are_those_that_were_written(name: str, prefix: str, tmp_path: Path, memory: Any) -> None:
+    local = opened(name, tmp_path)
+    memory.put(str(tmp_path / name), f"{tmp_path}/{name}", recursive=True)
+    source = OPEN[name](f"{prefix}{tmp_path}/{name}/")
+    assert (source.names, source.sizes, source.fingerprint) == (local.names, local.sizes, local.fingerprint)
     places = [(file, index) for file, size in enumerate(source.sizes) for index in range(size)]
-    assert len(places) == COUNT and len(source.sizes) > 1
-    for number in (*range(COUNT), *reversed(range(COUNT))):
-        assert same(source.read(*places[number]), EXPECTED[name](number))
-    source.close()
-
-
-@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
-def test_pickled_source_reads_the_same(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    first = source.read(1, 0)
+    count, sample = EXPECTED[name]
+    assert len(places) == count
+    assert len(source.sizes) > 1
+    for number in (*range(count), *reversed(range(count))):
+        assert same(source.read(*places[number]), sample(number))
     copy = pickle.loads(pickle.dumps(source))
-    assert same(copy.read(1, 0), first)
-    assert copy.fingerprint == source.fingerprint
+    assert same(copy.read(*places[-1]), sample(count - 1))
     with pytest.raises(IndexError):
         source.read(0, source.sizes[0])
+    for files in (source, copy, local):
+        files.close()
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "tokens"])
+def test_files_in_the_cache_of_fsspec(name: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
+    write(name, tmp_path / name)
+    memory.put(str(tmp_path / name), f"/{name}", recursive=True)
+    source = OPEN[name](f"filecache::memory://{name}")
+    memory.store.clear()
+    count, sample = EXPECTED[name]
+    assert same(source.read(0, 0), sample(0))
+    assert same(source.read(len(source.names) - 1, source.sizes[-1] - 1), sample(count - 1))
     source.close()
-    copy.close()
-
-
-def test_windows_of_tokens(tmp_path: Path) -> None:
-    source = opened("tokens", tmp_path)
-    assert source.sizes == [4, 2]
-    assert source.read(0, 3).tolist() == [12, 13, 14, 15, 16]
-    assert source.read(1, 1).tolist() == [104, 105, 106, 107, 108]
-    assert source.read(1, 1).dtype == torch.int64
 
 
 def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
     header = numpy.zeros(256, "<i4")
     header[:3] = 20240801, 7, 9
     (tmp_path / "a.bin").write_bytes(header.tobytes() + numpy.arange(9, dtype="<u4").tobytes())
-    folder = StreamFolder(str(tmp_path))
-    source = open_source("tokens", folder, length=4, dtype="uint32", header="llm.c")
+    source = TokenFiles(str(tmp_path), length=4, dtype="uint32", header="llm.c")
     assert [source.read(0, i).tolist() for i in range(source.sizes[0])] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    source.close()
     with refused("E_UNREADABLE", "a.bin"):
-        open_source("tokens", folder, length=4, dtype="uint16", header="llm.c").read(0, 0)
+        TokenFiles(str(tmp_path), length=4, dtype="uint16", header="llm.c")
 
 
 @pytest.mark.parametrize(("header", "size"), [("none", 3), ("llm.c", 1000), ("llm.c", 1025)])
-def test_short_token_file_that_is_damaged(header: str, size: int, tmp_path: Path) -> None:
+def test_short_token_file_that_is_damaged(header: Any, size: int, tmp_path: Path) -> None:
     """The file has no whole window, so no sample would open it."""
     (tmp_path / "a.bin").write_bytes(bytes(size))
     with refused("E_UNREADABLE", "a.bin"):
-        open_source("tokens", StreamFolder(str(tmp_path)), length=4, header=header)
+        TokenFiles(str(tmp_path), length=4, header=header)
 
 
-def test_blocks_of_litdata_tokens() -> None:
-    source = open_source("litdata", StreamFolder(str(FILES / "litdata_tokens")), block_size=4)
-    assert source.sizes == [7, 7]
-    assert source.read(1, 6).tolist() == [54, 55, 56, 57]
+@pytest.mark.parametrize("length", [0, "4", 4.0, True])
+def test_length_of_tokens_is_a_positive_integer(length: Any, tmp_path: Path) -> None:
+    with refused("E_VALUE"):
+        TokenFiles(str(tmp_path), length)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
+    tables(tmp_path / kind, kind)
+    files = ParquetFiles if kind == "parquet" else ArrowFiles
+    source = files(str(tmp_path / kind), columns=["number"])
+    assert source.read(1, 2) == {"number": 6}
+    source.close()
+    with refused("E_COLUMN", "part-0", "numbre"):
+        files(str(tmp_path / kind), columns=["number", "numbre"])
+
+
+def test_nested_columns_of_parquet(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
+    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
+    source = ParquetFiles(str(tmp_path), columns=["a.c", "e"])
+    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
     source.close()
 
 
-def test_columns_of_tables(tmp_path: Path) -> None:
-    for kind in ("parquet", "arrow"):
-        tables(tmp_path / kind, kind)
-        source = open_source(kind, StreamFolder(str(tmp_path / kind)), columns=["number"])
-        assert source.read(1, 2) == {"number": 6}
-        source.close()
+def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with refused("E_NOT_INSTALLED"):
+        ParquetFiles(str(tmp_path))
 
 
 @pytest.mark.slow
-def test_files_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_hugging_face_datasets(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of `map` and `shuffle` beside the files are no samples."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
-    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(tmp_path / "saved", num_shards=2)
-    source = open_source("arrow", StreamFolder(str(tmp_path / "saved")))
-    assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
-    source.close()
-
-
-@pytest.mark.slow
-def test_caches_of_hugging_face_are_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     folder = tmp_path / "saved" / "train"
-    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(folder)
+    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(folder, num_shards=2)
     saved = datasets.load_from_disk(folder)
     saved.map(lambda values: {"number": values["number"] * 10})
     saved.shuffle(seed=0)
     assert len(list(folder.glob("cache-*.arrow"))) == 2
-    system = fsspec.filesystem("memory")
-    system.put(str(tmp_path / "saved"), "/hugging", recursive=True)
+    memory.put(str(tmp_path / "saved"), "/hugging", recursive=True)
     for address in (str(folder), str(tmp_path / "saved"), "memory://hugging", "memory://hugging/train"):
-        source = open_source("arrow", StreamFolder(address))
-        assert source.sizes == [COUNT]
-        assert source.read(0, 3) == row(3)
-        source.close()
-    assert write_index(folder, "arrow", lambda line: None).samples == COUNT
-    system.rm("/hugging", recursive=True)
-
-
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [
-        ({"_data_files": [{"filename": "part-0.arrow"}, {"filename": "lost.arrow"}]}, "E_FILE_MISSING"),
-        ({"_data_files": [{}]}, "E_UNREADABLE"),
-        ({"_data_files": 1}, "E_UNREADABLE"),
-        ([], "E_UNREADABLE"),
-    ],
-)
-def test_state_of_a_saved_dataset_that_cannot_be_used(state: Any, code: str, tmp_path: Path) -> None:
-    tables(tmp_path / "saved", "arrow")
-    (tmp_path / "saved" / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    with refused(code):
-        open_source("arrow", StreamFolder(str(tmp_path / "saved")))
-
-
-@pytest.mark.parametrize(("state", "sizes"), [('{"step": 3}', [4, 4, 2]), ('{"_data_files": []}', [])])
-def test_state_without_files(state: str, sizes: list[int], tmp_path: Path) -> None:
-    tables(tmp_path / "saved", "arrow")
-    (tmp_path / "saved" / "state.json").write_text(state, encoding="utf-8")
-    assert open_source("arrow", StreamFolder(str(tmp_path / "saved"))).sizes == sizes
-
-
-def test_index_of_a_tar_file_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
-    source = opened("webdataset", tmp_path)
-    for tar in (tmp_path / "webdataset").iterdir():
-        tar.rename(tar.with_suffix(".moved"))  # so a second scan would fail
-    monkeypatch.setattr(StreamFolder, "use", lambda self, file, function: function(tar_path(self, file.name)))
-    for reader in (source, pickle.loads(pickle.dumps(source))):
-        assert same(reader.read(1, 0), webdataset_sample(4))
-        reader.close()
-
-
-def test_index_of_a_tar_file_is_not_that_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files have equal relative paths, sizes and modification times; then the first is replaced."""
-    names = ("a.txt", "b.txt", "c.txt")
-    changed = {"one": (300, 100, 100), "two": (100, 100, 300), "one again": (100, 300, 100)}
-    for place, sizes in changed.items():
-        folder = tmp_path / place.split()[0] / "tars"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "new").write_bytes(tar_of(*names, sizes=sizes))
-        os.utime(folder / "new", (0, 0))
-        (folder / "new").replace(folder / "part.tar")
-        monkeypatch.chdir(folder.parent)
-        source = open_source("webdataset", StreamFolder("tars"))
-        assert [len(source.read(0, number)["txt"]) for number in range(3)] == list(sizes)
+        source = ArrowFiles(address)
+        assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
         source.close()
 
 
-def tar_path(folder: StreamFolder, name: str) -> Path:
-    return (Path(folder.address) / name).with_suffix(".moved")
-
-
-def test_hidden_files_and_linked_folders_of_a_format(tmp_path: Path) -> None:
-    for name in ("part-0.tar", "._part-0.tar", ".old/part-1.tar"):
+def test_hidden_files_and_linked_folders(tmp_path: Path) -> None:
+    for name in ("part-0.tar", "._part-0.tar", ".old/part-1.tar", "cache-2.tar"):
         (tmp_path / "tars" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tars" / name).write_bytes(INTACT)
-    for address in (str(tmp_path / "tars"), f"file://{tmp_path}/tars"):
-        assert [file.name for file in StreamFolder(address).find("*.tar")] == ["part-0.tar"]
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "part-2.tar").write_bytes(INTACT)
     (tmp_path / "tars" / "link").symlink_to(tmp_path / "more")
-    assert open_source("webdataset", StreamFolder(str(tmp_path / "tars"))).names == ["link/part-2.tar", "part-0.tar"]
+    for address in (str(tmp_path / "tars"), f"file://{tmp_path}/tars"):
+        assert TarFiles(address).names == ["cache-2.tar", "link/part-2.tar", "part-0.tar"]
     (tmp_path / "tars" / "part-3.tar").symlink_to(tmp_path / "none")
     with refused("E_FILE_MISSING", "part-3.tar"):
-        open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
+        TarFiles(str(tmp_path / "tars"))
 
 
 # --- faults ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
     source = opened(name, tmp_path)
     (tmp_path / name / source.names[1]).unlink()
@@ -304,70 +248,39 @@ def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_truncated_file_is_named(name: str, tmp_path: Path) -> None:
     source = opened(name, tmp_path)
     path = tmp_path / name / source.names[1]
-    os.truncate(path, path.stat().st_size - 3)
-    with refused("E_FILE_CHANGED", source.names[1]):
-        source.read(1, source.sizes[1] - 1)
-    source.close()
-
-
-@pytest.mark.parametrize("name", [*EXPECTED, "tokens"])
-def test_changed_byte_of_a_file_is_named(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    path = tmp_path / name / source.names[1]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    os.utime(path, (1, 1))  # a change within the resolution of the clock would be a change of the time, too
-    with refused("E_FILE_CHANGED", source.names[1]):
-        source.read(1, 0)
-    source.close()
-
-
-@pytest.mark.parametrize("name", ["mds", "litdata", "webdataset", "tokens"])
-def test_file_that_is_truncated_while_it_is_open(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    source.read(1, 0)
-    os.truncate(tmp_path / name / source.names[1], 16)
+    os.truncate(path, path.stat().st_size // 2)
     with refused("E_UNREADABLE", source.names[1]):
         source.read(1, source.sizes[1] - 1)
+    with refused("E_UNREADABLE", source.names[1]):
+        OPEN[name](str(tmp_path / name))
     source.close()
 
 
-@pytest.mark.parametrize(
-    ("index", "old", "new"),
-    [
-        ("mds", '"version": 2', '"version": 3'),
-        ("mds", '"json"', '"pkl"'),
-        ("mds", "shard.00001.mds", "../shard.00001.mds"),
-        ("mds", '"shards"', '"other"'),
-        ("mds", "{", ""),
-        ("litdata", '"compression": null', '"compression": "zstd"'),
-        ("litdata", '"bytes"', '"pickle"'),
-        ("litdata", '"chunks"', '"other"'),
-    ],
-)
-def test_index_that_cannot_be_used(index: str, old: str, new: str, tmp_path: Path) -> None:
-    shutil.copytree(FILES / index, tmp_path / index)
-    path = tmp_path / index / "index.json"
-    text = path.read_text(encoding="utf-8")
-    assert old in text
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    with refused("E_UNREADABLE", "index.json"):
-        open_source(index, StreamFolder(str(tmp_path / index)))
+@pytest.mark.parametrize("name", EXPECTED)
+def test_file_with_another_number_of_samples_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    first, last = tmp_path / name / source.names[0], tmp_path / name / source.names[-1]
+    last.write_bytes(first.read_bytes())
+    with refused("E_FILE_CHANGED", source.names[-1]):
+        source.read(len(source.names) - 1, 0)
+    source.close()
 
 
-def test_tar_that_ends_within_a_member(tmp_path: Path) -> None:
-    shutil.copytree(FILES / "webdataset", tmp_path / "tars")
-    path = tmp_path / "tars" / "part-01.tar"
-    with tarfile.open(path) as tar:
-        last = tar.getmembers()[-1]
-    os.truncate(path, last.offset_data + 1)
-    with refused("E_UNREADABLE", "part-01.tar"):
-        open_source("webdataset", StreamFolder(str(tmp_path / "tars")))
+@pytest.mark.parametrize("kind", ["webdataset", "tokens"])
+def test_file_that_is_truncated_while_it_is_open(kind: str, tmp_path: Path) -> None:
+    """The last sample is far behind the first one, which is in the buffer of the file."""
+    path = tmp_path / f"a.{'bin' if kind == 'tokens' else 'tar'}"
+    path.write_bytes(bytes(200_000) if kind == "tokens" else tar_of("a.x", "b.x", "c.x", sizes=[100, 100_000, 100]))
+    source = OPEN[kind](str(tmp_path))
+    source.read(0, 0)
+    os.truncate(path, 16)
+    with refused("E_UNREADABLE", path.name, "ends at byte"):
+        source.read(0, source.sizes[0] - 1)
+    source.close()
 
 
 def tar_of(*names: str, sizes: Sequence[int] | None = None) -> bytes:
@@ -386,22 +299,50 @@ def flipped(data: bytes, place: int) -> bytes:
 
 
 INTACT = tar_of("a.jpg", "a.cls", "b.jpg", "b.cls", "c.jpg", "c.cls")
+INDEX = """v1.2 3
+jpg 512 300 a.jpg cls 1536 300 a.cls
+jpg 2560 300 b.jpg cls 3584 300 b.cls
+jpg 4608 300 c.jpg cls 5632 300 c.cls
+"""
 
 
+@pytest.mark.parametrize("index", ["", INDEX])
 @pytest.mark.parametrize("size", [len(INTACT), 6 * 1024 + 1024, 6 * 1024 + 512])
-def test_tar_with_any_padding(size: int, tmp_path: Path) -> None:
+def test_tar_with_any_padding(size: int, index: str, tmp_path: Path) -> None:
     assert len(INTACT) == 10_240
     (tmp_path / "part.tar").write_bytes(INTACT[:size])
-    source = open_source("webdataset", StreamFolder(str(tmp_path)))
+    if index:
+        (tmp_path / "part.tar.idx").write_text(index, encoding="utf-8")
+    source = TarFiles(str(tmp_path))
     assert source.sizes == [3]
     assert source.read(0, 2) == {"__key__": "c", "jpg": bytes([5]) * 300, "cls": bytes([6]) * 300}
     source.close()
+
+
+def test_index_takes_the_place_of_the_headers(tmp_path: Path) -> None:
+    (tmp_path / "part.tar").write_bytes(flipped(INTACT, 2 * 1024 + 10))
+    (tmp_path / "part.tar.idx").write_text(INDEX, encoding="utf-8")
+    source = TarFiles(str(tmp_path))
+    assert source.read(0, 1)["jpg"] == bytes([3]) * 300
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("v1.2 3", "v1.2 4"), ("v1.2", "v2"), (" c.cls", ""), ("c.cls", "c.jpg"), ("5632", "x")]
+)
+def test_index_that_cannot_be_used(old: str, new: str, tmp_path: Path) -> None:
+    assert old in INDEX
+    (tmp_path / "part.tar").write_bytes(INTACT)
+    (tmp_path / "part.tar.idx").write_text(INDEX.replace(old, new), encoding="utf-8")
+    with refused("E_UNREADABLE", "part.tar"):
+        TarFiles(str(tmp_path))
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "a byte of a header has changed": (flipped(INTACT, 2 * 1024 + 10), "after a.cls"),
     "a byte of the first header has changed": (flipped(INTACT, 10), "part.tar"),
     "cut inside a header": (INTACT[: 2 * 1024 + 100], "after a.cls"),
+    "cut inside a member": (INTACT[: 5 * 1024 + 600], "part.tar"),
     "cut between members": (INTACT[: 2 * 1024], "after a.cls"),
     "cut before the end": (INTACT[: 6 * 1024], "after c.cls"),
     "two archives": (INTACT + INTACT, "6,144"),
@@ -415,149 +356,44 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 def test_tar_that_would_lose_samples(fault: str, tmp_path: Path) -> None:
     data, cause = DAMAGED[fault]
     (tmp_path / "part.tar").write_bytes(data)
-    for read in (
-        lambda: open_source("webdataset", StreamFolder(str(tmp_path))),
-        lambda: write_index(tmp_path, "webdataset", lambda line: None),
-    ):
-        with refused("E_UNREADABLE", "part.tar", cause):
-            read()
+    with refused("E_UNREADABLE", "part.tar", cause):
+        TarFiles(str(tmp_path))
 
 
-def test_index_of_a_tar_file_with_equal_names(tmp_path: Path) -> None:
-    (tmp_path / "part.tar").write_bytes(INTACT)
-    text = index_of_tar(read_members(tmp_path / "part.tar"))
-    assert len(parse_index(text)) == 3
-    with pytest.raises(ValueError, match=r"b\.jpg"):
-        parse_index(text.replace("cls 3584 300 b.cls", "jpg 3584 300 b.jpg"))
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_file_in_place_of_a_folder(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXPECTED)
+def test_folder_without_files_of_the_format(name: str, tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(bytes(100))
-    with refused("E_FILE_MISSING", "file.bin"):
-        open_source(kind, StreamFolder(str(tmp_path / "file.bin")), **OPTIONS.get(kind, {}))
+    (tmp_path / "empty").mkdir()
+    for address in (str(tmp_path / "empty"), str(tmp_path / "missing"), str(tmp_path / "file.bin"), "memory://missing"):
+        with refused("E_FILE_MISSING", address):
+            OPEN[name](address)
 
 
-def disk_error(*arguments: Any, **options: Any) -> Any:
-    raise OSError(5, "Input/output error")
-
-
-@pytest.mark.parametrize(
-    ("kind", "function"),
-    [("tokens", "pathlib.Path.read_bytes"), ("parquet", "pathlib.Path.open"), ("webdataset", "pathlib.Path.open")],
-)
-def test_disk_that_fails_at_the_start(
-    kind: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    opened(kind, tmp_path).close()
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    monkeypatch.setattr(function, disk_error)
-    with pytest.raises(RunError, match=r"Input/output error") as caught:
-        open_source(kind, StreamFolder(str(tmp_path / kind)), **OPTIONS.get(kind, {}))
-    assert caught.value.code == "E_IO"
+@pytest.mark.parametrize("address", ["nothing://bucket/web", "filecache::nothing://bucket/web"])
+def test_protocol_that_is_not_installed(address: str) -> None:
+    with refused("E_NOT_INSTALLED", address):
+        TarFiles(address)
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "error"),
-    [
-        ("arrow", "pyarrow.ipc.open_file", OSError(5, "Input/output error")),
-        ("parquet", "pyarrow.parquet.read_metadata", OSError(5, "Input/output error")),
-        ("parquet", "pyarrow.parquet.read_metadata", TimeoutError("Input/output error")),
-    ],
+    "error", [OSError(5, "Input/output error"), TimeoutError("no answer"), ConnectionError("refused")]
 )
-def test_disk_or_network_that_fails_while_rows_are_counted(
-    kind: str, function: str, error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_or_network_that_fails(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
-    tables(tmp_path / kind, kind)
-    monkeypatch.setattr(function, fail)
-    with pytest.raises(RunError, match=rf"part-0\.{kind}.*Input/output error") as caught:
-        open_source(kind, StreamFolder(str(tmp_path / kind)))
-    assert caught.value.code == "E_IO"
-
-
-def test_arrow_file_that_another_process_has_removed(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):  # `StreamFolder.use` copies it again
-        count_rows(tmp_path / "removed.arrow")
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_unknown_column_is_named(kind: str, tmp_path: Path) -> None:
-    tables(tmp_path / kind, kind)
-    for file in (0, 1):
-        source = open_source(kind, StreamFolder(str(tmp_path / kind)), columns=["number", "numbre"])
-        with pytest.raises(DataError, match=rf"part-{file}.*numbre") as caught:
-            source.read(file, 0)
-        assert caught.value.code == "E_COLUMN"
-
-
-def test_nested_columns_of_parquet(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
-    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
-    source = open_source("parquet", StreamFolder(str(tmp_path)), columns=["a.c", "e"])
-    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
-    source.close()
-
-
-def test_compressed_mds_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = opened("mds_zstd", tmp_path)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="compressed MDS files") as caught:
-        source.read(0, 0)
-    assert caught.value.code == "E_NOT_INSTALLED"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tries": 0},
-        {"tries": 2.5},
-        {"tries": True},
-        {"cache_gb": "large"},
-        {"cache_gb": 0},
-        {"cache_gb": float("nan")},
-        {"cache_gb": float("inf")},
-        {"storage_options": None},
-        {"storage_options": [1]},
-    ],
-)
-def test_options_of_a_store(options: dict[str, Any]) -> None:
-    for address in ("folder", "memory://folder"):
-        with pytest.raises(InputError, match=next(iter(options))) as caught:
-            StreamFolder(address, **options)
-        assert caught.value.code == "E_VALUE"
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_folder_without_files_of_the_format(kind: str, tmp_path: Path) -> None:
-    with refused("E_FILE_MISSING"):
-        open_source(kind, StreamFolder(str(tmp_path)), **OPTIONS.get(kind, {}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "code"),
-    [
-        ("mdss", {}, "E_UNKNOWN_NAME"),
-        ("tokens", {}, "E_MISSING_KEY"),
-        ("tokens", {"length": 0}, "E_VALUE"),
-        ("tokens", {"length": "4"}, "E_VALUE"),
-        ("tokens", {"length": 4.0}, "E_VALUE"),
-        ("tokens", {"length": True}, "E_VALUE"),
-        ("mds", {"length": 4}, "E_UNKNOWN_OPTION"),
-    ],
-)
-def test_options_of_a_format(kind: str, options: dict[str, Any], code: str, tmp_path: Path) -> None:
-    with refused(code):
-        open_source(kind, StreamFolder(str(tmp_path)), **options)
+    source = opened("tokens", tmp_path)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", fail)
+    for read in (lambda: source.read(0, 0), lambda: OPEN["tokens"](str(tmp_path / "tokens"))):
+        with pytest.raises(RunError, match=r"a\.bin") as caught:
+            read()
+        assert caught.value.code == "E_IO"
 
 
 def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     for i in range(80):
         numpy.arange(5, dtype="<u2").tofile(tmp_path / f"{i:02d}.bin")
-    source = open_source("tokens", StreamFolder(str(tmp_path)), length=4)
+    source = token_files(str(tmp_path))
     gc.collect()  # files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     for file in range(80):

@@ -8,8 +8,7 @@ import torch
 
 from helpers.number_files import NumberFiles
 from samestep.data.loader import Loader
-from samestep.data.streams.dataset import Origin, StreamDataset
-from samestep.data.streams.mixture import MixtureSource
+from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.world import World
 from samestep.errors import DataError, InputError
 from samestep.microbatches import Cursor
@@ -50,12 +49,11 @@ def test_iteration_resumes_at_any_batch() -> None:
     assert used(resumed) == [sample for sample in alone if sample[0] >= 32 and sample[1] in (2, 3)]
 
 
-def test_a_rank_reads_and_prepares_files_of_its_slots_alone() -> None:
+def test_a_rank_reads_files_of_its_slots_alone() -> None:
     by_rank = []
     for rank in range(2):
         source = NumberFiles([10] * 60)
         used(loader_of(rank, 2, source, window=20))
-        assert set(source.reads) <= {file for files in source.prepared for file in files}
         by_rank.append(set(source.reads))
     assert [len(files) for files in by_rank] == [30, 30]
     assert len(set.union(*by_rank)) == 60
@@ -66,16 +64,11 @@ def test_evaluation_has_the_order_of_the_files() -> None:
     assert samples == [(file, index) for file, size in enumerate(FILES) for index in range(size)]
 
 
-def test_sample_has_an_origin_and_a_transform() -> None:
+def test_sample_has_a_transform() -> None:
     dataset = StreamDataset(NumberFiles(FILES), transform=lambda sample: sample * 10)
     assert dataset[10].tolist() == [20, 0]
-    assert dataset.origin(10) == Origin("", "file-2", 0)
     with pytest.raises(IndexError):
         dataset[69]
-    mixed = StreamDataset(MixtureSource({"a": NumberFiles([2]), "b": NumberFiles(FILES, "b")}, {"a": 1, "b": 1}))
-    assert mixed[12].tolist() == [2, 0]
-    assert mixed.origin(12) == Origin("b", "b-2", 0)
-    assert [mixed.source.names[index] for index in (0, 1)] == ["a/file-0", "b/b-0"]
 
 
 def test_dataset_can_be_pickled() -> None:
@@ -90,21 +83,12 @@ def test_dataset_can_be_pickled() -> None:
         ("files", {"source": NumberFiles([10, 0, 17, 9, 30, 3], "other")}),
         ("files", {"source": NumberFiles([11, 0, 17, 9, 30, 2])}),
         ("order", {"order": "keyed"}),
-        ("weights", {"source": MixtureSource({"a": NumberFiles(FILES)}, {"a": 1})}),
     ],
 )
 def test_settings_of_a_checkpoint_have_the_inputs_of_the_order(name: str, change: dict[str, Any]) -> None:
     before, after = loader_of().settings_of(0), loader_of(**change).settings_of(0)
     assert before.get(name) != after[name]
     assert before == loader_of(1, 2).settings_of(0)
-
-
-def test_mixture_has_its_own_length_of_epoch() -> None:
-    sources = {"a": NumberFiles([40]), "b": NumberFiles([20])}
-    loader = loader_of(source=MixtureSource(sources, {"a": 1, "b": 3}, samples=100))
-    assert (loader.samples, len(loader), len(used(loader))) == (100, 7, 100)
-    evaluation = loader_of(source=MixtureSource(sources, {"a": 1, "b": 3}, samples=100), shuffle=False)
-    assert evaluation.samples == len(used(evaluation)) == 60
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -114,39 +98,6 @@ def test_fewer_samples_than_microbatches(keeps: bool) -> None:
             source=NumberFiles([0, total]), batch_size=8, microbatches=8, keeps_microbatch_size=keeps, window=3
         )
         assert sorted(int(index) for batch in loader for index in batch.indices) == list(range(total))
-
-
-@pytest.mark.parametrize(("sizes", "samples", "count"), [([50, 50], 3, 3), ([50, 0], 2, 2)])
-def test_mixture_with_slots_that_draw_nothing(sizes: list[int], samples: int, count: int) -> None:
-    sources = {str(number): NumberFiles([size]) for number, size in enumerate(sizes)}
-    mixture = MixtureSource(sources, {"0": 1, "1": 0.2}, samples=samples)
-    loader = loader_of(source=mixture, batch_size=8, microbatches=8)
-    assert len(used(loader)) == count
-
-
-@pytest.mark.parametrize("options", [{"order": "keyed"}, {"lengths": [1] * 60}, {"sampler": range(60)}])
-def test_mixture_refuses_orders_without_weights(options: dict[str, Any]) -> None:
-    source = MixtureSource({"a": NumberFiles([40]), "b": NumberFiles([20])}, {"a": 1, "b": 3})
-    with pytest.raises(InputError) as caught:
-        loader_of(source=source, **{"shuffle": "sampler" not in options, **options})
-    assert caught.value.code == "E_LOADER"
-
-
-@pytest.mark.parametrize(
-    ("sources", "weights", "samples"),
-    [
-        ({"a": NumberFiles([1])}, {"b": 1}, None),
-        ({}, {}, None),
-        ({"a": NumberFiles([1])}, {"a": 0}, None),
-        ({"a": NumberFiles([1])}, {"a": float("inf")}, None),
-        ({"a": NumberFiles([1])}, {"a": 1}, 0),
-        ({"a": MixtureSource({"b": NumberFiles([1])}, {"b": 1})}, {"a": 1}, None),
-    ],
-)
-def test_invalid_mixture_is_refused(sources: Any, weights: Any, samples: int | None) -> None:
-    with pytest.raises(InputError) as caught:
-        MixtureSource(sources, weights, samples=samples)
-    assert caught.value.code == "E_MIXTURE"
 
 
 def test_stream_without_samples_or_window_is_refused() -> None:

@@ -1,1 +1,0 @@
-"""Readers of sample files in the formats of other libraries."""

@@ -1,1 +1,0 @@
-"""Sharded files from any iterable of samples, and indices of existing files."""
