@@ -1,8 +1,10 @@
-"""`samestep submit`: files, command and errors; jobs of Slurm, Ray and torchrun with the bits of `samestep train`."""
+"""`samestep submit`: file, command, errors, examples of the guide, and jobs with the bits of `samestep train`."""
 
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,12 +13,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import yaml
 
+import samestep
 from helpers.hosts import by_torchrun, ended, hosts
+from helpers.job_examples import job_examples
 from helpers.slurm import missing, slurm, slurm_cluster, wait_until
 from helpers.system import events, here, weights
+from samestep.cli.main import build_parser
 
 JOB = ("digits", "--nodes", 2, "--gpus", 0, "--name", "a")
+SOURCE = Path(samestep.__file__).parent
 Captured = pytest.CaptureFixture[str]
 
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"Slurm {missing()}")
@@ -71,11 +78,11 @@ def test_missing_command_keeps_the_files(tmp_path: Path, capsys: Captured, monke
     for _ in range(2):  # equal files are no conflict
         assert here(*KUBERNETES, cwd=tmp_path) == 2
         assert "[E_NOT_INSTALLED]" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.trainjob.yaml"]
-    (tmp_path / "a.trainjob.yaml").write_text("own: work\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jobset.yaml"]
+    (tmp_path / "a.jobset.yaml").write_text("own: work\n")
     assert here(*KUBERNETES, cwd=tmp_path) == 2
     assert "[E_OUTPUT]" in capsys.readouterr().err
-    assert (tmp_path / "a.trainjob.yaml").read_text() == "own: work\n"
+    assert (tmp_path / "a.jobset.yaml").read_text() == "own: work\n"
 
 
 @pytest.mark.parametrize(
@@ -93,11 +100,23 @@ def test_expected_number_of_processes(
     assert f"  expected: {expected}\n" in capsys.readouterr().err
 
 
-def test_name_of_a_file_that_is_no_key_of_a_config_map(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "my train.py").write_text("", encoding="utf-8")
-    job = ("my train.py", *JOB[1:], "--image", "i", "--volume", "v")
-    assert here("submit", "kubernetes", *job, cwd=tmp_path) == 2
-    assert "the name of the file is 'my train.py' [E_VALUE]" in capsys.readouterr().err
+def test_examples_of_other_systems_train() -> None:
+    """Every file can be read, and its command of Samestep is one that the parser accepts."""
+    examples = job_examples()
+    assert set(examples) == {"first.ray.py", "first.sky.yaml", "first.dstack.yml", "first.sh"}
+    compile(examples["first.ray.py"], "first.ray.py", "exec")
+    assert "def run_rank" in (SOURCE / "integrations/ray.py").read_text(encoding="utf-8")
+    texts = [
+        re.findall('"(-m samestep .*)"', examples["first.ray.py"])[0],
+        yaml.safe_load(examples["first.sky.yaml"])["run"],
+        "\n".join(yaml.safe_load(examples["first.dstack.yml"])["commands"]),
+        examples["first.sh"],
+    ]
+    for text in texts:
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        words = shlex.split(text, comments=True)
+        options = build_parser().parse_args(words[words.index("samestep") + 1 :])
+        assert (options.command, options.name, options.or_resume) == ("train", "first", True)
 
 
 def test_refused_job_is_an_error(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,18 +206,15 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cores", [2, 3])
-def test_workers_of_ray_have_the_bits_of_one_process(
-    tmp_path: Path, capsys: Captured, reference: str, cores: int
-) -> None:
-    job = ("digits", "--nodes", 3, "--gpus", 0, "--processes", "2:3", "--set", "epochs=2", "--name", "a")
-    assert here("submit", "ray", *job, "--dry-run", "--json", cwd=tmp_path) == 0
-    (tmp_path / "a.ray.py").write_text(json.loads(capsys.readouterr().out)["files"]["a.ray.py"])
+def test_workers_of_ray_have_the_bits_of_one_process(tmp_path: Path, reference: str, cores: int) -> None:
+    script = job_examples()["first.ray.py"].replace("/shared", str(tmp_path))
+    (tmp_path / "first.ray.py").write_text(script, encoding="utf-8")
     (tmp_path / "local.py").write_text(RAY)
-    command = [sys.executable, "local.py", str(cores), "a.ray.py"]
+    command = [sys.executable, "local.py", str(cores), "first.ray.py"]
     variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "runs/a") == reference
-    assert len(list((tmp_path / "runs/a/ranks").glob("*"))) == cores
+    assert weights(tmp_path / "runs/first") == reference
+    assert len(list((tmp_path / "runs/first/ranks").glob("*"))) == cores

@@ -1,8 +1,8 @@
 """Nodes of a Ray cluster join and leave a run at random moments: it continues on 1 to 3 workers to the same weights."""
 
 import importlib.util
-import json
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.job_examples import job_examples
 from helpers.resizes import MOST, moves, rank_counts, recipe, require_undisturbed
 from helpers.started import free_port
 from helpers.surroundings import RecordFault
-from helpers.system import IMPORT_PATH, Running, environment, events, here, until
+from helpers.system import IMPORT_PATH, Running, environment, events, until
 from samestep.distributed.addresses import accepts_connections
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (samestep[ray])")
@@ -65,27 +66,29 @@ class Node(Running):
                 self.try_kill_process(process, signal.SIGKILL)
 
 
-def submitted(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Write the script of `samestep submit ray`, with changes for many fast resizes; return its name."""
-    job = ("--nodes", MOST, "--gpus", 0, "--processes", f"1:{MOST}", "--name", "many")
-    assert here("submit", "ray", *recipe(EPOCHS), *job, "--dry-run", "--json", cwd=path) == 0
-    ((name, text),) = json.loads(capsys.readouterr().out)["files"].items()
+def documented_script(path: Path) -> str:
+    """Write the script of the guide to submission, with changes for many fast resizes; return its name."""
+    name, text = "first.ray.py", job_examples()["first.ray.py"]
+    subject = shlex.join(recipe(EPOCHS))
     for before, after in (
+        ("digits --set epochs=2 --name first", f"{subject} --name many"),
+        ("--max-lost-work 5m", "--checkpoint-every 5"),  # Ray kills the workers when one joins
+        ("/shared", str(path)),
+        ("(2, 3)", f"(1, {MOST})"),
         ("max_failures=3", "max_failures=-1"),
-        ("'--or-resume'", "'--or-resume', '--checkpoint-every', '5'"),  # Ray kills the workers when one joins
         ("use_gpu=False", "use_gpu=False, elastic_resize_monitor_interval_s=2"),
     ):
-        assert text.count(before) == 1
+        assert before in text
         text = text.replace(before, after)
     (path / name).write_text(text, encoding="utf-8")
-    return str(name)
+    return name
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_random_resizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], record_fault: RecordFault) -> None:
+def test_random_resizes(tmp_path: Path, record_fault: RecordFault) -> None:
     """Nodes join, are killed, or are drained before they are killed."""
-    script, run, port = submitted(tmp_path, capsys), tmp_path / "runs/many", free_port()
+    script, run, port = documented_script(tmp_path), tmp_path / "runs/many", free_port()
     address, marker = f"127.0.0.1:{port}", tmp_path / "slow"
     marker.touch()
     with ExitStack() as stack:

@@ -30,7 +30,7 @@ COMMANDS = {
     "push": Command("upload a trained model to the Hugging Face Hub"),
     "convert": Command("convert recipes and weights of PaddleViT"),
     "run": Command("run a script on several processes", starts_ranks=True),
-    "submit": Command("submit a job to Slurm, Ray, Kubernetes, SkyPilot or dstack"),
+    "submit": Command("submit a job to Slurm or Kubernetes"),
     "top": Command("show the state of a run"),
     "report": Command("write an HTML page about one or several runs"),
     "diff": Command("find the first difference of two runs"),

@@ -53,7 +53,7 @@ class SamestepBackend(Backend):  # type: ignore[misc]
 
 
 def run_rank(config: Mapping[str, Any]) -> None:
-    """Run a Python command as the rank of this worker; the training function of `samestep submit ray`.
+    """Run a Python command as the rank of this worker; the training function of a script for Ray.
 
     The notice of a preemption stops the ranks after a step, with a checkpoint; Ray then starts other workers, which
     resume the run.
