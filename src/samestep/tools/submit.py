@@ -120,8 +120,7 @@ def _render(template: str, **values: object) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    blocks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    environment = Environment(loader=loader, undefined=StrictUndefined, **blocks)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     to_json = partial(json.dumps, ensure_ascii=False)
     environment.filters.update(quote=shlex.quote, join=shlex.join, json=to_json)
-    return environment.get_template(f"{template}.jinja").render(values)
+    return environment.get_template(f"{template}.jinja").render(values) + "\n"
