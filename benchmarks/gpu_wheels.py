@@ -1,8 +1,7 @@
 r"""Collect the wheels for `gpu.py` on a machine without a network, within 60 MB.
 
 The wheels are those of the package's dependencies, of the extras `recipes` and `gpu`, of the build backend and of the
-tests, without the large packages that such a machine has: torch, torchvision, numpy, pillow and scikit-learn. On that
-machine:
+tests, without the large packages that such a machine has: torch, torchvision, numpy and pillow. On that machine:
 
     python3 -m pip install --no-index --find-links wheels -e '.[recipes,gpu]' \
         pytest pytest-timeout pytest-xdist hypothesis
@@ -25,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 # Small packages that came with torch are collected too: other packages may need newer versions of them.
-PRESENT = ("torch", "torchvision", "numpy", "pillow", "scikit-learn")
+PRESENT = ("torch", "torchvision", "numpy", "pillow")
 TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 MEGABYTES = 60
 PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]

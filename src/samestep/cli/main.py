@@ -38,7 +38,7 @@ _OPTION = re.compile(r"--[\w-]+")
 _NAME = re.compile(r"--?[A-Za-z]")
 _TYPO = 0.75
 # Modules of the extra `recipes`; those of other extras are named by their users.
-_RECIPE_MODULES = frozenset(("PIL", "jinja2", "sklearn", "tensorboard", "torchmetrics", "torchvision", "yaml"))
+_RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
 # Commands whose results are files; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 _EXAMPLE = re.compile(r"examples?: (.+?)(?:; |\. |$)")

@@ -1,26 +1,25 @@
-"""Handwritten digits: 1,797 images of 8x8 pixels from scikit-learn, and a small residual network.
+"""Handwritten digits: 1,797 images of 8x8 pixels, and a small residual network.
 
-Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 1998), test set.
+Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 1998), test set; see `digits.txt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 from torch.nn import functional
 
 from samestep.data.order import global_order
-from samestep.errors import DataError
 from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.splits import Splits, Task, top_classes
 
+# Rows of 64 pixels (0 to 16) and a digit.
+_TABLE = Path(__file__).with_name("digits.csv.gz")
 _VALIDATION = 360  # one fifth
 _SPLIT_SEED = 0
 
@@ -45,7 +44,7 @@ class DigitImages:
 
 def load_digits(*, shift: int = 1) -> Splits:
     """Return 1,437 training and 360 validation images, with a fixed split."""
-    rows = _read_table()
+    rows = numpy.loadtxt(_TABLE, delimiter=",")
     images = torch.tensor(rows[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(rows[:, 64], dtype=torch.int64)
     order = torch.from_numpy(global_order(len(images), seed=_SPLIT_SEED, epoch=0, shuffle=True))
@@ -110,19 +109,6 @@ class _Block(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         hidden = functional.relu(self.first_norm(self.first(features)))
         return functional.relu(self.second_norm(self.second(hidden)) + self.shortcut(features))
-
-
-def _read_table() -> NDArray[numpy.float64]:
-    """Return scikit-learn's table of 64 pixels (0 to 16) and a digit, without the slow import of scikit-learn."""
-    spec = find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise DataError(
-            "the digits are files of scikit-learn, which is not installed",
-            expected="an installed scikit-learn",
-            fix="pip install 'samestep[recipes]'",
-            code="E_NOT_INSTALLED",
-        )
-    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def _shifted(image: torch.Tensor, shift: int) -> torch.Tensor:

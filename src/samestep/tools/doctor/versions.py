@@ -20,7 +20,7 @@ from samestep.tools.doctor.gpus import Nvidia
 _REQUIRED = ("samestep", "torch", "numpy", "safetensors", "pydantic", "rich", "psutil")
 # Packages by extra.
 _OPTIONAL = {
-    "recipes": ("torchvision", "torchmetrics", "tensorboard", "pyyaml", "pillow", "jinja2", "scikit-learn"),
+    "recipes": ("torchvision", "tensorboard", "pyyaml", "pillow", "jinja2"),
     "zoo": (
         *("timm", "transformers", "segmentation-models-pytorch", "datasets"),
         *("pyarrow", "nibabel", "onnx", "onnxscript"),
