@@ -34,7 +34,7 @@ test-slow: types
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 
-# Runs every fault case and writes the results to docs/guides/faults.md.
+# Runs every fault case and writes the results to docs/reference/faults.md.
 faults: .venv/.installed
 	$(PY) -m pytest tests/faults/test_faults.py --faults-page
 

@@ -65,6 +65,6 @@ def alone() -> Iterator[samestep.World]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults-page", action="store_true", help="write docs/guides/faults.md from the observations")
+    parser.addoption("--faults-page", action="store_true", help="write docs/reference/faults.md from the observations")
     parser.addoption("--record-invariants", action="store_true", help="write tests/parity/invariants.json")
     parser.addoption("--exactness-page", action="store_true", help="write the table of docs/concepts/exactness.md")

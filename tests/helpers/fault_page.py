@@ -1,12 +1,12 @@
-"""Tables of docs/guides/faults.md, written by the fault tests: faults in a run, then one table per area."""
+"""Tables of docs/reference/faults.md, written by the fault tests: faults in a run, then one table per area."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-PAGE = Path(__file__).parents[2] / "docs/guides/faults.md"
-_HEAD = "| fault | expected | observed |"
+PAGE = Path(__file__).parents[2] / "docs/reference/faults.md"
+_HEAD = "| fault | result |"
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,6 @@ class Row:
     """Row of the table: one fault."""
 
     fault: str
-    expected: str
     observed: str
 
 
@@ -51,7 +50,7 @@ def area_rows(text: str, area: str) -> list[Row]:
 
 
 def _heading(area: str) -> str:
-    return "### " + area.replace("_", " ").capitalize()
+    return "## " + area.replace("_", " ").capitalize()
 
 
 def _table(lines: list[str], start: int) -> tuple[int, int]:
@@ -70,8 +69,8 @@ def _rows(lines: list[str], start: int) -> list[Row]:
 
 
 def _table_lines(rows: list[Row]) -> list[str]:
-    body = ["| " + " | ".join(_cell(cell) for cell in (row.fault, row.expected, row.observed)) + " |" for row in rows]
-    return [_HEAD, "|---|---|---|", *body]
+    body = ["| " + " | ".join(_cell(cell) for cell in (row.fault, row.observed)) + " |" for row in rows]
+    return [_HEAD, "|---|---|", *body]
 
 
 def _write(lines: list[str]) -> None:
