@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import samestep
+from samestep.cli.commands import COMMANDS, help_text
 from samestep.cli.main import build_parser
 from samestep.config import Recipe
 from samestep.errors import CODES
@@ -73,11 +74,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def cli_page() -> str:
     """Return the help texts of all commands."""
-    parser = build_parser()
-    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    lines = ["# Command line", "", NOTE, "```text", _help(parser), "```", ""]
-    for name, command in commands.choices.items():
-        lines += [f"## samestep {name}", "", "```text", _help(command), "```", ""]
+    lines = ["# Command line", "", NOTE, "```text", help_text(), "```", ""]
+    for name in COMMANDS:
+        lines += [f"## samestep {name}", "", "```text", _help(build_parser(name)), "```", ""]
     return "\n".join(lines)
 
 

@@ -26,9 +26,9 @@ def entry() -> int:
     # The summary on standard output waits for its reader: the run is complete by then.
     protect_output(stdout_seconds=None)
     if sys.argv[1:] in (["-h"], ["--help"]):
-        from samestep.cli.commands import print_help
+        from samestep.cli.commands import help_text
 
-        print_help()
+        print(help_text())
         return 0
     from samestep.cli.main import main
 

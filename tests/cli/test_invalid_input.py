@@ -29,49 +29,18 @@ CheckError = Callable[[str], None]
 
 # --- recipes and options, checked before a rank starts --------------------------------------------------
 
-UNKNOWN_KEYS = {
-    "batchsize=64": "batch_size",
-    "optimizer.option.lr=1": "optimizer.options",
-    "schedule.warmup=1": "schedule.warmup_epochs",
-    "step.sed=1": "step.seed",
-    "model.optoins.width=8": "model.options",
-    "lr=0.1": "optimizer.options.lr",
-    "optimizer.lrr=0.1": "optimizer.options.lr",
-    "qwertz=1": None,
-}
-
-
-@pytest.mark.parametrize("override", UNKNOWN_KEYS)
-def test_unknown_key_is_an_error_with_the_nearest(refused: Refused, override: str) -> None:
-    err = refused("train", "digits", "--set", override)
-    assert f"unknown key {override.split('=', maxsplit=1)[0]}".removesuffix(".width").removesuffix(".lr") in err
-    nearest = UNKNOWN_KEYS[override]
-    assert (f"did you mean {nearest}?" if nearest else "[E_UNKNOWN_KEY]") in err
-
-
 INVALID_VALUES = [
     "epochs=abc",
     "epochs=2.5",
     "epochs=true",
-    "epochs=0",
-    "epochs=",
     "batch_size=null",
-    "batch_size=[64]",
     "batch_size='64'",
     "microbatches=0",
-    "metrics=accuracy",
     "metrics=[accuracy, accuracy]",
     "schedule.name=polynomial",
-    "schedule.warmup_epochs=-1",
-    "schedule.final=2",
     "step.reduction=Exact",
-    "step.seed=-1",
-    "step.threads=0",
     "step.clip_norm=0",
-    "step.precision=fp8",
     "model.freeze=layer1.*",
-    "model.name=7",
-    "model.pretrained=1",
     "data.options=3",
     "optimizer=sgd",
 ]
@@ -79,9 +48,7 @@ INVALID_VALUES = [
 
 @pytest.mark.parametrize("override", INVALID_VALUES)
 def test_invalid_value_is_an_error_with_key_and_value(refused: Refused, override: str) -> None:
-    err = refused("train", "digits", "--set", override)
-    key, _, _ = override.partition("=")
-    assert key in err.splitlines()[0]
+    assert override.partition("=")[0] in refused("train", "digits", "--set", override).splitlines()[0]
 
 
 @pytest.mark.parametrize("override", ["batch_size", "=3", "epochs=[1", "batch_size.x=1", "data.name.x=1"])
@@ -128,21 +95,6 @@ def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
-WITHOUT_DEFAULT = {
-    "plan digits --devices 0": "--devices 1",
-    "replay runs/a --step -1": "--step 1",
-    "submit slurm digits --nodes 0 --gpus 0": "--nodes 1",
-    "submit slurm digits --nodes 1 --gpus -1": "--gpus 1",
-    "audit --against 0 -- python": "--against 1",
-    "plan digits --devices 1 --nodes 0": "leave --nodes out for its default",
-}
-
-
-@pytest.mark.parametrize("command", WITHOUT_DEFAULT)
-def test_option_without_a_default_is_not_left_out(refused: Refused, command: str) -> None:
-    assert refused(*command.split()).endswith(f"fix:      {WITHOUT_DEFAULT[command]}\n")
-
-
 @pytest.mark.parametrize(("text", "problem"), [("", "'' is empty"), ("'a", '"\'a": No closing quotation')])
 def test_invalid_command_of_a_comparison(refused: Refused, text: str, problem: str) -> None:
     err = refused("audit", f"--against-command={text}", "--", "python", "train.py")
@@ -172,38 +124,30 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
 
 
 USAGE = {
-    "trian digits": ("unknown command trian [E_UNKNOWN_NAME]", "did you mean samestep train?"),
-    "qwertz digits": ("unknown command qwertz [E_UNKNOWN_NAME]", "samestep --help"),
-    "": ("COMMAND [E_MISSING_KEY]", "samestep train digits"),
-    "train": ("recipe [E_MISSING_KEY]", "samestep train digits"),
-    "plan digits": ("--devices [E_MISSING_KEY]", "samestep plan digits --devices 4"),
-    "train digits b": ("unexpected argument b [E_UNKNOWN_OPTION]", "leave b out"),
-    "train digits epochs=3": ("unexpected argument epochs=3 [E_UNKNOWN_OPTION]", "--set epochs=3"),
-    "train digits --strategy fsd": ("--strategy fsd [E_VALUE]", "did you mean --strategy fsdp?"),
-    "train digits --strategy foo": ("--strategy foo [E_VALUE]", "samestep train --help"),
-    "submit slrm digits": ("system slrm [E_VALUE]", "did you mean slurm?"),
-    "train digits --check-every x": ("--check-every x [E_VALUE]", "--check-every 1"),
-    "train digits --workers two": ("--workers two [E_VALUE]", "--workers 1"),
-    "plan digits --devices two": ("--devices two [E_VALUE]", "--devices 1"),
-    "train digits --hang-after -5s": ("--hang-after: expected one argument [E_VALUE]", "--hang-after 600s"),
-    "train digits --s 3": ("--s could match --set, ", "the whole name"),
-    "train digits --share-gpu=3": ("--share-gpu: ignored explicit argument '3' [E_VALUE]", "samestep train --help"),
-    "run --processes 2 -- --epochs 3": ("unknown option --epochs 3 [E_UNKNOWN_OPTION]", "samestep run --help"),
-    "audit --against 1 --against-command a -- b": ("[E_OPTION_CONFLICT]", "samestep audit --help"),
+    "trian digits": "E_UNKNOWN_NAME",
+    "": "E_MISSING_KEY",
+    "train": "E_MISSING_KEY",
+    "train digits b": "E_UNKNOWN_OPTION",
+    "train digits --strategy fsd": "E_VALUE",
+    "train digits --workers two": "E_VALUE",
+    "train digits --hang-after -5s": "E_VALUE",
+    "train digits --s 3": "E_UNKNOWN_OPTION",
+    "train digits --share-gpu=3": "E_VALUE",
+    "audit --against 1 --against-command a -- b": "E_OPTION_CONFLICT",
+    "audit --against 0 -- python": "E_VALUE",
 }
 
 
 @pytest.mark.parametrize("command", USAGE)
 def test_invalid_arguments_are_an_error(refused: Refused, command: str) -> None:
-    err, (value, fix) = refused(*command.split()), USAGE[command]
-    assert value in err.splitlines()[0]
-    assert fix in err.splitlines()[-1]
-    assert "--help" in err.splitlines()[-1]
+    err = refused(*command.split())
+    assert f"[{USAGE[command]}]" in err.splitlines()[0]
     assert "usage:" not in err
 
 
-def test_unknown_recipe_is_an_error_with_the_nearest(refused: Refused) -> None:
+def test_unknown_recipe_or_command_is_an_error_with_the_nearest(refused: Refused) -> None:
     assert "did you mean digits?" in refused("train", "digit")
+    assert "did you mean samestep train?" in refused("trian", "digits")
     assert "digits" in refused("train", "cooking")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.started import as_srun, ranks
 from helpers.system import Running, here, samestep, until
-from samestep.cli.main import build_parser, parse_arguments
+from samestep.cli.main import parse_arguments
 
 WITH_START = """
 import json, sys
@@ -172,16 +172,6 @@ print(parser.parse_args())
 """
 
 
-def test_option_after_the_script_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--processes", 1, script(tmp_path, PARSES))
-    assert here("run", *arguments, "--processes", 4, "--run=first", cwd=tmp_path) == 0
-    note = "note: --processes 4 after the script is passed to the script; put it before\n"
-    assert capsys.readouterr().err == note
-    assert here("run", *arguments, "--run", "--share-gpu", "--hang-after=3s", cwd=tmp_path) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("note: --share-gpu --hang-after=3s after the script is passed to the script; put it before\n")
-
-
 def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("run", "--processes", 1, script(tmp_path, PARSES), "--nope", cwd=tmp_path) == 1
     title, expected, fix = capsys.readouterr().err.splitlines()
@@ -241,8 +231,7 @@ def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [(), ("--processes", "2")])
 def test_script_after_the_separator(before: tuple[str, ...]) -> None:
-    arguments = ("run", *before, "--", "train.py", "--epochs", "3")
-    parsed = parse_arguments(build_parser(arguments), arguments)
+    parsed = parse_arguments(["run", *before, "--", "train.py", "--epochs", "3"])
     assert (parsed.script, parsed.arguments) == (Path("train.py"), ["--epochs", "3"])
     assert parsed.processes == ("2" if before else "auto")
 

@@ -64,19 +64,6 @@ def require_single_process(command: str) -> None:
         )
 
 
-def require_local_rank(local_rank: int) -> None:
-    """Raise an `InputError` unless the launcher's variables contain the local rank of `--local-rank`."""
-    rendezvous = read_rendezvous()
-    if rendezvous is None or rendezvous.local_rank != local_rank:
-        actual = f"LOCAL_RANK is {rendezvous.local_rank}" if rendezvous is not None else "LOCAL_RANK is not set"
-        raise InputError(
-            f"--local-rank {local_rank}, but {actual}",
-            expected="the option and the variables that torch.distributed.launch sets for each rank",
-            fix="leave --local-rank out; --processes N starts N ranks",
-            code="E_LAUNCH_VARIABLES",
-        )
-
-
 def run_as_rank(
     options: LaunchOptions,
     rendezvous: Rendezvous,

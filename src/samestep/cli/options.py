@@ -14,7 +14,6 @@ from typing import Any, TypeVar, get_args
 
 from samestep.checkpoint.files import replacing
 from samestep.config import DeviceKind, RunOptions
-from samestep.config.key_suggestions import find_equivalent
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
 from samestep.recipes.recipe_files import shipped_recipes
@@ -39,15 +38,6 @@ def number(
     return parse
 
 
-def _device_kind(text: str) -> str:
-    kinds = get_args(DeviceKind)
-    if text not in kinds:
-        meant = find_equivalent("device", text)
-        fix = meant.suggestion() if meant is not None and meant.argument != f"--device {text}" else "--device auto"
-        raise InputError(f"--device {text}", f"one of {', '.join(kinds)}", fix, code="E_VALUE")
-    return text
-
-
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--set": {
         "dest": "overrides",
@@ -67,7 +57,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "let several ranks use one GPU; they communicate through host memory (not with pp)",
     },
     "--device": {
-        "type": _device_kind,
         "choices": get_args(DeviceKind),
         "default": "auto",
         "help": "device type (default auto)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LaunchOptions, add_fault_options, launch_with_restarts
 from samestep.cli.options import add_options, output_folder, require_file, timed_name
-from samestep.distributed.logging import logger
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
@@ -42,7 +40,6 @@ def _run_script(arguments: argparse.Namespace) -> int:
     require_single_process("run")
     script: Path = arguments.script
     require_file(script)
-    _note_options_after_script(arguments)
     options = LaunchOptions.parse(arguments)
     log_dir = arguments.runs / timed_name(arguments.runs, script.stem) / "logs"
     processes = options.process_range()
@@ -59,17 +56,3 @@ def _run_script(arguments: argparse.Namespace) -> int:
     with output_folder(log_dir, script.stem, "--runs") if processes[1] > 1 else nullcontext():
         result = launch_with_restarts(options, processes, attempt, log_dir=log_dir)
     return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
-
-
-def _note_options_after_script(arguments: argparse.Namespace) -> None:
-    """Print a note if the script receives options of `samestep run`, which can be meant for this command."""
-    # Options, each with the space before its value if there is one.
-    options = dict(re.findall(r"\[(--[\w-]+)( ?)", arguments.command_parser.format_usage()))
-    misplaced = []
-    for argument, following in itertools.pairwise([*arguments.arguments, "--"]):
-        option, equals, _ = argument.partition("=")
-        if option in options:
-            has_value = options[option] and not equals and not following.startswith("--")
-            misplaced += [argument, following] if has_value else [argument]
-    if misplaced:
-        logger.info("note: %s after the script is passed to the script; put it before", " ".join(misplaced))

@@ -6,12 +6,11 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.config.key_suggestions import find_equivalent
+from samestep.config.key_suggestions import suggest
 from samestep.errors import DataError, RecipeError
 from samestep.launcher.failure import is_out_of_memory
 from samestep.report_limits import class_name, message_of
@@ -94,16 +93,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
     """Return the error for an option `key` that is not one of `names`."""
-    meant = find_equivalent(key, None, is_exact=True)
-    prefix = f"{where}."
-    if meant is not None and meant.key.startswith(prefix) and meant.key.removeprefix(prefix) in names:
-        close = [meant.key.removeprefix(prefix)]
-    else:
-        close = get_close_matches(key, names, n=1)
+    full_names = [f"{where}.{name}" for name in names]
+    meant = suggest(f"{where}.{key}", full_names)
     return RecipeError(
         f"{where}.{key} is not an option",
         expected=f"one of the options {', '.join(names) or '(none)'}",
-        fix=f"did you mean {where}.{close[0]}?" if close else f"remove {where}.{key}",
+        fix=f"did you mean {meant}?" if meant is not None else f"remove {where}.{key}",
         code="E_UNKNOWN_OPTION",
     )
 
