@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from communication_rank import BATCH, CONTEXT, WIDTH, Case, Traffic, measure, narrow_bytes, parameter_bytes
+from communication_rank import BATCH, CONTEXT, WIDTH, Case, Traffic, measure, parameter_bytes
 from machine import describe_machine, machine_line, markdown_table, save
 
 import samestep
@@ -30,10 +30,10 @@ A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of 
 bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
 copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
-With several microbatches per rank, `fsdp` gathers for each. `ddp powersgd` keeps another P on each rank, the residual
-of the compression. Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the
-weight and sum its gradients; under `tp` every rank has the weight. `pp` is as large as its largest stage. Buckets of up
-to 1 MiB, such as that of the embedding under `fp16`, take fewer rounds and send more: P log2 N."""
+With several microbatches per rank, `fsdp` gathers for each. Embedding and output layer of this GPT are tied: under `pp`
+the first and the last stage hold the weight and sum its gradients; under `tp` every rank has the weight. `pp` is as
+large as its largest stage. Buckets of up to 1 MiB, such as that of the embedding under `fp16`, take fewer rounds and
+send more: P log2 N."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ def divided(layout: MeshShape, size: int) -> float:
 
 DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
 HALF = Formula(lambda layout, size: ring(layout.size, size / 2), "half of it", whole)
-NARROW = Formula(lambda layout, _: ring(layout.size, narrow_bytes()), "2(N-1)/N of the narrow products", whole)
 FSDP = Formula(fsdp_bytes, "3(S-1)/S P + 2(R-1)/R P/S", divided)
 TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
 PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
@@ -91,7 +90,6 @@ LAYOUTS: dict[str, tuple[StrategyConfig, Formula]] = {
     "ddp fast": (StrategyConfig(), DDP),
     "ddp fp16": (StrategyConfig(hook="fp16"), HALF),
     "ddp bf16": (StrategyConfig(hook="bf16"), HALF),
-    "ddp powersgd": (StrategyConfig(hook="powersgd"), NARROW),
     "fsdp": (StrategyConfig(name="fsdp"), FSDP),
     "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), FSDP),
     "tp": (StrategyConfig(name="tp"), TENSOR),

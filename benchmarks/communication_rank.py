@@ -156,16 +156,3 @@ def parameter_bytes() -> int:
     """Of the whole model."""
     with torch.device("meta"):
         return sum(map(_size, model().parameters()))
-
-
-def narrow_bytes() -> int:
-    """Return the bytes that `hook: powersgd` sends of one rank's gradients."""
-    from samestep.strategies.fast_reduction import _RANK, is_compressible
-
-    with torch.device("meta"):
-        parameters = list(model().parameters())
-    total = 0
-    for p in parameters:
-        narrow = is_compressible(p)
-        total += 4 * (_RANK * (p.shape[0] + p.numel() // p.shape[0]) if narrow else p.numel())
-    return total

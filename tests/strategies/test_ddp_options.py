@@ -12,9 +12,8 @@ from helpers.system import events, here
 from samestep import launch
 from samestep.config import StrategyConfig
 from samestep.launcher.failure import RankError
-from samestep.strategies.fast_reduction import is_compressible
 from workers import ddp_options as ranks_ddp_options
-from workers.ddp_options import OPTIONS, flat, gradients_of
+from workers.ddp_options import OPTIONS, gradients_of
 
 RANKS = 4
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -77,16 +76,6 @@ def test_one_process_does_not_compress(reference: dict[str, Any]) -> None:
     assert launch(ranks_ddp_options.train, "fp16", processes=1)["bits"] == reference["bits"]
 
 
-@pytest.mark.slow
-def test_powersgd_converges(outcomes: Outcomes, reference: dict[str, Any]) -> None:
-    for option in ("powersgd", "powersgd, many buckets"):
-        result = outcomes[option][0]
-        assert result["bits"] != reference["bits"]
-        assert result["evaluation"]["loss"] == pytest.approx(reference["evaluation"]["loss"], rel=0.1)
-        # The first forward precedes the first gradient.
-        assert result["steps"][0][0] == reference["steps"][0][0]
-
-
 @pytest.fixture(scope="module")
 def sums_16_bit() -> list[dict[str, torch.Tensor]]:
     return launch(ranks_ddp_options.sums_16_bit, processes=RANKS)
@@ -113,52 +102,10 @@ def test_non_finite_gradients_are_non_finite_on_every_rank(
         assert sums[f"{dtype} zero"].tolist() == [0.0] * 5
 
 
-@pytest.fixture(scope="module")
-def powersgd() -> list[dict[str, Any]]:
-    return launch(ranks_ddp_options.powersgd_sums, processes=RANKS)
-
-
-def test_a_low_rank_sum_is_exact(powersgd: list[dict[str, Any]]) -> None:
-    total = torch.stack([result["low rank"][0] for result in powersgd]).sum(0)
-    for result in powersgd:
-        torch.testing.assert_close(result["low rank"][1], total, rtol=1e-10, atol=1e-10)
-
-
-def test_errors_accumulate_the_unsent_part(powersgd: list[dict[str, Any]]) -> None:
-    for number in range(3):
-        total = torch.stack([result["total"][number] for result in powersgd]).sum(0)
-        errors = torch.stack([result["errors"][number] for result in powersgd]).sum(0)
-        for result in powersgd:
-            sent = result["sent"][number]
-            torch.testing.assert_close(sent.flatten() + errors.flatten(), total.flatten(), rtol=0, atol=1e-10)
-    assert float(powersgd[0]["errors"][0].norm()) > 1, "nothing was omitted"
-
-
-def test_a_non_finite_step_does_not_affect_later_steps(powersgd: list[dict[str, Any]]) -> None:
-    for result in powersgd:
-        assert not flat(result["non-finite"]).isfinite().all()
-        assert flat(result["after"]).isfinite().all()
-        assert torch.equal(flat(result["after"]), flat(powersgd[0]["after"]))
-
-
-def test_small_parameters_are_not_compressed() -> None:
-    shapes = {(40, 50): True, (30, 4, 9): True, (50,): False, (4, 500): False, (10, 10): False, (0, 50): False}
-    assert {shape: is_compressible(torch.empty(shape)) for shape in shapes} == shapes
-    assert not is_compressible(torch.empty(400, 500, dtype=torch.bfloat16))
-
-
-def test_powersgd_does_not_support_loss_scaling() -> None:
-    assert launch(ranks_ddp_options.error_with_fp16, "powersgd", processes=1).startswith(
-        "strategy.hook powersgd with step.pre"
-    )
-    assert launch(ranks_ddp_options.error_with_fp16, "bf16", processes=1) == ""
-
-
 UNUSED = {
     "default": StrategyConfig(),
     "many buckets": StrategyConfig(bucket_mb=0.0001),
     "fp16": StrategyConfig(hook="fp16"),
-    "powersgd": StrategyConfig(hook="powersgd"),
 }
 
 
@@ -203,11 +150,6 @@ def test_a_certificate_reports_compression(tmp_path: Path) -> None:
     assert data["level"] == "0.1 relative"
     assert any("gradients are sent in 16 bits (fp16)" in note for note in data["notes"])
     assert data["comparisons"][0]["quantities"]["gradients"] != "bits"
-
-
-def test_verify_of_an_approximation_needs_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here("verify", "digits", "--processes", "1,4", "--set", "strategy.hook=powersgd", cwd=tmp_path) == 2
-    assert "strategy.hook powersgd without --tolerance" in capsys.readouterr().err
 
 
 def test_forward_functions_reduce_during_backward() -> None:

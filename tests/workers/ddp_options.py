@@ -17,12 +17,11 @@ import samestep
 from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
-from samestep.config.strategy import Hook
 from samestep.engine.share_balancer import ShareBalancer
-from samestep.errors import InputError, PeerLostError, UnusedParameterError
+from samestep.errors import PeerLostError, UnusedParameterError
 from samestep.microbatches import microbatch_bounds
-from samestep.strategies.fast_reduction import PowerSGD, compressed_all_reduce
-from samestep.strategies.reduction import flatten, unflatten
+from samestep.strategies.fast_reduction import compressed_all_reduce
+from samestep.strategies.reduction import flatten
 from workers.loader import gathered
 
 MICROBATCHES, BATCH, SAMPLES, STEPS = 8, 24, 96, 10
@@ -35,8 +34,6 @@ OPTIONS: dict[str, StrategyConfig] = {
     "fp16": StrategyConfig(hook="fp16"),
     "fp16, many buckets": StrategyConfig(hook="fp16", bucket_mb=0.02),
     "bf16": StrategyConfig(hook="bf16"),
-    "powersgd": StrategyConfig(hook="powersgd"),
-    "powersgd, many buckets": StrategyConfig(hook="powersgd", bucket_mb=0.02),
 }
 DIVIDED: dict[str, StrategyConfig] = {
     "tp": StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2)),
@@ -46,7 +43,7 @@ DIVIDED |= {f"{name} fp16": replace(part, hook="fp16") for name, part in DIVIDED
 
 
 class Net(nn.Module):
-    """Network with batch norm, dropout, and matrices large enough for PowerSGD."""
+    """Network with batch norm, dropout and residual blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,39 +120,6 @@ def sums_16_bit() -> list[dict[str, Any]]:
         return gathered(sums)
 
 
-def powersgd_sums() -> list[dict[str, Any]]:
-    """Return PowerSGD sums by rank: of low-rank gradients, of five steps, of a non-finite step and the next one."""
-    with samestep.start(device="cpu") as world:
-        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((40, 50), (7,), (30, 4, 9))]
-
-        def gradients(seed: int) -> list[torch.Tensor]:
-            generator = torch.Generator().manual_seed(seed)
-            return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
-
-        def step(compression: PowerSGD, values: list[torch.Tensor]) -> list[torch.Tensor]:
-            return unflatten(compression(parameters, flatten(values, parameters)), parameters)
-
-        left = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        low_rank = gradients(world.rank)
-        low_rank[0] = left @ low_rank[0][:4]
-        result: dict[str, Any] = {"low rank": (low_rank[0], step(PowerSGD(world, parameters), low_rank)[0])}
-        compression = PowerSGD(world, parameters)
-        total = [torch.zeros_like(p) for p in parameters]
-        sent = [torch.zeros_like(p) for p in parameters]
-        for number in range(5):
-            values = gradients(100 * number + world.rank)
-            torch._foreach_add_(total, values)
-            torch._foreach_add_(sent, step(compression, values))
-        result["total"], result["sent"] = total, sent
-        result["errors"] = [compression._errors.get(p, torch.zeros(())).clone() for p in parameters]
-        values = gradients(world.rank)
-        if world.rank == 1:
-            values[0][2, 3] = torch.nan
-        result["non-finite"] = step(compression, values)
-        result["after"] = step(compression, gradients(world.rank))
-        return gathered(result)
-
-
 def unused_parameter(part: StrategyConfig) -> None:
     """Compute a second step in which the last microbatch of one rank does not use a layer."""
     inputs, targets = random_data(2 * MICROBATCHES)
@@ -167,23 +131,6 @@ def unused_parameter(part: StrategyConfig) -> None:
         engine.step(batch_of(world, inputs, targets, MICROBATCHES))
         inputs[10:12, 0] = -1
         engine.step(batch_of(world, inputs, targets, MICROBATCHES))
-
-
-def error_with_fp16(hook: Hook) -> str:
-    """Return the error of an engine with fp16 and a hook."""
-    with samestep.start(device="cpu", strategy=StrategyConfig(hook=hook)) as world:
-        net = nn.Linear(2, 2)
-        try:
-            samestep.Engine(
-                net,
-                torch.optim.SGD(net.parameters()),
-                samestep.cross_entropy,
-                world=world,
-                config=StepConfig(precision="fp16"),
-            )
-        except InputError as error:
-            return error.value
-        return ""
 
 
 def clocks_of_shares() -> tuple[bool, bool, bool]:
@@ -222,11 +169,6 @@ def wait_for_missing_rank(kind: str) -> None:
                 dist.all_reduce(number, group=group)
         except RuntimeError as error:
             raise PeerLostError(f"gave up after {time.monotonic() - start:.0f} s") from error
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return tensors as one flat tensor."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def forward_functions() -> dict[str, Any]:

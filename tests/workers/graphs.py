@@ -19,9 +19,28 @@ from samestep.distributed.world import all_gather
 from samestep.engine import cuda_graphs as graphs_module
 from samestep.engine.engine import Engine
 from samestep.zoo.text.models import GPT
-from workers.batched import MODELS as ROW_MODELS
 
 SAMPLES, CLASSES, LENGTH, STEPS = 16, 11, 8, 5
+
+
+class Perceptron(nn.Module):
+    """Perceptron with a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(LENGTH, 16)
+        self.frozen = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, CLASSES, bias=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.frozen(self.first(values.float()))).relu())
+        return result
+
+
+def gpt(dropout: float) -> nn.Module:
+    return GPT(num_classes=CLASSES, n_embd=16, n_head=2, n_layer=1, block_size=LENGTH, dropout=dropout)
 
 
 class ConvolutionalNet(nn.Module):
@@ -52,7 +71,10 @@ class Recurrent(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **ROW_MODELS,
+    "gpt": lambda: gpt(0.0),
+    "perceptron": Perceptron,
+    "dropout": lambda: gpt(0.1),
+    "batch norm": lambda: nn.Sequential(Perceptron(), nn.BatchNorm1d(CLASSES)),
     "convolutional net": ConvolutionalNet,
     "recurrent": Recurrent,
 }

@@ -158,15 +158,5 @@ def _default_tolerance(hook: str, *, double: bool) -> float:
     Args:
         hook: compression of gradients, as in `strategy.hook` of recipes.
         double: the trials compute in float64.
-
-    Raises:
-        InputError: the error of the hook depends on the model.
     """
-    if hook == "powersgd":
-        raise InputError(
-            "strategy.hook powersgd without --tolerance",
-            expected="a tolerance: the error of this approximation depends on the model",
-            fix="--tolerance 2, or --set strategy.hook=none",
-            code="E_OPTION_CONFLICT",
-        )
     return _HOOK_TOLERANCES[hook] if hook in _HOOK_TOLERANCES else _TOLERANCES[double]

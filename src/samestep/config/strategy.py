@@ -14,7 +14,7 @@ from samestep.microbatches import require_enough_microbatches, require_shares
 from samestep.units import plural
 
 StrategyName = Literal["auto", "ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp"]
-Hook = Literal["none", "fp16", "bf16", "powersgd"]
+Hook = Literal["none", "fp16", "bf16"]
 
 # From slow links to fast ones: the axis with the most communication is innermost, between neighbouring ranks.
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -42,10 +42,6 @@ _STRATEGIES_OF_OPTION = {
     "devices": ("dp", "device_map"),
     "place": ("device_map",),
 }
-_POWERSGD_NOTE = (
-    "gradients are sent as products of narrow matrices (PowerSGD): an approximation, not rounding; "
-    "checkpoints do not contain the unsent remainder of a rank, so a resumed run is not the same"
-)
 _ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format, for either reduction"
 
 
@@ -133,9 +129,7 @@ class StrategyConfig(Constrained):
     @property
     def gradient_note(self) -> str | None:
         """Note about compressed gradients; None without compression."""
-        if self.hook == "none":
-            return None
-        return _POWERSGD_NOTE if self.hook == "powersgd" else _ROUNDING_NOTE.format(self.hook)
+        return None if self.hook == "none" else _ROUNDING_NOTE.format(self.hook)
 
 
 @dataclass(frozen=True)

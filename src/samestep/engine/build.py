@@ -30,7 +30,6 @@ from samestep.engine.cuda_graphs import with_graphs
 from samestep.engine.data_parallel import DataParallelRunner
 from samestep.engine.ema import AveragedWeights
 from samestep.engine.evaluation import EvaluationOutputs
-from samestep.engine.exact_batching import BatchedRunner
 from samestep.engine.fast_merging import MergedRunner, why_separate
 from samestep.engine.global_loss import GlobalLossRunner
 from samestep.engine.loss import LossFunction, as_step_loss
@@ -189,8 +188,7 @@ def _runner_class(
     merges = config.reduction == "fast" and config.merge == "auto"
     is_witnessed = witness_every is not None
     reason = why_separate(config, world, strategy, sync_batch_norm=sync_batch_norm, is_witnessed=is_witnessed)
-    kind: type[StepRunner] = BatchedRunner if config.reduction == "exact" else SequentialRunner
-    kind = MergedRunner if merges and reason is None else kind
+    kind: type[StepRunner] = MergedRunner if merges and reason is None else SequentialRunner
     if isinstance(strategy, PipelineStrategy):
         kind = PipelineRunner
     elif world.strategy.name == "dp":
@@ -262,7 +260,7 @@ def _build_buffers(
             )
         return AveragedBuffers(model)
     state = ForwardState(model, rules, is_whole=is_whole)
-    if state.declared_parameters and runner_class not in (SequentialRunner, BatchedRunner):
+    if state.declared_parameters and runner_class is not SequentialRunner:
         raise InputError(
             f"a rule for the parameter {state.declared_parameters[0]}",
             "under batch_norm: sync, gather: global and dp, microbatches computed together share the parameters",

@@ -19,12 +19,6 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
     """
     option = "compile" if config.compile else "recompute"
     transforms, is_dp = config.compile or config.recompute, world.strategy.name == "dp"
-    if config.precision == "fp16" and world.strategy.hook == "powersgd":
-        raise _incompatible(
-            "strategy.hook powersgd with step.precision fp16",
-            "PowerSGD adds the residual of a step to the next gradients, and fp16 changes their scale",
-            "set step.precision: bf16, or strategy.hook: fp16",
-        )
     if sync_batch_norm and world.mesh_shape.splits_model:
         raise _incompatible(
             f"step.batch_norm: sync with the mesh {world.mesh_shape.name}",

@@ -8,10 +8,10 @@ numbers; and it is dropped if numbers that the forward can read, or the memory o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import generator_state, microbatch_seed, seed_device, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.callbacks import Callback, Intervention
-from samestep.engine.exact_batching import BatchedRunner, Computed, first_difference
 from samestep.engine.fast_merging import MergedRunner
 from samestep.engine.loss import Loss
 from samestep.engine.microbatch_forward import TRAINING
@@ -38,6 +37,14 @@ MAX_GRAPHS = 2  # sizes of microbatches differ by at most one sample; each graph
 
 
 _CALLBACK = "a callback at the beginning of each microbatch"
+
+
+class Computed(NamedTuple):
+    """Results of the forward and backward of one microbatch."""
+
+    outputs: Any
+    loss: Loss
+    gradients: list[torch.Tensor | None]
 
 
 class NotCapturable(Exception):
@@ -118,7 +125,7 @@ class GraphRunner(SequentialRunner):
         if self._unproven is not None:
             (captured, replayed, usual), self._unproven = self._unproven, None
             usual = usual._replace(gradients=[parameter.grad for parameter in self.names])
-            if (difference := first_difference(self.names, usual, replayed)) is not None:
+            if (difference := _first_difference(self.names, usual, replayed)) is not None:
                 self._refuse(f"other bits of {difference}")
             else:
                 captured.is_proven = self.replays_graphs = True
@@ -290,7 +297,7 @@ def with_graphs(
         return kind, None, None
     if any(isinstance(callback, Intervention) for callback in callbacks):
         return kind, "a run of samestep verify", False
-    is_plain = kind in (BatchedRunner, SequentialRunner)
+    is_plain = kind is SequentialRunner
     options = {
         f"device {world.device}": not is_accelerator(world.device),
         "step.merge: auto": kind is MergedRunner,
@@ -308,6 +315,25 @@ def with_graphs(
     if config.cuda_graphs == "on":
         raise _error(reason, "a GPU, and options with which a rank computes microbatches one after another on it")
     return kind, reason, False
+
+
+def _first_difference(names: Mapping[torch.nn.Parameter, str], one: Computed, other: Computed) -> str | None:
+    """Return the name of a result of a microbatch that has other bits in another computation; None if all are equal."""
+    pairs: dict[str, tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]] = {}
+    pairs["outputs"] = (list(tensors_of(one.outputs)), list(tensors_of(other.outputs)))
+    pairs["loss"] = ([one.loss.sum], [other.loss.sum])
+    for name, first, second in zip(names.values(), one.gradients, other.gradients, strict=True):
+        pairs[f"gradient of {name}"] = ([first], [second])
+    for name, (firsts, seconds) in pairs.items():
+        if any(_differ(first, second) for first, second in zip(firsts, seconds, strict=True)):
+            return name
+    return None
+
+
+def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return one.shape != other.shape or bool(any_differs([one], [other]))
 
 
 @contextmanager

@@ -218,16 +218,6 @@ class Engine:
         return self._components.runner.separate_reason if self._most_owned > 1 else None
 
     @property
-    def computes_together(self) -> bool | None:
-        """Whether this rank computes its microbatches together under `exact`; None if this is not known yet."""
-        return self._components.runner.computes_together
-
-    @property
-    def alone_reason(self) -> str | None:
-        """Reason for which this rank computes its microbatches one after another under `exact`."""
-        return self._components.runner.alone_reason
-
-    @property
     def _witness(self) -> Witness | None:
         """The witness, if the next step is witnessed."""
         witness = self._components.witness

@@ -36,8 +36,6 @@ class StepRunner(ABC):
         names: the trained parameters that receive gradients in the backward, with their names in the model.
         observe: surrounds forward and backward of each microbatch, for a witness.
         is_witnessed: a witness observes the present step.
-        computes_together: whether the microbatches of a rank are computed together; None if this is not known yet.
-        alone_reason: why they are computed one after another under `exact`.
         replays_graphs: whether they are replayed as CUDA graphs; None if not known yet. `graphs_reason`: why not.
     """
 
@@ -54,8 +52,6 @@ class StepRunner(ABC):
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
         self.is_witnessed = False
-        self.computes_together: bool | None = None
-        self.alone_reason: str | None = None
         self.replays_graphs: bool | None = None
         self.graphs_reason: str | None = None
         self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another

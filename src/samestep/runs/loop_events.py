@@ -35,7 +35,6 @@ class ComputationLog:
         self._logger = logger
         # As logged last:
         self._separate_reason: str | None = None
-        self._computes_together: bool | None = None
         self._replays_graphs: bool | None = None
 
     def end_step(self, engine: Engine, step: int) -> None:
@@ -43,9 +42,6 @@ class ComputationLog:
         if (reason := engine.separate_reason) != self._separate_reason:
             self._separate_reason = reason
             self._logger.log_event("note", text=f"{SEPARATE}: {reason}")
-        if (together := engine.computes_together) not in (None, self._computes_together):
-            self._computes_together, reason = together, engine.alone_reason
-            self._logger.log_event("microbatches", step=step, together=together, reason=reason)
         if (graphs := engine.step_runner.replays_graphs) not in (None, self._replays_graphs):
             self._replays_graphs, reason = graphs, engine.step_runner.graphs_reason
             self._logger.log_event("cuda_graphs", step=step, used=graphs, reason=reason)

@@ -1,4 +1,4 @@
-"""The `fast` reduction, in order of computation, and compression of gradients between ranks: PowerSGD and 16 bits."""
+"""The `fast` reduction, in order of computation, and compression of gradients to 16 bits between ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from samestep.strategies.reduction import (
     unflatten,
 )
 
-# Sums the flat gradients of some parameters over ranks, in place.
-AllReduce = Callable[[Sequence[Parameter], torch.Tensor], torch.Tensor]
+# Sums flat gradients over ranks, in place.
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def build_reduction(
@@ -39,7 +39,7 @@ class FastReduction(Reduction):
 
     def __init__(self, world: World, parameters: Sequence[Parameter], hook: Hook = "none") -> None:
         super().__init__(world, parameters)
-        self._all_reduce = _build_all_reduce(world, parameters, hook)
+        self._all_reduce = _build_all_reduce(world, hook)
 
     def accumulate(self, tree: MicrobatchTree, microbatch: int) -> None:
         gradients = self._take_gradients()
@@ -51,95 +51,27 @@ class FastReduction(Reduction):
     ) -> torch.Tensor:
         if self._sums:
             self._add_sums(parameters, unflatten(flat, parameters))
-        return self._all_reduce(parameters, flat)
+        return self._all_reduce(flat)
 
     def reduce_accumulated(self, tree: MicrobatchTree, parameters: Sequence[Parameter]) -> torch.Tensor:
         sums = [self._select(node, parameters) for node in self._sums]
         gradients = sums[0] if sums else [torch.zeros_like(parameter) for parameter in parameters]
-        return self._all_reduce(parameters, flatten(gradients, parameters))
+        return self._all_reduce(flatten(gradients, parameters))
 
     def _add_sums(self, parameters: Sequence[Parameter], gradients: Tensors) -> None:
         for node in self._sums:
             torch._foreach_add_(gradients, self._select(node, parameters))
 
 
-def _build_all_reduce(world: World, parameters: Sequence[Parameter], hook: Hook) -> AllReduce:
+def _build_all_reduce(world: World, hook: Hook) -> AllReduce:
     if hook == "none" or world.size == 1:
-        return lambda _, total: fast_all_reduce(world, total)
-    if hook == "powersgd":
-        return PowerSGD(world, parameters)
+        return lambda total: fast_all_reduce(world, total)
     dtype = torch.float16 if hook == "fp16" else torch.bfloat16
-    return lambda _, total: compressed_all_reduce(world, total, dtype)
+    return lambda total: compressed_all_reduce(world, total, dtype)
 
 
-_RANK = 4
-_MIN_RATIO = 2  # matrices with a lower compression ratio are not compressed
 _MAX_EXPONENT = 15  # of fp16 sums: the largest fp16 number is just below 2 to the 16
 _SCALE_EXPONENTS = (-126, 126)  # of powers of two in float32
-
-
-class PowerSGD:
-    """Approximate all-reduce of a low-rank factorization of each matrix.
-
-    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-    (2019). Implemented here because torch's hook averages, sums in its own threads and uses the process's random
-    generator.
-
-    Each rank adds the approximation error to its gradient of the next step. Errors and right factors differ between
-    ranks and are not part of a checkpoint.
-    """
-
-    def __init__(self, world: World, parameters: Sequence[Parameter]) -> None:
-        self._world = world
-        self._seeds = {parameter: number for number, parameter in enumerate(parameters)}
-        self._errors: dict[Parameter, torch.Tensor] = {}
-        self._rights: dict[Parameter, torch.Tensor] = {}
-
-    def __call__(self, parameters: Sequence[Parameter], total: torch.Tensor) -> torch.Tensor:
-        """Replace the gradients of `parameters` in the flat tensor `total` by their approximate sum over ranks."""
-        gradients = dict(zip(parameters, unflatten(total, parameters), strict=True))
-        compressed = [parameter for parameter in parameters if is_compressible(parameter)]
-        matrices = {p: gradients[p].reshape(p.shape[0], -1) + self._errors.get(p, 0) for p in compressed}
-        uncompressed = [gradients[parameter] for parameter in parameters if parameter not in matrices]
-        sums = self._all_reduce([*(matrices[p] @ self._right(p) for p in compressed), *uncompressed])
-        for gradient, value in zip(uncompressed, sums[len(compressed) :], strict=True):
-            gradient.copy_(value)
-        lefts = [torch.linalg.qr(left).Q for left in sums[: len(compressed)]]
-        own_rights = [matrices[p].T @ left for p, left in zip(compressed, lefts, strict=True)]
-        rights = self._all_reduce([right.clone() for right in own_rights])
-        # Sums are equal on every rank: either all ranks update their state, or none does.
-        is_finite = torch.stack([value.isfinite().all() for value in [*sums, *rights]]).all()
-        for p, left, own, right in zip(compressed, lefts, own_rights, rights, strict=True):
-            gradients[p].copy_((left @ right.T).view(p.shape))
-            error = self._errors.get(p, torch.zeros_like(matrices[p]))
-            self._errors[p] = torch.where(is_finite, matrices[p] - left @ own.T, error)
-            self._rights[p] = torch.where(is_finite, right, self._right(p))
-        return total
-
-    def _all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sum of each tensor over ranks; one message for all tensors."""
-        if not tensors:
-            return []
-        message = flatten(tensors, tensors)
-        self._world.all_reduce(message)
-        return unflatten(message, tensors)
-
-    def _right(self, parameter: Parameter) -> torch.Tensor:
-        if parameter not in self._rights:
-            # A separate generator, with equal seeds on every rank: the model's random draws do not change.
-            generator = torch.Generator().manual_seed(self._seeds[parameter])
-            columns = parameter.numel() // parameter.shape[0]
-            values = torch.randn(columns, _RANK, generator=generator, dtype=torch.float64)
-            self._rights[parameter] = values.to(parameter)
-        return self._rights[parameter]
-
-
-def is_compressible(parameter: torch.Tensor) -> bool:
-    """Return whether PowerSGD factorizes the gradient of a parameter."""
-    if parameter.dim() < 2 or parameter.numel() == 0 or parameter.element_size() < 4:
-        return False
-    rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
-    return _MIN_RATIO * _RANK * (rows + columns) < rows * columns
 
 
 def compressed_all_reduce(world: World, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
