@@ -92,7 +92,7 @@ def start(
     Raises:
         InputError: device, default device or mesh do not fit, a process group exists, or the run cannot be written.
     """
-    worker, strategy = process_state.worker, _with_fixed_shares(strategy or StrategyConfig())
+    worker, strategy = process_state.worker, strategy or StrategyConfig()
     keep_freed_memory()  # before the threads of the process group exist
     status = worker.rank_status if worker else local_rank_status()
     if adopt and dist.is_initialized():
@@ -112,17 +112,6 @@ def start(
         _leave_after_failure(own)
         raise
     _leave(world, own, is_launched=worker is not None)
-
-
-def _with_fixed_shares(strategy: StrategyConfig) -> StrategyConfig:
-    if strategy.shares == "auto":
-        raise InputError(
-            "StrategyConfig(shares='auto') in a custom loop",
-            expected="numbers: only samestep train moves shares, between two iterations of its loader",
-            fix="StrategyConfig(shares=(5, 3)), as samestep tune proposes",
-            code="E_SHARES",
-        )
-    return strategy
 
 
 def init(

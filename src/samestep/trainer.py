@@ -27,7 +27,6 @@ from samestep.distributed.world import all_gather
 from samestep.engine.checksum import checksum_event
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
-from samestep.engine.share_balancer import ShareBalancer
 from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import Logger, RunLogger
@@ -121,7 +120,6 @@ class Trainer:
         best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
         facts: facts of the training data that a resumption compares, in addition to the settings of the loader.
-        balancer: moves microbatches from slow ranks to fast ones after a checkpoint; None for fixed shares.
         take_cache_reports: function that returns the new reports of the cache of this rank's samples, if there is a
             cache on all ranks.
         loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
@@ -140,13 +138,11 @@ class Trainer:
         facts: Mapping[str, str],
         epochs: int,
         options: RunOptions,
-        balancer: ShareBalancer | None = None,
         take_cache_reports: Callable[[], list[str]] | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
         self.logger = RunLogger(loggers if engine.world.is_main else (), folder.held)
-        self._balancer = balancer
         self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
         self._facts, self._progress = facts, Progress(step=0, recipe=recipe)
         self._continues_changed_data = False
@@ -256,8 +252,6 @@ class Trainer:
             with self._timer.step(batch.size, sum(part.size for part in batch.local_microbatches)):
                 result = self._engine.step(batch, save=save)
             self._end_step(batch, result)
-            if self._balancer is not None:
-                self._balancer.add_step(batch, self._timer.last_wait)
             self._writer.poll()
             if result.stop:
                 self._stop = True
@@ -265,16 +259,7 @@ class Trainer:
             every = self._checkpoint_every
             if result.save or (every is not None and not ends_epoch and result.step % every == 0):
                 self._save()
-                if not ends_epoch and self._move_shares():
-                    batches = iter(self._train)
         self._end_epoch()
-
-    def _move_shares(self) -> bool:
-        """Move shares if a rank stays slow, log and return whether they moved; a collective."""
-        moved = self._balancer.move() if self._balancer is not None else None
-        if moved is not None:
-            self.logger.log_event("shares", **moved)
-        return moved is not None
 
     @contextmanager
     def _save_on_bad_data(self) -> Iterator[None]:
@@ -342,8 +327,6 @@ class Trainer:
             progress, best=values[self._best.by] if is_best else progress.best, loss_sum=0.0, loss_count=0.0
         )
         self._save(is_best=is_best, epoch=progress.cursor.epoch)
-        if progress.cursor.epoch < self._epochs:
-            self._move_shares()
 
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""

@@ -44,18 +44,3 @@ class Wide(nn.Sequential):
     def __init__(self, num_classes: int = 2, width: int = 64) -> None:
         super().__init__(nn.Conv2d(3, width, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1))
         self.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)])
-
-
-class SlowOnOneRank(Wide):
-    """`Wide` with a training forward that takes `seconds` longer on one of several ranks."""
-
-    def __init__(self, num_classes: int = 2, width: int = 4, seconds: float = 0.02, slow_rank: int = 1) -> None:
-        super().__init__(num_classes, width)
-        self._seconds, self._slow_rank = seconds, slow_rank
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        if self.training and dist.is_initialized() and dist.get_rank() == self._slow_rank:
-            time.sleep(self._seconds)
-        logits: torch.Tensor = super().forward(images)
-        return logits

@@ -178,7 +178,3 @@ def test_steps_continue_after_an_unused_layer_while_other_buckets_are_reduced() 
     losses, reduced = launch(ranks_ddp_options.continue_after_unused_layer, processes=3)
     assert losses == alone and len(losses) == 7
     assert len(reduced) > 1, "the error is raised while buckets wait for their reduction"
-
-
-def test_shares_follow_the_clock_of_a_strategy_that_was_built_again() -> None:
-    assert launch(ranks_ddp_options.clocks_of_shares, processes=2) == (True, True, True)

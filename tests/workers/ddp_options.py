@@ -17,7 +17,6 @@ import samestep
 from helpers.batches import batch_of, random_data
 from helpers.models import Picky, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig
-from samestep.engine.share_balancer import ShareBalancer
 from samestep.errors import PeerLostError, UnusedParameterError
 from samestep.microbatches import microbatch_bounds
 from samestep.strategies.fast_reduction import compressed_all_reduce
@@ -131,23 +130,6 @@ def unused_parameter(part: StrategyConfig) -> None:
         engine.step(batch_of(world, inputs, targets, MICROBATCHES))
         inputs[10:12, 0] = -1
         engine.step(batch_of(world, inputs, targets, MICROBATCHES))
-
-
-def clocks_of_shares() -> tuple[bool, bool, bool]:
-    """Freeze a layer; return whether the strategy is another one, and whether both clocks measure for the shares."""
-    inputs, targets = random_data(2 * MICROBATCHES)
-    with samestep.start(device="cpu") as world:
-        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
-        engine = samestep.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), samestep.cross_entropy, world=world)
-        balancer, clocks = ShareBalancer(engine, MICROBATCHES, 2 * MICROBATCHES), []
-        for _ in range(2):
-            batch = batch_of(world, inputs, targets, MICROBATCHES)
-            engine.step(batch)
-            balancer.add_step(batch, 0.0)
-            clocks.append(engine.step_runner.strategy.clock)
-            net[0].requires_grad_(False)
-        before, after = clocks
-        return before is not after, before is not None and before.is_enabled, after is not None and after.is_enabled
 
 
 def wait_for_missing_rank(kind: str) -> None:

@@ -32,9 +32,8 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--strategy", choices=get_args(StrategyName), help=text)
     text = f"sizes of the axes {', '.join(AXES)}; the product is the number of processes"
     group.add_argument("--mesh", metavar="AXIS=N,...", help=text)
-    text = "share of the microbatches of each rank, for devices of different speeds, such as 5,3 for 8 microbatches; "
-    text += "auto moves microbatches away from a rank that stays slow during training"
-    group.add_argument("--shares", metavar="N,...|auto", help=text)
+    text = "share of the microbatches of each rank, for devices of different speeds, such as 5,3 for 8 microbatches"
+    group.add_argument("--shares", metavar="N,...", help=text)
 
 
 def all_overrides(arguments: argparse.Namespace) -> list[str]:
@@ -64,12 +63,10 @@ def parse_strategy(text: str) -> StrategyConfig:
     return StrategyConfig(name=name, mesh=mesh)  # type: ignore[arg-type]
 
 
-def _parse_shares(text: str) -> list[int] | str:
-    if text == "auto":
-        return text
+def _parse_shares(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        expected = "a positive number for each rank that shares the data, separated by commas, or auto"
+        expected = "a positive number for each rank that shares the data, separated by commas"
         raise InputError(f"--shares {text}", expected, "--shares 5,3", code="E_SHARES")
     return [int(part) for part in parts]
 

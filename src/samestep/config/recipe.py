@@ -277,14 +277,6 @@ class Recipe(Constrained):
             f"set batch_size: {self.microbatches} or more, or microbatches: {self.batch_size} or fewer",
             code="E_BATCH_SIZE",
         )
-        for option, value in {"batch_norm": "sync", "gather": "global"}.items():
-            require(
-                self.strategy.shares != "auto" or getattr(self.step, option) != value,
-                f"strategy.shares auto with step.{option} {value}",
-                "ranks that compute a microbatch without waiting for each other, so that their speeds can be measured",
-                "strategy.shares: [] for equal shares, or numbers such as [5, 3]",
-                code="E_SHARES",
-            )
         require(
             len(set(self.metrics)) == len(self.metrics),
             f"metrics is {list(self.metrics)}, with a repeated name",

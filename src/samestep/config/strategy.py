@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -91,8 +91,7 @@ class StrategyConfig(Constrained):
         devices: for `dp` and `device_map`: devices of each rank; None for all devices.
         place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
         shares: shares of the microbatches for the ranks that share the data, for devices of different speeds; empty for
-            equal shares. Shares that add up to the number of microbatches are numbers of microbatches. `auto`: equal
-            at the beginning, and moved from ranks that stay slow to faster ones while a recipe is trained.
+            equal shares. Shares that add up to the number of microbatches are numbers of microbatches.
     """
 
     key_prefix: ClassVar[str] = "strategy."
@@ -108,12 +107,7 @@ class StrategyConfig(Constrained):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
-    shares: tuple[int, ...] | Literal["auto"] = ()
-
-    @property
-    def at_start(self) -> StrategyConfig:
-        """The strategy of the first step, with equal shares in place of `auto`."""
-        return replace(self, shares=()) if self.shares == "auto" else self
+    shares: tuple[int, ...] = ()
 
     def is_exact(self, tensor_slices: int) -> bool:
         """Whether this strategy can give the bits of one process with a number of slices of matrix products."""
@@ -234,31 +228,10 @@ def resolve_mesh(
                 fix=f"set strategy.devices: {microbatches}",
                 code="E_TOO_MANY_RANKS",
             )
-    if strategy.shares == "auto":
-        if processes > 1:
-            _require_speeds(name, shape, microbatches)
-    elif strategy.shares and processes > 1:
+    if strategy.shares and processes > 1:
         require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)
     return shape
-
-
-def _require_speeds(name: str, shape: MeshShape, microbatches: int | None) -> None:
-    """Require ranks whose speeds can be measured separately, and a microbatch that can be moved."""
-    reason = None
-    if shape.splits_model:
-        reason = f"the ranks of the mesh {shape.name} wait for each other within a microbatch"
-    elif name != "ddp":
-        reason = f"a rank of the strategy {name} has several devices"
-    elif microbatches == shape.data_size:
-        reason = f"{plural(microbatches, 'microbatch')} for as many ranks: none can be moved"
-    if reason is not None:
-        raise InputError(
-            f"shares auto, but {reason}",
-            expected="strategy ddp with more microbatches than ranks",
-            fix=f"--shares {','.join(['1'] * shape.data_size)} for equal shares",
-            code="E_SHARES",
-        )
 
 
 def _combined_name(name: str, sizes: dict[str, int]) -> str:

@@ -54,13 +54,6 @@ _LENGTH_BYTES, _FEW_DATA_BYTES = 8, 504  # of the first message of `all_gather`
 _FEW_BYTES = 2**16  # every rank sends its values to every other one
 
 
-@dataclass
-class DataShares:
-    """Shares of the microbatches, which can change during a run."""
-
-    uneven: tuple[int, ...] | None = None  # share of each rank; None for equal shares
-
-
 @dataclass(frozen=True, eq=False)
 class World:
     """Ranks of a run, as one of the ranks sees them.
@@ -77,7 +70,7 @@ class World:
         mesh: device mesh of the strategy; None for plain replication.
         timeout: time limit of a collective.
         data_world: ranks that share the data, this rank among them, if these are not all ranks.
-        data_shares: shares of the microbatches of the ranks that share the data.
+        uneven_shares: share of the microbatches of each rank that shares the data; None for equal shares.
     """
 
     rank: int
@@ -89,16 +82,7 @@ class World:
     mesh: DeviceMesh | None = None
     timeout: timedelta = dist.default_pg_timeout
     data_world: World | None = None
-    data_shares: DataShares = field(default_factory=DataShares)
-
-    @property
-    def uneven_shares(self) -> tuple[int, ...] | None:
-        """Share of the microbatches of each rank; None for equal shares."""
-        return self.data_shares.uneven
-
-    def move_shares(self, shares: tuple[int, ...]) -> None:
-        """Change the shares: on all ranks at the same time, between two iterations of a loader."""
-        self.data_shares.uneven = shares
+    uneven_shares: tuple[int, ...] | None = None
 
     @property
     def shares(self) -> Shares:
@@ -158,8 +142,7 @@ class World:
     def subworld(self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        shares = DataShares(uneven_shares)
-        return World(rank, size, self.device, self.context, group, timeout=self.timeout, data_shares=shares)
+        return World(rank, size, self.device, self.context, group, timeout=self.timeout, uneven_shares=uneven_shares)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics with the loggers of `samestep.start`. Only rank 0 logs; other ranks return at once."""
@@ -228,10 +211,9 @@ def build_world(
         InputError: the strategy has no mesh for this number of ranks.
     """
     shape = resolve_mesh(strategy, size)
-    assert strategy.shares != "auto", "the trainer moves shares, and begins with equal ones"
-    shares = DataShares(strategy.shares if strategy.shares and size > 1 else None)
+    shares = strategy.shares if strategy.shares and size > 1 else None
     if not shape.splits_model:
-        return World(rank, size, device, context, strategy=strategy, timeout=timeout, data_shares=shares)
+        return World(rank, size, device, context, strategy=strategy, timeout=timeout, uneven_shares=shares)
     from torch.distributed.tensor import _redistribute, debug  # lazy: plain replication does without
 
     # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in this process would call
@@ -251,8 +233,8 @@ def build_world(
         dims = [AXES.index("replicate"), AXES.index("shard")]
         group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
         rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
-        data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, data_shares=shares)
-        shares = DataShares()  # these ranks have none of their own
+        data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares)
+        shares = None  # these ranks have none of their own
     return World(
         rank,
         size,
@@ -262,7 +244,7 @@ def build_world(
         mesh=mesh,
         timeout=timeout,
         data_world=data_world,
-        data_shares=shares,
+        uneven_shares=shares,
     )
 
 

@@ -83,9 +83,6 @@ class StepRunner(ABC):
         """Return the microbatches whose own gradient is not finite; None if the strategy cannot separate them."""
         return None
 
-    def shares_moved(self) -> None:  # noqa: B027  # most runners have no decision to repeat
-        """Repeat decisions that depend on the number of microbatches of this rank."""
-
     @contextmanager
     def undo_on_failure(self) -> Iterator[None]:
         """Restore the state before the step if the block raises: the caller may catch the error and continue."""

@@ -157,7 +157,7 @@ class Built:
 
 def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
     """Return the context manager of the world of a recipe."""
-    config, strategy = recipe.step, recipe.strategy.at_start
+    config, strategy = recipe.step, recipe.strategy
     return start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=strategy)
 
 

@@ -28,7 +28,6 @@ from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
 from samestep.engine.microbatch_forward import autocast, call_model
 from samestep.engine.non_finite import skipped_most
-from samestep.engine.share_balancer import ShareBalancer
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
@@ -193,7 +192,6 @@ def train(
             facts=built.facts,
             epochs=recipe.epochs,
             options=options,
-            balancer=_balancer(built, world, recipe),
             take_cache_reports=built.cache.take_reports if built.cache is not None else None,
             loggers=create_loggers(options.loggers, run, first_step=first_step, quiet=options.quiet),
         )
@@ -277,12 +275,6 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
             fix="set data.options.evaluation_path alone, so that the classes are those of the training data",
             code="E_CLASSES",
         )
-
-
-def _balancer(built: Built, world: World, recipe: Recipe) -> ShareBalancer | None:
-    if recipe.strategy.shares != "auto" or world.size == 1:
-        return None
-    return ShareBalancer(built.engine, recipe.microbatch_count, recipe.batch_size)
 
 
 def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:

@@ -22,7 +22,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import PeerLostError
 from samestep.strategies.reduction import MicrobatchTree, Node, Reduction, reduce_gradients
-from samestep.strategies.strategy import ComputeClock, Strategy, Sum
+from samestep.strategies.strategy import Strategy, Sum
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 
@@ -34,14 +34,13 @@ class DdpStrategy(Strategy):
     several parts, as from reentrant activation checkpointing of a shared layer: DDP would send the first part.
     """
 
-    clock: ComputeClock
     batchable = slice(None, -1)  # the backward of the last one reduces gradients
 
     def __init__(
         self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, world: World
     ) -> None:
         self._parameters, self._world = parameters, world
-        self._comm_stream, self.clock = _CommStream(world.device), ComputeClock(world.device)
+        self._comm_stream = _CommStream(world.device)
         weakref.finalize(self, self._comm_stream.end)
         self._is_deferred, self._is_first, self._has_parts = True, True, False
         self._current: tuple[MicrobatchTree, int] | None = None
@@ -63,7 +62,6 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def microbatch(self, tree: MicrobatchTree, microbatch: int, *, last: bool) -> Iterator[None]:
-        self.clock.begin()
         is_shared_by_all = tree.is_shared_by_all(self._world.shares) and not self._reduces_after_backward
         if last and is_shared_by_all:
             self._current = (tree, microbatch)
@@ -95,7 +93,6 @@ class DdpStrategy(Strategy):
 
     def finish(self, tree: MicrobatchTree) -> None:
         if self._reduces_after_backward or not tree.is_shared_by_all(self._world.shares):
-            self.clock.lap()
             with self._first_failure():
                 reduce_gradients(self._parameters, lambda bucket: self._reduce_accumulated(tree, bucket))
         if self._is_first and not self.uses_replicas:  # all ranks must reduce in the same way
@@ -103,11 +100,9 @@ class DdpStrategy(Strategy):
             with self._first_failure():
                 self._comm_stream.submit(lambda: self._all_reduced(has_parts)).wait()
             self._is_deferred, self._is_first = bool(has_parts > 0), False
-        self.clock.finish()
         super().finish(tree)
 
     def abandon(self) -> None:
-        self.clock.finish()
         self._comm_stream.drain()  # the buckets that were handed to it need the sums
         super().abandon()
         if self._is_prepared:  # DDP would wait for the missing gradients in the next step
@@ -118,7 +113,6 @@ class DdpStrategy(Strategy):
     def reduce_bucket(self, bucket: dist.GradBucket) -> TensorFuture:
         """Start the reduction of a bucket of DDP, in backward of the last microbatch."""
         assert self._current is not None
-        self.clock.lap()
         tree, last = self._current
         parameters, flat = cast(list[torch.nn.Parameter], bucket.parameters()), bucket.buffer()
         return self._comm_stream.submit(lambda: self._reduction.reduce_bucket(tree, last, parameters, flat))

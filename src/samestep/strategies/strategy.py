@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -17,7 +15,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.config import StepConfig
-from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
 from samestep.strategies.local_parameters import LocalParameters
@@ -35,53 +32,6 @@ _WRAPPERS = {
 Sum = Callable[[], torch.Tensor]  # waits for a sum, and returns it
 
 
-class ComputeClock:
-    """Time of a rank's own computation in a step, without waits for other ranks.
-
-    It ends when the last gradient is computed. On an accelerator, the time between two points of the current stream.
-
-    Attributes:
-        is_enabled: whether steps are timed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.is_enabled = device, False
-        self._begin: Any = None
-        self._end: Any = None
-        self._is_running = False
-
-    def begin(self) -> None:
-        """Begin with the first microbatch of a step; later calls in the same step have no effect."""
-        if self.is_enabled and not self._is_running:
-            self._begin, self._end, self._is_running = self._now(), None, True
-
-    def lap(self) -> None:
-        """Note that gradients are computed; the last call of a step counts."""
-        if self._is_running:
-            self._end = self._now()
-
-    def finish(self) -> None:
-        """End the step."""
-        self._is_running = False
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of the last step; None if it was not timed."""
-        if self._end is None:
-            return None
-        if not is_accelerator(self._device):
-            return float(self._end - self._begin)
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000  # in milliseconds
-
-    def _now(self) -> Any:
-        if not is_accelerator(self._device):
-            return time.perf_counter()
-        event = accelerator_module().Event(enable_timing=True)
-        event.record(accelerator_module().current_stream(self._device))
-        return event
-
-
 class Strategy(ABC):
     """Computation of the microbatches of a global batch and summation of their gradients.
 
@@ -95,14 +45,12 @@ class Strategy(ABC):
         defers_reduction: in this step, gradients are reduced after backward of all microbatches.
         uses_replicas: in this step, gradients are those of replicas of the model.
         batchable: the microbatches of a rank whose gradients may be set in place of a backward, if any.
-        clock: time of this rank's own computation, if the strategy can separate it from waits for other ranks.
     """
 
     defers_gradients = False
     defers_reduction = False
     uses_replicas = False
     batchable: slice | None = None
-    clock: ComputeClock | None = None
 
     def __init__(self, name: str, module: torch.nn.Module, reduction: Reduction) -> None:
         self.name, self.module, self._reduction = name, module, reduction

@@ -17,7 +17,6 @@ from samestep.config import (
     RunOptions,
     ScheduleConfig,
     StepConfig,
-    StrategyConfig,
     default_workers,
 )
 from samestep.config.validation import match_patterns
@@ -151,14 +150,6 @@ def test_auto_is_resolved_by_batch_norm(changes: dict[str, Any], has_batch_norm:
     assert dataclasses.replace(resolved, microbatches="auto") == dataclasses.replace(
         recipe(**changes), microbatches="auto"
     )
-
-
-@pytest.mark.parametrize("step", [StepConfig(batch_norm="sync"), StepConfig(gather="global")])
-def test_shares_are_not_moved_if_ranks_wait_within_a_microbatch(step: StepConfig) -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe(step=step, strategy=StrategyConfig(shares="auto"))
-    assert caught.value.code == "E_SHARES"
-    assert recipe(step=step, strategy=StrategyConfig(shares=(2, 1))).strategy.shares == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["f1", "train_loss"])

@@ -150,28 +150,10 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes", "error"),
-    [
-        (StrategyConfig(shares="auto"), 8, "8 microbatches for as many ranks"),
-        (StrategyConfig(name="fsdp", shares="auto"), 2, "the ranks of the mesh fsdp wait"),
-        (StrategyConfig(name="pp", shares="auto"), 2, "the ranks of the mesh pp wait"),
-        (StrategyConfig(name="device_map", shares="auto"), 2, "device_map has several devices"),
-    ],
-)
-def test_shares_that_cannot_be_moved_are_an_error(strategy: StrategyConfig, processes: int, error: str) -> None:
-    with pytest.raises(InputError, match=error) as caught:
-        resolve_mesh(strategy, processes, microbatches=8)
-    assert caught.value.code == "E_SHARES"
-    assert resolve_mesh(strategy, 1, microbatches=8).size == 1
-    assert resolve_mesh(StrategyConfig(shares="auto"), 3, microbatches=8).data_size == 3
-    assert strategy.at_start.shares == ()
-
-
-@pytest.mark.parametrize(
     "values",
     [
         {"name": "zero"},
-        {"shares": "equal"},
+        {"shares": "auto"},
         {"gather": "fp8"},
         {"hook": "int8"},
         {"schedule": "2f2b"},

@@ -21,7 +21,7 @@ from samestep.tools.run_lines import (
 DATA_SHARE = "data_share"
 _STEP_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
 _NOT_METRICS = ("time", "event", "step", "epoch", "epochs", "is_best", "samples", "samples_per_second", "skipped_steps")
-_NOTES = ("cache", "note", "shares", "skipped", "stop")
+_NOTES = ("cache", "note", "skipped", "stop")
 _STEP_KINDS = ("step", "evaluation", "resume")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MAX_METRICS = 100

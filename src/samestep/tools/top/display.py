@@ -119,8 +119,6 @@ def _values(status: RunStatus) -> Text:
         values = [named(name, value) for name, value in status.evaluation.items() if name != "epoch"]
         epoch = status.evaluation.get("epoch")
         parts.append(f"evaluation{'' if epoch is None else f' {epoch}'}: {'  '.join(values)}")
-    if status.shares is not None:
-        parts.append(f"shares {','.join(map(str, status.shares))}")
     return Text("   ".join(parts) or "no step yet", overflow="ellipsis", no_wrap=True)
 
 

@@ -80,7 +80,6 @@ class RunStatus:
     loss: float | str | None  # loss of the last step, as a string such as `nan` if it is not finite
     evaluation: Mapping[str, Any]  # `epoch`, `loss`, `samples` and metrics of the last evaluation
     ranks: Sequence[RankRow]
-    shares: Sequence[int] | None = None  # microbatches of each rank, if they were moved
     failure: Mapping[str, Any] | None = None  # `code`, `exit_code` and `text` if the state is `failed`
     unreadable_lines: int = 0  # number of lines of ranks and events that cannot be read
 
@@ -211,7 +210,6 @@ class LastEvents:
         self.evaluation: dict[str, Any] = {}  # `epoch`, `loss`, `samples` and metrics; empty without an evaluation
         self.end: Literal["ended", "stopped", "failed"] | None = None  # if the last event is the end of the run
         self.failure: dict[str, Any] = {}  # last failure
-        self.shares: list[int] | None = None  # microbatches of each rank since the last move in this start
         self.unreadable = 0  # number of parsed lines that are not events
         self._samples: deque[tuple[float, int]] = deque()  # times and steps
 
@@ -243,11 +241,8 @@ class LastEvents:
         elif kind == "evaluation":
             values = {name: _number(value) for name, value in event.items() if name not in _NOT_VALUES}
             self.evaluation = {name: value for name, value in values.items() if value is not None}
-        elif kind == "shares" and isinstance(shares := event.get("shares"), list):
-            numbers = [parse_count(share) for share in shares]
-            self.shares = None if None in numbers else [number for number in numbers if number is not None]
         elif kind == "resume":
-            self.end = self.shares = None
+            self.end = None
             self._samples.clear()
         elif kind == "end":
             self.end = "stopped" if event.get("stopped") else "ended"
@@ -376,7 +371,6 @@ class RunReader:
                 since,
                 is_running=state in ("running", "dead"),
             ),
-            shares=self._events.shares,
             failure=self._events.failure if state == "failed" else None,
             unreadable_lines=self._events.unreadable + sum(file.unreadable for file in self._ranks.values()),
         )

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions
 from samestep.config.strategy import resolve_mesh
-from samestep.engine.share_balancer import divide, format_shares, step_seconds
 from samestep.launcher.launch import RankError
 from samestep.microbatches import owned_microbatches
 from samestep.tools.bench import COLORS, Contender
@@ -274,6 +273,31 @@ def draw(data: dict[str, Any], title: str, path: Path) -> None:
     figure.savefig(path)
 
 
+def divide(microbatches: int, speeds: Sequence[float]) -> list[int]:
+    """Return the number of microbatches of each rank, at least one, for which the slowest rank ends first.
+
+    Args:
+        microbatches: number of microbatches, at least one per rank.
+        speeds: microbatches per second of each rank.
+    """
+    counts = [1] * len(speeds)
+    for _ in range(microbatches - len(speeds)):
+        # Greedy assignment is optimal for equal tasks on machines of different speeds.
+        rank = min(range(len(speeds)), key=lambda number: ((counts[number] + 1) / speeds[number], counts[number]))
+        counts[rank] += 1
+    return counts
+
+
+def step_seconds(counts: Sequence[int], speeds: Sequence[float]) -> float:
+    """Return the time after which the last rank has computed its microbatches."""
+    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+
+
+def format_shares(shares: Sequence[int]) -> str:
+    """Return shares as the command line reads them."""
+    return ",".join(map(str, shares))
+
+
 def propose_shares(
     recipe: Recipe,
     processes: int,
@@ -328,7 +352,7 @@ def _obstacle(recipe: Recipe, ranks: int) -> str:
         return "one rank has all microbatches"
     if resolve_mesh(recipe.strategy, ranks).splits_model or recipe.step.batch_norm == "sync":
         return "the ranks wait for each other within a microbatch"
-    if recipe.strategy.shares and recipe.strategy.shares != "auto":
+    if recipe.strategy.shares:
         return f"the recipe has shares: {format_shares(recipe.strategy.shares)}"
     if recipe.microbatch_count < 2 * ranks:
         return f"{recipe.microbatch_count} microbatches are fewer than two per rank"

@@ -273,7 +273,7 @@ def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
     config = recipe.step
     # A reference on one process has nothing to divide; other runs on one process may use several devices.
     uses_devices = recipe.strategy.name in ("dp", "device_map") and trial.reference is not None
-    strategy = recipe.strategy.at_start if trial.processes > 1 or uses_devices else None
+    strategy = recipe.strategy if trial.processes > 1 or uses_devices else None
     with start(device=trial.device, reduction=config.reduction, threads=config.threads, strategy=strategy) as world:
         built = build(recipe, RunOptions(device=trial.device, workers=0), world)
         if trial.checkpoint is not None:

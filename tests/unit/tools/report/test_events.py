@@ -117,11 +117,6 @@ def test_evaluations_by_step_and_metric(tmp_path: Path) -> None:
     assert log.evaluations[5]["loss"] == 0.4
 
 
-def test_moved_shares_are_notes(tmp_path: Path) -> None:
-    log = log_of(tmp_path / "e", [{"event": "shares", "step": 20, "shares": [6, 2], "text": "shares 6,2"}])
-    assert [text for _, text in log.notes] == ["shares 6,2"]
-
-
 def test_invalid_events_are_ignored(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"event": "step"},

@@ -89,10 +89,6 @@ def test_unknown_values_are_dashes() -> None:
     assert printed(replace(first, loss=None))[2] == "no step yet"
 
 
-def test_moved_shares_are_shown() -> None:
-    assert printed(replace(STATUS, evaluation={}, shares=[6, 2]))[2] == "loss 0.4322   shares 6,2"
-
-
 def test_few_lines_show_inactive_ranks_first() -> None:
     ranks = [row(rank, "silent" if rank == 90 else "active") for rank in range(100)]
     lines = printed(replace(STATUS, ranks=ranks), height=20)

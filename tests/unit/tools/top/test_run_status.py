@@ -240,15 +240,6 @@ def test_resume_clears_end_and_speed() -> None:
     assert events.seconds_per_step() == pytest.approx(1.0)
 
 
-def test_a_start_begins_with_equal_shares() -> None:
-    events = last_events(line({"event": "shares", "step": 20, "shares": [6, 2]}))
-    assert events.shares == [6, 2]
-    events.update([line({"event": "shares", "step": 30, "shares": [5, None]})])
-    assert events.shares is None
-    events.update([line({"event": "shares", "step": 40, "shares": [5, 3]}), line({"event": "resume", "step": 40})])
-    assert events.shares is None
-
-
 def test_repeated_steps_restart_the_measurement_of_speed() -> None:
     events = LastEvents()
     for data in [step_line(3, 1003.0), step_line(4, 1004.0), step_line(1, 1100.0), step_line(2, 1103.0)]:

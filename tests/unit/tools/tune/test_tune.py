@@ -15,7 +15,7 @@ from samestep.tools.tune import tune as tune_module
 from samestep.tools.tune.memory_check import Inspection, check_memory
 from samestep.tools.tune.search import search
 from samestep.tools.tune.settings import STEP_OPTIONS, Setting, TuneTarget, grid
-from samestep.tools.tune.tune import StepOption, TuneConfig, draw, lines, step_options, table, tune
+from samestep.tools.tune.tune import StepOption, TuneConfig, divide, draw, lines, step_options, table, tune
 
 RECIPE = load_recipe("digits", [])
 INSPECTION = Inspection(device="cpu", workers=0, peak=2**30, norms=3, dropouts=1, has_images=True)
@@ -218,3 +218,15 @@ def reason_of(inspection: Inspection, name: str, cores: int) -> str:
 def test_step_option_changes_one_key_of_the_recipe() -> None:
     changed = StepOption("step.channels_last", True).apply(RECIPE)
     assert changed == replace(RECIPE, step=replace(RECIPE.step, channels_last=True))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "speeds", "expected"),
+    [
+        (8, [1.0, 1.0], [4, 4]),
+        (8, [2.0, 1.0], [5, 3]),
+        (8, [100.0, 1.0, 100.0], [4, 1, 3]),
+    ],
+)
+def test_microbatches_are_divided_by_speed(microbatches: int, speeds: list[float], expected: list[int]) -> None:
+    assert divide(microbatches, speeds) == expected
