@@ -153,7 +153,6 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
     "values",
     [
         {"name": "zero"},
-        {"shares": "auto"},
         {"gather": "fp8"},
         {"hook": "int8"},
         {"schedule": "2f2b"},
