@@ -1,4 +1,7 @@
-"""Division of a global batch into microbatches, and their ownership by ranks, in integer arithmetic."""
+"""Division of a global batch into microbatches, and their ownership by ranks, in integer arithmetic.
+
+Decisions: docs/decisions/numerics.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`samestep.start()`: rendezvous, device, process group, determinism and teardown of one rank."""
+"""`samestep.start()`: rendezvous, device, process group, determinism and teardown of one rank.
+
+Decisions: docs/decisions/package.md
+"""
 
 from __future__ import annotations
 

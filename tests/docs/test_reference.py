@@ -1,6 +1,7 @@
 """The reference contains every command, recipe key, error code and public name."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -28,3 +29,10 @@ def test_page_is_up_to_date(generator: ModuleType, name: str) -> None:
 def test_every_recipe_key_has_a_description(generator: ModuleType) -> None:
     rows = [line.split(" | ") for line in generator.recipe_page().splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows if not row[-1].strip(" |")] == []
+
+
+def test_decisions_are_linked_from_modules_that_exist() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    pages = {path.name for path in (ROOT / "docs/decisions").glob("*.md")} - {"index.md"}
+    assert {name for name in pages if f"docs/decisions/{name}" not in source} == set()
+    assert set(re.findall(r"docs/decisions/([\w-]+\.md)", source)) <= pages

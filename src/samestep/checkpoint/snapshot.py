@@ -1,4 +1,7 @@
-"""Copies of tensors in host memory, and files of these copies in the format of safetensors."""
+"""Copies of tensors in host memory, and files of these copies in the format of safetensors.
+
+Decisions: docs/decisions/runs.md
+"""
 
 from __future__ import annotations
 

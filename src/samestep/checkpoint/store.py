@@ -4,6 +4,8 @@ A checkpoint is written under a temporary name, every file and the folder are fo
 renamed. A kill at any point leaves the complete checkpoint or none. To replace a checkpoint of the same step, the old
 one is renamed first and stays valid until the removal. One process writes at a time (`FolderLock`); ranks of one run
 may write the same bytes at the same time.
+
+Decisions: docs/decisions/runs.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Configuration classes of a recipe, every input of the mathematics of a run; and options that change no result."""
+"""Configuration classes of a recipe, every input of the mathematics of a run; and options that change no result.
+
+Decisions: docs/decisions/recipes.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loader of global batches, one microbatch at a time, from any cursor, and epochs of a training loop."""
+"""Loader of global batches, one microbatch at a time, from any cursor, and epochs of a training loop.
+
+Decisions: docs/decisions/data.md
+"""
 
 from __future__ import annotations
 

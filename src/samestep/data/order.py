@@ -2,6 +2,8 @@
 
 Orders are that of the dataset, a shuffled array, a keyed permutation without memory per sample, and groups of similar
 length.
+
+Decisions: docs/decisions/data.md
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ thread, therefore stores an operation that lasts more than a second in the job's
 
 An enabled check covers collectives of the user too. Every rank numbers its operations and stores a description of each
 in the job's store, then reads those of the other ranks under the same number.
+
+Decisions: docs/decisions/rank-checks.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Checks that ranks have the same settings, and hold the same weights, buffers and optimizer state."""
+"""Checks that ranks have the same settings, and hold the same weights, buffers and optimizer state.
+
+Decisions: docs/decisions/rank-checks.md
+"""
 
 from __future__ import annotations
 

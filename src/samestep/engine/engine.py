@@ -1,4 +1,7 @@
-"""Engine: one optimizer step from one global batch, with the same result on every number of ranks."""
+"""Engine: one optimizer step from one global batch, with the same result on every number of ranks.
+
+Decisions: docs/decisions/own-loops.md
+"""
 
 from __future__ import annotations
 

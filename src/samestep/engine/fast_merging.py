@@ -1,4 +1,7 @@
-"""Several microbatches of a rank in one forward and backward, under `reduction: fast`."""
+"""Several microbatches of a rank in one forward and backward, under `reduction: fast`.
+
+Decisions: docs/decisions/speed.md
+"""
 
 from __future__ import annotations
 

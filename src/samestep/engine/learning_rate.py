@@ -1,4 +1,7 @@
-"""Learning rate as a function of the global batch size and the step, never of the number of devices."""
+"""Learning rate as a function of the global batch size and the step, never of the number of devices.
+
+Decisions: docs/decisions/losses.md
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Losses as a sum and a count, so that the mean is taken once, over the global batch.
 
 PyTorch's loss modules and functions are recognized, with their `reduction`, `weight` and `ignore_index`.
+
+Decisions: docs/decisions/losses.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Check in float64 of a model's results for several microbatches together against those for each of them."""
+"""Check in float64 of a model's results for several microbatches together against those for each of them.
+
+Decisions: docs/decisions/speed.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Changes of a model by the script between steps: parameters, optimizer groups, hooks, numbers and functions."""
+"""Changes of a model by the script between steps: parameters, optimizer groups, hooks, numbers and functions.
+
+Decisions: docs/decisions/own-loops.md
+"""
 
 from __future__ import annotations
 

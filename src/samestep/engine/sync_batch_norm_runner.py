@@ -1,4 +1,7 @@
-"""Steps in which batch norm uses the statistics of the global batch."""
+"""Steps in which batch norm uses the statistics of the global batch.
+
+Decisions: docs/decisions/batch-norm.md
+"""
 
 from __future__ import annotations
 

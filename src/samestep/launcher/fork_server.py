@@ -1,4 +1,7 @@
-"""Fork server of the ranks, and its environment."""
+"""Fork server of the ranks, and its environment.
+
+Decisions: docs/decisions/launching.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State of a rank's process, and the job of another launcher: store, rendezvous, reports of failures."""
+"""State of a rank's process, and the job of another launcher: store, rendezvous, reports of failures.
+
+Decisions: docs/decisions/package.md
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Importing torch takes seconds, so this happens only once: a fork server (`multiprocessing`) imports torch, and every
 rank is a fork of the server. The server uses no device, so the ranks can.
+
+Decisions: docs/decisions/launching.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Watchdog: detection of ranks that hang and of slow ranks, and the Python stacks of ranks."""
+"""Watchdog: detection of ranks that hang and of slow ranks, and the Python stacks of ranks.
+
+Decisions: docs/decisions/launching.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Periodic resource samples of each rank, one JSON file per rank."""
+"""Periodic resource samples of each rank, one JSON file per rank.
+
+Decisions: docs/decisions/runs.md
+"""
 
 from __future__ import annotations
 

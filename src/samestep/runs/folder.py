@@ -1,4 +1,7 @@
-"""Run directory of a custom loop: lock, events, rank files, environment and trackers."""
+"""Run directory of a custom loop: lock, events, rank files, environment and trackers.
+
+Decisions: docs/decisions/runs.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Events and progress of a custom loop, from the hooks of its engines."""
+"""Events and progress of a custom loop, from the hooks of its engines.
+
+Decisions: docs/decisions/own-loops.md
+"""
 
 from __future__ import annotations
 

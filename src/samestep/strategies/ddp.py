@@ -1,4 +1,7 @@
-"""Distributed data parallel: torch's DistributedDataParallel with a communication hook for the reduction."""
+"""Distributed data parallel: torch's DistributedDataParallel with a communication hook for the reduction.
+
+Decisions: docs/decisions/speed.md
+"""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 

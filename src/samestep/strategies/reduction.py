@@ -12,6 +12,8 @@ microbatches; ranks then communicate to add the rest of the tree. Microbatches w
 A bucket is the gradients of some parameters as one flat tensor, each in the memory order of its parameter. This is the
 order of DDP's buckets (torch's "gradient layout contract"): for a channels-last parameter it differs from the order of
 the shape.
+
+Decisions: docs/decisions/numerics.md
 """
 
 from __future__ import annotations

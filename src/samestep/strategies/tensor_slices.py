@@ -6,6 +6,8 @@ depend on the number of ranks.
 
 Kernels compute the last elements of a tensor in another way than the others, so that an elementwise function has equal
 bits only for equal shapes: functions of a divided tensor are applied to each slice.
+
+Decisions: docs/decisions/layouts.md
 """
 
 from __future__ import annotations

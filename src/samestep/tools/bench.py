@@ -1,4 +1,7 @@
-"""`samestep bench`: variants of a recipe, each trained once, then all timed in turn."""
+"""`samestep bench`: variants of a recipe, each trained once, then all timed in turn.
+
+Decisions: docs/decisions/recipes.md
+"""
 
 from __future__ import annotations
 

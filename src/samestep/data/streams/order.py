@@ -1,4 +1,7 @@
-"""Order of samples in sharded files: each microbatch of the global batches draws from its own range of the files."""
+"""Order of samples in sharded files: each microbatch of the global batches draws from its own range of the files.
+
+Decisions: docs/decisions/data.md
+"""
 
 from __future__ import annotations
 

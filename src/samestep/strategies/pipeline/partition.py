@@ -1,4 +1,7 @@
-"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes."""
+"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes.
+
+Decisions: docs/decisions/layouts.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pipeline stages of one rank: execution of their graphs, and of each stage under a schedule of torch."""
+"""Pipeline stages of one rank: execution of their graphs, and of each stage under a schedule of torch.
+
+Decisions: docs/decisions/layouts.md
+"""
 
 from __future__ import annotations
 

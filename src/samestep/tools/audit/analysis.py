@@ -1,4 +1,7 @@
-"""Analysis of the events of an audit, and its report."""
+"""Analysis of the events of an audit, and its report.
+
+Decisions: docs/decisions/proofs.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verification of one subject, and its certificate: JSON, a table for the terminal, and a self-contained HTML page."""
+"""Verification of one subject, and its certificate: JSON, a table for the terminal, and a self-contained HTML page.
+
+Decisions: docs/decisions/proofs.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decoders of image files, and the scale at which a JPEG file is decoded for a crop."""
+"""Decoders of image files, and the scale at which a JPEG file is decoded for a crop.
+
+Decisions: docs/decisions/images.md
+"""
 
 from __future__ import annotations
 
