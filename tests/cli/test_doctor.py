@@ -1,53 +1,14 @@
-"""Tests of `samestep doctor` and `samestep doctor --launch`."""
+"""Tests of `samestep doctor`: report, real faults in separate processes, self-test, and caches."""
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from helpers.started import as_mpirun, as_srun
-from helpers.system import Running, answer, until
+from helpers.doctor_faults import FAULTS, Fault, doctor, require
+from helpers.system import Running, answer, here, until
 from samestep.cli.main import main
-from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
-
-
-@pytest.fixture(autouse=True)
-def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCH_VARIABLES, "SAMESTEP_TOKEN", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-def test_launch_without_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--launch"]) == 0
-    out = capsys.readouterr().out
-    assert "no launcher's variables are set" in out
-    assert "samestep train would start 1 process" in out
-
-
-def test_launch_under_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {**as_srun("17")(1, 4), **as_mpirun(1, 4), "SAMESTEP_TOKEN": "not to be shown"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["doctor", "--launch", "--json"]) == 0
-    out = capsys.readouterr().out
-    assert "not to be shown" not in out
-    facts = json.loads(out)
-    launcher = facts["launcher"]
-    assert (launcher["name"], launcher["rank"], launcher["world size"]) == ("Slurm", 1, 4)
-    assert "OMPI_COMM_WORLD_RANK" in str(launcher)
-    assert facts["variables"]["SLURM_PROCID"] == "1"
-    assert facts["network"]["interface"] in ("loopback", "lo", "lo0")
-    assert facts["network"]["token"] == "set"
-    assert "rank 1 of 4" in facts["train"]
-
-
-def test_launch_with_refused_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert main(["doctor", "--launch"]) == 2
-    out = capsys.readouterr().out
-    assert "RANK is set but WORLD_SIZE" in out
-    assert "would refuse to start" in out
+from samestep.zoo.cache.sample_cache import SampleCache
 
 
 def test_json_is_a_list_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,33 +26,53 @@ def test_json_is_a_list_of_findings(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_printed_failure_has_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").write_text("")
     assert main(["doctor", "--quick", "--processes", "2", "--runs", str(tmp_path / "runs")]) == 3
-    out = capsys.readouterr().out
-    assert "fix: use a writable folder on a disk with free space" in " ".join(out.split())
-    assert "checked for 2 ranks with 1 thread" in out
+    lines = capsys.readouterr().out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("fail  runs folder"))
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["expected", "fix"]
+    assert "1 fail" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--processes", "none"],
-        ["--workers", "-1"],
-        ["--threads", "0"],
-        ["--worker-memory", "much"],
-        ["--bundle", "report.zip", "--launch"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--processes", "none"], ["--workers", "-1"], ["--bundle", "report.zip"]])
 def test_invalid_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--quick", *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor", "--json", "--runs", str(tmp_path)])
-    findings = {finding["name"]: finding for finding in answer(capsys)["findings"]}
-    assert findings["self-test"]["verdict"] == "pass", findings["self-test"]
-    assert "summed" in findings["self-test"]["value"]
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_fault(fault: Fault, tmp_path: Path) -> None:
+    require(fault.namespace)
+    code, findings = doctor(tmp_path, fault=fault)
+    finding = next(finding for name, finding in findings.items() if name.startswith(fault.name))
+    assert finding["verdict"] == fault.verdict, finding
+    assert fault.value in finding["value"]
+    assert fault.fix in finding["fix"]
     assert code == (3 if any(finding["verdict"] == "fail" for finding in findings.values()) else 0)
+
+
+@pytest.mark.slow
+def test_no_problems_in_ranks(tmp_path: Path) -> None:
+    code, findings = doctor(tmp_path, quick=False)
+    assert [finding for finding in findings.values() if finding["verdict"] in ("warn", "fail")] == []
+    assert (code, findings["self-test"]["verdict"]) == (0, "pass")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("", "nosuch0", "", {"GLOO_SOCKET_IFNAME": "nosuch0"}),
+        Fault("", "address space", "", shell="ulimit -v 600000"),
+        Fault("", "", "", namespace="--net"),
+    ],
+    ids=["in a rank", "before ranks start", "no loopback interface"],
+)
+def test_self_test_failure(fault: Fault, tmp_path: Path) -> None:
+    require(fault.namespace)
+    code, findings = doctor(tmp_path, fault=fault, quick=False)
+    finding = findings["self-test"]
+    assert (code, finding["verdict"]) == (3, "fail")
+    assert fault.value in finding["value"]
 
 
 @pytest.mark.slow
@@ -105,6 +86,24 @@ def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
         until(lambda: not running.processes(), "no process remains", 10)
     assert (done.code, done.out) == (130, ""), done.err
     assert "Traceback" not in done.err
+
+
+def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "caches"
+    monkeypatch.setenv("SAMESTEP_CACHE", str(folder))
+    for name, kind in (("photos-1", "decoded"), ("photos-2", "encoded")):
+        cache = SampleCache(folder / name, {"kind": kind, "source": "/photos"}, limit=None, samples=9)
+        for number in range(3):
+            cache.add((number, number), memoryview(bytes(1000)))
+    assert here("doctor", "--caches", "--json", cwd=tmp_path) == 0
+    listed = answer(capsys)
+    rows = [(cache["name"], cache["kind"], cache["entries"], cache["source"]) for cache in listed["caches"]]
+    assert rows == [("photos-1", "decoded", 3, "/photos"), ("photos-2", "encoded", 3, "/photos")]
+    assert listed["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    (folder / "photos-1/cache.json").write_text("[", encoding="utf-8")
+    assert here("doctor", "--clear-caches", cwd=tmp_path) == 0
+    assert "photos-1  unknown" in capsys.readouterr().out
+    assert not list(folder.iterdir())
 
 
 def test_devices_option_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

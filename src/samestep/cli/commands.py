@@ -42,7 +42,6 @@ COMMANDS = {
     "diff": Command("check", "find the first difference of two runs"),
     "replay": Command("check", "compute a step of a run again"),
     "doctor": Command("check", "check this machine before training"),
-    "cache": Command("check", "list or remove the caches of images and of streams"),
     "bench": Command("speed", "compare ways to run a recipe on this machine", starts_ranks=True),
     "profile": Command("speed", "measure the phases of a step, and possible savings", starts_ranks=True),
     "tune": Command("speed", "find the number of loader processes for a recipe on this machine", starts_ranks=True),

@@ -1,35 +1,37 @@
-"""`samestep doctor`: check this machine before training."""
+"""`samestep doctor`: check this machine before training; list and remove caches of images."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.launch_options import gpu_names, parse_process_count
-from samestep.cli.options import add_number, add_options, option_conflict, print_json, progress
-from samestep.distributed.devices import visible_devices
-from samestep.distributed.env import Environment, launch_variables, read_environment, read_rendezvous
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.cli.launch_options import parse_process_count
+from samestep.cli.options import add_options, options_of, print_json
+from samestep.config import default_workers
+from samestep.distributed.env import CACHE, cache_folder
 from samestep.distributed.resources import read_processors
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, InputError
-from samestep.tools.doctor.findings import MICROBATCH_BYTES, RANK_BYTES, WORKER_BYTES, Finding, Plan, Verdict, worst
-from samestep.units import parse_bytes
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE
+from samestep.report_limits import printable
+from samestep.tools.doctor.findings import Finding, Plan, Verdict
+from samestep.units import format_bytes, format_count
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-_PACKAGES = ("samestep", "torch", "numpy", "torchvision", "safetensors")
-_PLACE = ("rank", "world_size", "local_rank", "local_size", "restarts", "address", "port")
-_COLOURS: dict[Verdict, str] = {"pass": "green", "info": "dim", "warn": "yellow", "fail": "red"}
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `samestep doctor`."""
+
+    runs: Path
+    processes: str = "auto"
+    workers: int | None = None
+    quick: bool = False
+    caches: bool = False
+    clear_caches: bool = False
+    json: bool = False
 
 
 def add_doctor(add_parser: Any) -> None:
@@ -37,185 +39,69 @@ def add_doctor(add_parser: Any) -> None:
     parser = add_parser(
         description="Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short "
         "self-test. Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed.",
-        epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4 --worker-memory 2GiB; "
-        "samestep doctor --bundle report.zip. Exit codes: 0 no failure, 2 invalid input, 3 at least one failure.",
+        epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4; samestep doctor --caches. Exit "
+        "codes: 0 no failure, 2 invalid input, 3 at least one failure.",
     )
     group = parser.add_argument_group("planned run")
     group.add_argument("--processes", metavar="N", help="ranks on this machine (default: one per GPU, else per core)")
-    add_options(group, "--workers")
-    add_number(group, "--threads", default=1, metavar="N", help="threads per rank, step.threads (default 1)")
-    add_options(group, "--runs")
-    for name, default, subject in (
-        ("--rank-memory", RANK_BYTES, "memory per rank"),
-        ("--worker-memory", WORKER_BYTES, "private memory per worker"),
-        ("--microbatch-memory", MICROBATCH_BYTES, "size of one microbatch from a worker"),
-    ):
-        size = f"{default >> 20}MiB"
-        parse = partial(parse_bytes, name)
-        group.add_argument(name, type=parse, metavar="SIZE", default=size, help=f"{subject} (default {size})")
+    add_options(group, "--workers", "--runs")
     parser.add_argument("--quick", action="store_true", help="skip the self-test; torch is not imported")
-    parser.add_argument("--launch", action="store_true", help="show only how ranks would start and connect")
-    text = "write a zip for a bug report, without private data"
-    parser.add_argument("--bundle", type=Path, metavar="FILE", help=text)
+    group = parser.add_argument_group("caches of images, data.cache")
+    text = f"list the caches in ~/.cache/samestep, or in the folder of the environment variable {CACHE}"
+    group.add_argument("--caches", action="store_true", help=text)
+    group.add_argument("--clear-caches", action="store_true", help="list and remove them; runs that use one continue")
     add_options(parser, "--json")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Check and print; return 0 without failures and 3 otherwise."""
-    if arguments.launch:
-        if arguments.bundle is not None:
-            raise option_conflict("--bundle with --launch", "a bundle contains the findings of all checks")
-        return _show_launch(as_json=arguments.json)
+    options = options_of(DoctorOptions, arguments)
+    if options.caches or options.clear_caches:
+        _show_caches(options)
+        return EXIT_DONE
     # Imported here to keep other commands fast.
-    from rich.console import Console
+    from samestep.tools.doctor.doctor import check_machine
+    from samestep.tools.doctor.gpus import read_nvidia
 
-    from samestep.tools.doctor.bundle import write_bundle
-    from samestep.tools.doctor.doctor import check, read_facts
-
-    processes = arguments.processes
-    facts = read_facts(
-        Plan(
-            runs=arguments.runs,
-            threads=arguments.threads,
-            rank_bytes=arguments.rank_memory,
-            worker_bytes=arguments.worker_memory,
-            microbatch_bytes=arguments.microbatch_memory,
-        ),
-        ranks=None if processes in (None, "auto") else parse_process_count(processes, " or auto"),
-        workers=arguments.workers,
-        preload=PRELOAD,
-        quick=arguments.quick,
-        progress=progress(arguments),
-    )
-    findings = list(check(facts))
-    verdict = worst(findings)
-    if arguments.bundle is not None:
-        write_bundle(arguments.bundle, facts, findings)
-    if arguments.json:
-        print_json({"verdict": verdict, "plan": str(facts.plan), "findings": [asdict(finding) for finding in findings]})
+    nvidia, usable = read_nvidia(), read_processors().usable
+    processes = len(nvidia.gpus) or usable
+    if options.processes != "auto":
+        processes = parse_process_count(options.processes, " or auto")
+    workers = default_workers(usable, processes) if options.workers is None else options.workers
+    plan = Plan(processes, workers)
+    findings = list(check_machine(plan, nvidia, options.runs, quick=options.quick, preload=PRELOAD))
+    verdict: Verdict = max((finding.verdict for finding in findings), key=get_args(Verdict).index)
+    if options.json:
+        print_json({"verdict": verdict, "plan": str(plan), "findings": [asdict(finding) for finding in findings]})
     else:
-        _print(Console(soft_wrap=False), findings, str(facts.plan))
-        if arguments.bundle is not None:
-            print(f"bundle  {arguments.bundle}")
+        _print(findings)
     return EXIT_DIFFERS if verdict == "fail" else EXIT_DONE
 
 
-def _print(console: Console, findings: Sequence[Finding], plan: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(max_width=34)
-    table.add_column(overflow="fold")
+def _print(findings: Sequence[Finding]) -> None:
     for finding in findings:
-        lines = [finding.value]
-        lines += [f"  expected: {finding.expected}"] if finding.expected else []
-        lines += [f"  fix:      {finding.fix}"] if finding.fix else []
-        colour = _COLOURS[finding.verdict]
-        table.add_row(Text(finding.verdict, colour), Text(finding.name), Text("\n".join(lines)))
-    console.print(table)
+        print(f"{finding.verdict}  {finding.name:<24} {finding.value}")
+        if finding.expected is not None:
+            print(f"      {'expected':<24} {finding.expected}")
+            print(f"      {'fix':<24} {finding.fix}")
     counts = Counter(finding.verdict for finding in findings)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _COLOURS)
-    console.print(f"\nchecked for {plan}: {summary}", highlight=False, soft_wrap=True)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict)))
 
 
-def _show_launch(*, as_json: bool) -> int:
-    """Print the launcher, its variables, and the launch of a command; return 2 for invalid variables."""
-    try:
-        rendezvous, error = read_rendezvous(), None
-    except InputError as invalid:
-        rendezvous, error = None, str(invalid)
-    environment = read_environment()
-    facts: dict[str, Any] = {
-        "launcher": _launcher(rendezvous, error),
-        "variables": launch_variables(),
-        "machine": _machine(environment),
-        "network": _network(rendezvous, environment),
-        "versions": {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()},
-    }
-    facts["train"] = _train_launch(rendezvous, error, facts["machine"])
-    if as_json:
-        print_json(facts)
-    else:
-        print("\n".join(_launch_lines(facts)))
-    return EXIT_DONE if error is None else EXIT_INPUT
+def _show_caches(options: DoctorOptions) -> None:
+    from samestep.zoo.cache.sample_cache import list_caches, remove_cache
 
-
-def _launcher(rendezvous: Rendezvous | None, error: str | None) -> dict[str, Any]:
-    if rendezvous is None:
-        why = error or "no launcher's variables are set, or only those of a single process"
-        return {"name": None, "why": why, "passed over": []}
-    if rendezvous.has_store:
-        store = "hosted by the launcher"
-    elif rendezvous.port is None:
-        store = "hosted by rank 0 on a free port of the loopback interface, published in a file of this user"
-    else:
-        store = "hosted by rank 0"
-    return {
-        "name": rendezvous.launcher,
-        "why": rendezvous.why,
-        "passed over": list(rendezvous.also),
-        **{name.replace("_", " "): getattr(rendezvous, name) for name in _PLACE},
-        "store": store,
-    }
-
-
-def _machine(environment: Environment) -> dict[str, Any]:
-    names = gpu_names()
-    identifiers = visible_devices(environment.visible_devices, len(names))
-    return {
-        "devices": [
-            {"position": position, "is": identifier, "name": name}
-            for position, (identifier, name) in enumerate(zip(identifiers, names, strict=True))
-        ],
-        "CUDA_VISIBLE_DEVICES": environment.visible_devices,
-        "device order": environment.device_order or "PCI_BUS_ID",
-        "cores": read_processors().usable,
-        "threads a rank": "step.threads of the recipe (default 1)",
-        "system": platform.platform(),
-    }
-
-
-def _network(rendezvous: Rendezvous | None, environment: Environment) -> dict[str, Any]:
-    on_one_machine = rendezvous is None or rendezvous.is_on_one_machine
-    default = "loopback" if on_one_machine else "selected by gloo: the interface of this machine's host name"
-    return {
-        "host": socket.gethostname(),
-        "all ranks on this machine": on_one_machine,
-        "interface": environment.gloo_interface or default,
-        "token": "set" if environment.token is not None else "none",
-    }
-
-
-def _train_launch(rendezvous: Rendezvous | None, error: str | None, machine: dict[str, Any]) -> str:
-    if error is not None:
-        return "samestep train would refuse to start"
-    if rendezvous is not None:
-        return f"samestep train would be rank {rendezvous.rank} of {rendezvous.world_size}, and start no processes"
-    count = len(machine["devices"]) or machine["cores"]
-    unit = "GPU" if machine["devices"] else "core"
-    return (
-        f"samestep train would start 1 process; with --processes auto, {count} (one per {unit}), "
-        "but no more than the recipe has microbatches"
-    )
-
-
-def _launch_lines(facts: dict[str, Any]) -> list[str]:
-    lines = []
-    for title, content in facts.items():
-        lines.append(title)
-        if isinstance(content, dict):
-            texts = {name: _format(value).replace("\n", "\n  " + " " * 27) for name, value in content.items()}
-            lines += [f"  {name:<27}{text}" for name, text in texts.items()] or ["  none"]
-        else:
-            lines.append(f"  {content}")
-    return lines
-
-
-def _format(value: Any) -> str:
-    if isinstance(value, dict):  # a device
-        return f"{value['position']} is {value['is']} ({value['name']})"
-    text = "; ".join(map(_format, value)) if isinstance(value, list) else value
-    return "none" if text in (None, "") else str(text)
+    caches = list_caches()
+    if options.clear_caches:
+        for cache in caches:
+            remove_cache(cache.name)
+    title = "removed" if options.clear_caches else "caches"
+    size = sum(cache.bytes for cache in caches)
+    if options.json:
+        print_json({"folder": str(cache_folder()), title: [asdict(cache) for cache in caches], "bytes": size})
+        return
+    for cache in caches:
+        size_text = f"{format_count(cache.entries)}  {format_bytes(cache.bytes)}"
+        print(printable(f"{cache.name}  {cache.kind}  {size_text}  {cache.source}"))
+    print(f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}")

@@ -129,11 +129,6 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "samestep"
 
 
-def launch_variables() -> dict[str, str]:
-    """Return the launcher variables that are set, in the order of precedence."""
-    return {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
-
-
 def relevant_variables() -> dict[str, str]:
     """Return all set variables that change the behaviour of torch, its libraries or launchers."""
     names = (name for name in os.environ if name.startswith(_PREFIXES) or name in LAUNCH_VARIABLES)

@@ -27,7 +27,6 @@ class CgroupLimits:
     memory: int | None = None  # bytes of memory for the whole group
     memory_left: int | None = None  # bytes still available; cached files can be dropped and do not count as used
     cpus: float | None = None  # processor time in processors, such as 1.5
-    tasks_left: int | None = None  # processes and threads that can still be started
 
 
 def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
@@ -44,7 +43,6 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
         memory=tightest("memory", _memory_limit),
         memory_left=tightest("memory", _memory_left),
         cpus=tightest("cpu", _cpus),
-        tasks_left=tightest("pids", _tasks_left),
     )
 
 
@@ -91,11 +89,6 @@ def _cpus(group: Path) -> float | None:
     if not (quota.isdecimal() and period.isdecimal()) or period == "0":
         return None  # `max`, -1, or nothing
     return int(quota) / int(period)
-
-
-def _tasks_left(group: Path) -> int | None:
-    limit, used = _number(group / "pids.max"), _number(group / "pids.current")
-    return None if limit is None or used is None else max(0, limit - used)
 
 
 def _number(path: Path) -> int | None:

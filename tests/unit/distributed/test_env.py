@@ -7,7 +7,6 @@ import pytest
 
 from samestep.distributed.env import (
     environment_copy,
-    launch_variables,
     prepare_torch_environment,
     read_environment,
     read_log_level,
@@ -31,7 +30,6 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_launcher() -> None:
     assert read_rendezvous() is None
-    assert launch_variables() == {}
 
 
 def test_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +39,6 @@ def test_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous is not None
     assert (rendezvous.rank, rendezvous.world_size) == (3, 4)
     assert (rendezvous.address, rendezvous.port) == ("node-0", 29500)
-    assert launch_variables() == TORCHRUN
 
 
 def test_token_and_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,9 @@ def test_version_2_on_every_level(tmp_path: Path) -> None:
             "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n",
             f"{group}/cpu.max": "150000 100000\n",
             "sys/fs/cgroup/pod/cpu.max": "max 100000\n",
-            f"{group}/pids.max": "100\n",
-            f"{group}/pids.current": "88\n",
         },
     )
-    assert read_cgroup_limits(root) == CgroupLimits(8 * GIB, 5 * GIB, 1.5, 12)
+    assert read_cgroup_limits(root) == CgroupLimits(8 * GIB, 5 * GIB, 1.5)
 
 
 def test_version_1_with_the_container_as_root(tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_version_1_with_the_container_as_root(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert read_cgroup_limits(root) == CgroupLimits(2 * GIB, GIB + 1024, 4.0, None)
+    assert read_cgroup_limits(root) == CgroupLimits(2 * GIB, GIB + 1024, 4.0)
 
 
 def test_no_limits(tmp_path: Path) -> None:
