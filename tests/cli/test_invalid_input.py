@@ -414,7 +414,7 @@ UNREADABLE = {
         "predict runs/a recipe.yaml",
         "export runs/a",
         "push runs/a --out pushed",
-        "replay runs/a --step 1",
+        "diff runs/a --step 1",
         "diff runs/a runs/b",
         "report runs/a --out report.html",
         "top runs/a --once",

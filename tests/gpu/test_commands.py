@@ -67,7 +67,7 @@ def test_resume_on_two_ranks_has_the_weights_of_one(tmp_path: Path) -> None:
     "command",
     [
         ("eval", "RUN", "--device", "cuda"),
-        ("replay", "RUN", "--step", "20"),
+        ("diff", "RUN", "--step", "20"),
         ("report", "RUN"),
         ("verify", "digits", "--device", "cuda", "--processes", "1,2"),
         ("bench", "digits", "--device", "cuda", "--devices", "1", "--rounds", "2", "--steps", "5"),

@@ -1,108 +1,178 @@
-"""`samestep diff`: the first difference of two runs."""
+"""`samestep diff`: the first difference of two runs, or of a run and a step of it that is computed again."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.options import add_options, print_json, progress
-from samestep.cli.replay import add_replay_options, replay_options, subject_of
-from samestep.cli.run_plans import reading
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE
+from samestep.cli.launch_options import LaunchOptions
+from samestep.cli.options import add_number, add_options, option_conflict, options_of, print_json, progress
+from samestep.cli.run_plans import plan_to_replay, reading
+from samestep.config import resolve_mesh
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.units import plural
 
 if TYPE_CHECKING:
-    from samestep.tools.replay.diff import Comparison, Finding
+    from samestep.tools.replay.diff import Comparison, Replays
+    from samestep.tools.replay.launch import Replayed, ScriptCommand, Subject
     from samestep.tools.report.run import Run
-
-_LISTED = 12  # differences of environments in the text
 
 
 def add_diff(add_parser: Any) -> None:
     """Add `samestep diff`."""
     parser = add_parser(
         description="Compare recipes and environments of two runs, find the first step with different checksums of the "
-        "state, and compute this step of both runs again to find the first different tensor. The runs are only read.",
+        "state, and compute this step of both runs again to find the first different tensor. With --step, compute a "
+        "step of one run or of two runs again, and compare it with the log. The runs are only read.",
         epilog="example: samestep diff runs/first runs/second. "
         "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
     )
-    parser.add_argument("folders", type=Path, nargs=2, metavar="RUN", help="directory of a run")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="directory of a run")
+    add_number(parser, "--step", metavar="N", help="step to compute again (needed with one run)")
     parser.add_argument("--no-replay", action="store_true", help="compare the logs only")
-    add_replay_options(parser)
+    group = parser.add_argument_group("machine (results do not depend on these options)")
+    group.add_argument("--processes", metavar="N", help="number of ranks (default: as in the run)")
+    add_options(group, "--devices", "--share-gpu", "--device")
+    group = parser.add_argument_group("code of the run")
+    add_options(group, "--trust")
+    text = "replay although the user's Python modules have changed since the last start of the run"
+    group.add_argument("--accept-changes", action="store_true", help=text)
     add_options(parser, "--json")
-    parser.set_defaults(run=_diff, from_start=False)
+    parser.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    """Compare and print; return 0 if all common checksums are equal, otherwise 3."""
-    from samestep.tools.replay.diff import compare_logs, find_difference
+    """Compare and print; return 0 without a difference, otherwise 3."""
+    from samestep.tools.replay.diff import compare_logs
     from samestep.tools.report.run import read_runs
 
     require_single_process("diff")
+    if len(arguments.folders) > 2 or (len(arguments.folders) == 1 and arguments.step is None):
+        fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
+        raise option_conflict(f"{plural(len(arguments.folders), 'run')} without --step", "two runs", fix)
     runs = read_runs(arguments.folders)
-    logs, finding, note = compare_logs(runs), None, None
-    if not arguments.json:
-        _show_logs(logs, runs)
-    if logs.first_different is not None:
-        note = _without_replay(arguments, runs, logs)
-        if note is None:
-            subjects = [subject_of(run, logs.last_equal, logs.first_different, arguments, []) for run in runs]
-            with reading(*(subject.checkpoint for subject in subjects)):
-                finding = find_difference(subjects, logs, replay_options(arguments), progress(arguments))
-    equal = logs.first_different is None and bool(logs.compared)
-    if arguments.json:
-        data = {"runs": [str(run.folder) for run in runs], "equal": equal, **asdict(logs), "note": note}
-        print_json({**data, "finding": finding.data() if finding is not None else None})
+    replays: list[Replayed] = []
+    logs, finding, note = None, None, None
+    if arguments.step is not None:
+        replays, finding = _replay(runs, arguments.step - 1, arguments.step, arguments)
     else:
-        _show_finding(finding, note, logs)
+        logs = compare_logs(*runs)
+        has_two_kinds = len({(run.folder / LOOP).is_file() for run in runs}) > 1
+        if logs.recipe or has_two_kinds or arguments.no_replay:
+            note = "not replayed: --no-replay, different recipes, or a recipe and a script"
+        elif logs.first_different is not None:
+            replays, finding = _replay(runs, logs.last_equal, logs.first_different, arguments)
+    equal = finding is None if logs is None else logs.first_different is None and logs.compared > 0
+    if arguments.json:
+        data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
+        data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
+        print_json(data | ({} if logs is None else asdict(logs)))
+        return EXIT_DONE if equal else EXIT_DIFFERS
+    if logs is not None:
+        _show("recipes", [f"{line} (changes the mathematics)" for line in logs.recipe] + logs.other_keys)
+        _show("environment", logs.environment)
+        _show("checksums", [_checksums(logs)])
+    if replays:
+        _show("replays", [_replayed(replayed) for replayed in replays])
+        _show("difference", [finding.text] if finding is not None else [])
+    elif note is not None and not equal:
+        _show("note", [note])
     return EXIT_DONE if equal else EXIT_DIFFERS
 
 
-def _without_replay(arguments: argparse.Namespace, runs: list[Run], logs: Comparison) -> str | None:
-    """Return the reason for a comparison without replays, if there is one."""
-    if arguments.no_replay:
-        return "not replayed (--no-replay)"
-    if logs.recipe:
-        return "not replayed: the recipes differ"
-    if len({(run.folder / LOOP).is_file() for run in runs}) > 1:
-        return "not replayed: one run is that of a recipe, the other that of a script"
-    return None
-
-
-def _show_logs(logs: Comparison, runs: list[Run]) -> None:
-    _show("recipes", [f"{line} (changes the mathematics)" for line in logs.recipe] + logs.other_keys)
-    _show("environment", logs.environment)
-    names = [str(run.folder) for run in runs]
+def _checksums(logs: Comparison) -> str:
     if not logs.compared:
-        print(f"{'checksums':<14}no steps with checksums of both runs")
-    elif logs.first_different is None:
-        print(f"{'checksums':<14}equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}")
-    elif logs.last_equal:
-        print(f"{'checksums':<14}equal up to step {logs.last_equal}, different after step {logs.first_different}")
-    else:
-        print(
-            f"{'checksums':<14}different after step {logs.first_different}, the first one with checksums of both runs"
-        )
-    for name, count in zip(names, logs.only, strict=True):
-        if count:
-            print(f"{'':<14}{name} has {plural(count, 'later checksum')}")
+        return "no steps with checksums of both runs"
+    if logs.first_different is None:
+        return f"equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}"
+    return f"equal up to step {logs.last_equal}, different after step {logs.first_different}"
+
+
+def _replayed(replayed: Replayed) -> str:
+    step, compared = replayed.first_different, plural(replayed.compared, "checksum")
+    result = f"has the logged {compared}" if step is None else f"differs from the log from step {step} on"
+    steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {plural(replayed.processes, 'process')}"
+    return f"{replayed.run}, {steps}: {result}"
 
 
 def _show(title: str, lines: list[str]) -> None:
-    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    for number, line in enumerate([*lines[:_LISTED], *more] or ["equal"]):
+    for number, line in enumerate(lines or ["equal"]):
         print(f"{'' if number else title:<14}{printable(line)}")
 
 
-def _show_finding(finding: Finding | None, note: str | None, logs: Comparison) -> None:
-    if finding is not None:
-        for number, line in enumerate(finding.replays):
-            print(f"{'' if number else 'replays':<14}{printable(line)}")
-        print(f"{'difference':<14}{printable(finding.text)}")
-    elif note is not None:
-        print(f"{'note':<14}{printable(note)}")
+def _replay(runs: list[Run], after: int, step: int, arguments: argparse.Namespace) -> Replays:
+    """Compute one or two runs again, from a checkpoint before the last checksum up to `step`."""
+    from samestep.tools.replay.diff import no_checksum, replay_and_compare
+    from samestep.tools.replay.launch import ReplayOptions
+
+    subjects = []
+    for run in runs:
+        logged = max((number for number in run.events.checksums if number <= step), default=None)
+        if logged is None:
+            raise no_checksum(f"{run.folder} has no checksum up to step {step}")
+        subjects.append(_subject(run, min(after, logged - 1), step, arguments))
+    environment = LaunchOptions.parse(arguments).environment
+    options = options_of(ReplayOptions, arguments, preload=PRELOAD, environment=environment)
+    with reading(*(subject.checkpoint for subject in subjects)):
+        return replay_and_compare(subjects, after, step, options, progress(arguments))
+
+
+def _subject(run: Run, begin: int, step: int, arguments: argparse.Namespace) -> Subject:
+    """Return a run to compute from a checkpoint at or before `begin`, on the ranks of `step` unless set.
+
+    Raises:
+        InputError: the ranks do not fit the recipe, or the run is that of a script that cannot be started again.
+    """
+    from samestep.tools.replay.launch import Subject
+
+    starts = [start for start in run.starts if start.get("from_step", 0) < step]
+    start = starts[-1] if starts else {}
+    processes = start.get("processes", 1)
+    is_chosen = arguments.processes is not None or arguments.devices is not None
+    if (run.folder / LOOP).is_file():
+        command = _script_command(run, start, arguments)
+        if is_chosen:
+            processes = LaunchOptions.parse(arguments).process_range()[1]
+        return Subject(run.folder, command, None, begin, processes, run.events.checksums)
+    plan = plan_to_replay(run.folder, begin, trust=arguments.trust)
+    if is_chosen:
+        processes = LaunchOptions.parse(arguments).process_range(plan.recipe)[1]
+    resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count, plan.recipe.batch_size)
+    return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
+
+
+def _script_command(run: Run, start: Mapping[str, Any], arguments: argparse.Namespace) -> ScriptCommand:
+    """Return the command of a start.
+
+    Raises:
+        InputError: the command is not trusted, is not known, or cannot be started again.
+    """
+    from samestep.tools.replay.launch import ScriptCommand
+
+    if arguments.device != "auto":
+        expected = "options that the script does not set"
+        raise option_conflict("--device with the run of a script", expected, "leave it out")
+    script, values, folder = (start.get(key) for key in ("script", "arguments", "directory"))
+    is_known = start.get("started_as") != "function" and isinstance(values, list)
+    if not (is_known and isinstance(script, str) and isinstance(folder, str) and Path(folder, script).is_file()):
+        raise InputError(
+            f"{run.folder} is not the run of a script that can be started again",
+            expected="a script that `samestep run SCRIPT`, python or torchrun started, with its file in place",
+            fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps",
+            code="E_SCRIPT",
+        )
+    if not arguments.trust:
+        raise InputError(
+            f"{run.folder} is the run of a script, {Path(folder, script)}",
+            expected="--trust: a replay executes the script that the run directory names",
+            fix="read the script, then repeat the command with --trust",
+            code="E_UNTRUSTED",
+        )
+    return ScriptCommand(Path(script), tuple(map(str, values or ())), Path(folder))

@@ -210,17 +210,12 @@ def require_file(path: Path, option: str = "") -> None:
         raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
 
 
-def require_absent(path: Path) -> None:
-    """Raise an `InputError` if the output path exists."""
+def require_new_file(path: Path) -> None:
+    """Raise an `InputError` if the output path exists, or is not in a folder."""
     expected, fix = "a new file: no file is overwritten", "--out with another name, or remove the file"
     with output_errors(f"{path} cannot be written", expected, fix):
         if path.exists():
             raise InputError(f"{path} exists", expected, fix, code="E_OUTPUT")
-
-
-def require_new_file(path: Path) -> None:
-    """Raise an `InputError` if the output path exists, or is not in a folder."""
-    require_absent(path)
     if not path.parent.is_dir():
         value, expected = f"there is no folder {path.parent}", "--out in an existing folder"
         raise InputError(value, expected, "create the folder", code="E_OUTPUT")

@@ -143,7 +143,7 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
         )
 
 
-def plan_to_replay(folder: Path, begin: int, overrides: list[str], *, trust: bool, from_start: bool = False) -> RunPlan:
+def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
     """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
 
     The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
@@ -154,12 +154,13 @@ def plan_to_replay(folder: Path, begin: int, overrides: list[str], *, trust: boo
     """
     steps = {int(path.name.rpartition("step-")[2]): path for path in CheckpointFolder(folder / "checkpoints").steps()}
     later = [number for number in steps if number > begin]
+    overrides: list[str] = []
     if later:
         with reading(steps[min(later)]):
             epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
-        overrides = [*overrides, f"epochs={epochs}"] if isinstance(epochs, int) else overrides
+        overrides = [f"epochs={epochs}"] if isinstance(epochs, int) else []
     before = [number for number in steps if number <= begin]
-    if before and not from_start:
+    if before:
         return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
     _require_run(folder)
     return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)

@@ -78,7 +78,7 @@ class Membership(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayedFolder:
-    """Use of the checkpoints of a script under `samestep replay`: they are only read.
+    """Use of the checkpoints of a script under `samestep diff`: they are only read.
 
     Attributes:
         limit: the newest checkpoint at or before this step is loaded.
@@ -105,9 +105,9 @@ class ProcessState:
     source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
     # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
     callbacks: list[Callback] = field(default_factory=list)
-    is_experiment: bool = False  # `samestep verify`, `profile` and `replay`: scripts write no run directory
+    is_experiment: bool = False  # `samestep verify`, `profile` and `diff`: scripts write no run directory
     is_script: bool = False  # the launched function is a script, which can be started again
-    replayed: ReplayedFolder | None = None  # set under `samestep replay`
+    replayed: ReplayedFolder | None = None  # set under `samestep diff`
     run: str | Path | None = None  # run of the last world, in an experiment too
     # Absolute path of the folder for all checkpoints of a script in an experiment; None outside and in a replay.
     checkpoint_root: Path | None = None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from samestep.config import DeviceKind, Recipe, RunOptions
+from samestep.config import DeviceKind, Recipe
 from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
@@ -19,87 +18,23 @@ _WORKER = "samestep.tools.replay.worker"
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """Command of the run of a script.
+    """Command of the run of a script."""
 
-    Attributes:
-        path: the script, relative to the directory or absolute.
-        arguments: its command-line arguments.
-        directory: working directory.
-    """
-
-    path: Path
+    path: Path  # the script, relative to the directory or absolute
     arguments: tuple[str, ...]
-    directory: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayRequest:
-    """Steps to compute again.
-
-    Attributes:
-        run: directory of the run, which is only read.
-        checkpoint: checkpoint to start from; None for the beginning.
-        script: command of a script; None for a recipe.
-        first: for a script, last step of a checkpoint to start from; -1 for the beginning.
-        last: last step.
-        logged: logged checksums in hexadecimal digits, by step.
-        out: folder for a checkpoint of the state after the last step, if any.
-        accept_changes: whether the user's code may differ from that of the last start of the run.
-        trial: records each step as `samestep verify` does, if set.
-        quiet: print no progress.
-    """
-
-    run: Path
-    checkpoint: Path | None
-    last: int
-    logged: Mapping[int, str]
-    script: ScriptCommand | None = None
-    first: int = 0
-    out: Path | None = None
-    accept_changes: bool = False
-    trial: Trial | None = None
-    quiet: bool = False
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """Result of a replay.
-
-    Attributes:
-        first: step of the checkpoint, 0 for the beginning.
-        checksums: checksums in hexadecimal digits by step: of the logged steps, and of the last one.
-        by_name: checksum of each part of the last state, in hexadecimal digits.
-        flipped: the one bit whose flip turns the last state into the logged one, as text; None if there is none.
-        stopped: a stop was requested.
-    """
-
-    first: int
-    checksums: dict[int, str] = field(default_factory=dict)
-    by_name: dict[str, str] = field(default_factory=dict)
-    flipped: str | None = None
-    stopped: bool = False
+    directory: Path  # working directory
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One run to compute again.
+    """One run to compute again."""
 
-    Attributes:
-        folder: directory of the run.
-        command: recipe at the replayed steps, or command of a script.
-        checkpoint: nearest checkpoint before the first different step, if any; its step is `first`.
-        first: step of the checkpoint, 0 for the beginning. A script selects the newest checkpoint at or before this
-            step, and starts from the beginning for -1.
-        processes: number of ranks.
-        checksums: logged checksums by step.
-    """
-
-    folder: Path
+    folder: Path  # directory of the run, which is only read
     command: Recipe | ScriptCommand
-    checkpoint: Path | None
-    first: int
+    checkpoint: Path | None  # checkpoint of a recipe to start from; None for the beginning
+    first: int  # step of the checkpoint; a script selects the newest checkpoint at or before this step
     processes: int
-    checksums: Mapping[int, str]
+    checksums: Mapping[int, str]  # logged checksums in hexadecimal digits, by step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,49 +42,43 @@ class ReplayOptions:
     """Options of replays."""
 
     device: DeviceKind = "auto"
-    accept_changes: bool = False
-    quiet: bool = False
+    accept_changes: bool = False  # whether the user's code may differ from that of the last start of the run
     preload: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
 
 
-def run_replay(subject: Subject, last: int, options: ReplayOptions, **fields: Any) -> Replayed:
-    """Compute the steps of a run up to `last` on new ranks, and return the result of rank 0.
+@dataclass
+class Replayed:
+    """Result of a replay."""
 
-    Args:
-        subject: the run, its checkpoint and the number of ranks.
-        last: last step.
-        options: options of all replays.
-        fields: `out` or `trial` of `ReplayRequest`.
+    run: str
+    processes: int
+    first: int = 0  # step of the checkpoint, 0 for the beginning
+    checksums: dict[int, str] = field(default_factory=dict)  # of the logged steps and of the last one
+    by_name: dict[str, str] = field(default_factory=dict)  # checksum of each part of the last state
+    compared: int = 0  # number of steps with a logged checksum
+    first_different: int | None = None  # first step whose logged checksum is another one
+    flipped: str | None = None  # the one bit whose flip turns the last state into the logged one, as text
+    is_complete: bool = False  # False after a request to stop
+
+
+def replay(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
+    """Compute the steps of a run up to `last` on new ranks, recorded with a trial, and return the result of rank 0.
 
     Raises:
         StoppedError: a stop was requested.
     """
-    request = ReplayRequest(
-        run=subject.folder,
-        script=subject.command if isinstance(subject.command, ScriptCommand) else None,
-        first=subject.first,
-        checkpoint=subject.checkpoint,
-        last=last,
-        logged=dict(subject.checksums),
-        accept_changes=options.accept_changes,
-        quiet=options.quiet,
-        **fields,
-    )
-    function = "replay_script"
-    arguments: tuple[Any, ...] = (request,)
-    if isinstance(subject.command, Recipe):
-        function, arguments = "replay", (subject.command, RunOptions(device=options.device), request)
+    function = "replay_recipe" if isinstance(subject.command, Recipe) else "replay_script"
     with stop_errors("the replay was stopped before the last step"):
         result = run_workers(
             ByName(_WORKER, function),
-            *arguments,
+            *(subject, last, trial, options),
             processes=subject.processes,
             launch_config=LaunchConfig(HANG_AFTER),
             preload=(*options.preload, _WORKER),
             environment=options.environment,
         )
         replayed: Replayed = result.value
-        if result.stop_signal is not None or replayed.stopped:
+        if result.stop_signal is not None or not replayed.is_complete:
             raise StoppedError("stopped")
     return replayed

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
 
+import numpy
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import load, pack
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.state import load
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.logging import logger
+from samestep.distributed.world import all_gather
+from samestep.engine import checksum
 from samestep.engine.callbacks import Callback
-from samestep.engine.checksum import checksums_by_name, state_checksum
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
 from samestep.engine.step_stats import StepResult
@@ -27,20 +26,69 @@ from samestep.errors import InputError
 from samestep.launcher.job import ReplayedFolder, process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor, require_position
-from samestep.recipes.recipe_files import recipe_data
 from samestep.runs.starts import require_same_code
-from samestep.tools.replay.flipped_bit import flipped_bit
-from samestep.tools.replay.launch import Replayed, ReplayRequest
+from samestep.tools.replay.launch import Replayed, ReplayOptions, ScriptCommand, Subject
+from samestep.tools.verify.trials import Trial
 from samestep.tools.verify.worker import Probe
-from samestep.units import plural
 
-if TYPE_CHECKING:
-    from samestep.recipes.builder import Built
-
-_LINE_SECONDS = 5.0  # between lines about the progress
+_SEARCHED = 2**20  # words of a search at once
 
 
-def replay(recipe: Recipe, options: RunOptions, request: ReplayRequest) -> Replayed:
+class _Steps(Callback):
+    """Steps of the engine that makes the first step, and their checksums."""
+
+    def __init__(self, subject: Subject, last: int, options: ReplayOptions) -> None:
+        self._subject, self._last, self._options = subject, last, options
+        self._engine: Engine | None = None
+        self._is_created = False
+        self.is_stopped = False
+        self._end = Cursor()
+        self.result = Replayed(str(subject.folder), subject.processes)
+
+    def engine_created(self, engine: Engine) -> None:
+        if not self._is_created and engine.world.is_main and isinstance(self._subject.command, ScriptCommand):
+            # The script and its imports are known now.
+            folder, accepts = self._subject.folder, self._options.accept_changes
+            for line in require_same_code(folder, None, accept_changes=accepts):
+                logger.warning("replaying with changed code: %s", line)
+        self._is_created = True
+
+    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
+        if self._engine is None:
+            self._engine, self.result.first = engine, engine.steps
+        if engine is self._engine:
+            self._end = batch.end
+
+    def end_step(self, engine: Engine, result: StepResult) -> None:
+        if engine is not self._engine:
+            return
+        step, is_last = result.step, result.step >= self._last
+        self.is_stopped = result.stop
+        logged = self._subject.checksums.get(step)
+        if logged is not None or is_last:
+            self._add_checksum(engine, step, logged)
+        if is_last:
+            self.result.by_name = checksum.checksums_by_name(engine, self._end)
+            own = self.result.checksums.get(step)
+            difference = int(logged, 16) - int(own, 16) if logged is not None and own is not None else 0
+            self.result.flipped = _flipped_bit(engine, self._end, difference)
+            self.result.is_complete = True
+        if (is_last or result.stop) and isinstance(self._subject.command, ScriptCommand):
+            engine.world.barrier()  # no rank ends while another needs it
+            raise EndOfScript
+
+    def _add_checksum(self, engine: Engine, step: int, logged: str | None) -> None:
+        """Compare the checksum of the state with the logged one; collective as `state_checksum`."""
+        value = checksum.state_checksum(engine, self._end)
+        if value is None:
+            return
+        own = self.result.checksums[step] = f"{value:016x}"
+        self.result.compared += logged is not None
+        if logged not in (None, own) and self.result.first_different is None:
+            self.result.first_different = step
+
+
+def replay_recipe(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
     """Compute the steps on this rank, and return the result.
 
     Raises:
@@ -51,167 +99,104 @@ def replay(recipe: Recipe, options: RunOptions, request: ReplayRequest) -> Repla
     from samestep.recipes.builder import build, start_world
     from samestep.recipes.run import without_pretrained
 
-    with _recording(request), start_world(recipe, options) as world:
+    recipe, checkpoint = subject.command, subject.checkpoint
+    assert isinstance(recipe, Recipe)
+    run_options = RunOptions(device=options.device)
+    with _recording(subject, last, trial, options) as steps, start_world(recipe, run_options) as world:
         if world.is_main:
-            require_same_code(request.run, request.checkpoint, accept_changes=request.accept_changes)
-        built = build(recipe if request.checkpoint is None else without_pretrained(recipe), options, world)
-        engine, cursor = built.engine, built.train.cursor
-        epochs = recipe.epochs
-        if request.checkpoint is not None:
-            progress = load(request.checkpoint, engine.training)
+            require_same_code(subject.folder, checkpoint, accept_changes=options.accept_changes)
+        built = build(recipe if checkpoint is None else without_pretrained(recipe), run_options, world)
+        engine, epochs = built.engine, recipe.epochs
+        if checkpoint is not None:
+            progress = load(checkpoint, engine.training)
             engine.steps, built.train.cursor = progress.step, progress.cursor
-            cursor, epochs = progress.cursor, progress.recipe.get("epochs", epochs)
-            require_position(cursor, built.train.samples_of(cursor.epoch), built.train.batch_size)
-        result = Replayed(engine.steps)
-        _add_checksum(result, request, engine, cursor)
+            epochs = progress.recipe.get("epochs", epochs)
+            require_position(progress.cursor, built.train.samples_of(progress.cursor.epoch), built.train.batch_size)
         if epochs != recipe.epochs and isinstance(engine.scheduler, LambdaLR):
             apply_schedule(engine.scheduler)  # as the trainer does
-        for cursor in _steps(built, recipe, request):
-            _add_checksum(result, request, engine, cursor)
-        if engine.steps < request.last:
-            return replace(result, stopped=True)
-        result.by_name.update(checksums_by_name(engine, cursor))
-        if request.trial is not None:
-            result = replace(result, flipped=flipped_bit(result, request, engine, cursor))
-        if request.out is not None:
-            progress = Progress(engine.steps, cursor, recipe=recipe_data(recipe))
-            files = pack(engine.training, progress, keep=world.is_main)
-            if world.is_main:
-                CheckpointFolder(request.out).write(engine.steps, files)
-            world.barrier()
-        return result
+        for batch in built.train.endless():
+            if batch.begin.epoch >= recipe.epochs:
+                raise _too_few_steps(subject, last)
+            if engine.step(batch).stop or engine.steps >= last:
+                break
+        return steps.result
 
 
-def _steps(built: Built, recipe: Recipe, request: ReplayRequest) -> Iterator[Cursor]:
-    """Compute the steps up to the last one, or up to a request to stop, and yield the position after each."""
-    engine, shown = built.engine, time.monotonic()
-    is_shown = engine.world.is_main and not request.quiet
-    batches = built.train.endless()
-    while engine.steps < request.last:
-        batch = next(batches)
-        if batch.begin.epoch >= recipe.epochs:
-            raise InputError(
-                f"step {request.last} of {request.run}, which has {plural(engine.steps, 'step')}",
-                expected="a step of the run",
-                fix=f"--step {engine.steps} or less",
-                code="E_VALUE",
-            )
-        result = engine.step(batch)
-        yield batch.end
-        if result.stop:
-            return
-        if is_shown and time.monotonic() - shown > _LINE_SECONDS:
-            shown = time.monotonic()
-            print(f"  step {engine.steps} of {request.last}", file=sys.stderr, flush=True)
-
-
-class _ReplayedSteps(Callback):
-    """Steps of the engine that makes the first step; the last step of the request ends the script.
-
-    Attributes:
-        result: result up to the last step; None before the first step.
-        engine: the engine, once it has made a step.
-        created: the first engine of the script; after the script, its last step is that of the script.
-    """
-
-    def __init__(self, request: ReplayRequest) -> None:
-        self._request = request
-        self._end = Cursor()
-        self.result: Replayed | None = None
-        self.engine: Engine | None = None
-        self.created: Engine | None = None
-
-    def engine_created(self, engine: Engine) -> None:
-        if self.created is not None:
-            return
-        self.created, request = engine, self._request
-        if not engine.world.is_main:
-            return
-        # The script and its imports are known now.
-        for line in require_same_code(request.run, None, accept_changes=request.accept_changes):
-            logger.warning("replaying with changed code: %s", line)
-
-    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
-        if self.engine is None:
-            self.engine, self.result = engine, Replayed(engine.steps)
-        if engine is self.engine:
-            self._end = batch.end
-
-    def end_step(self, engine: Engine, result: StepResult) -> None:
-        if engine is not self.engine or self.result is None:
-            return
-        request = self._request
-        _add_checksum(self.result, request, engine, self._end)
-        if result.step >= request.last:
-            self.result.by_name.update(checksums_by_name(engine, self._end))
-            if request.trial is not None:
-                flipped = flipped_bit(self.result, request, engine, self._end)
-                self.result = replace(self.result, flipped=flipped)
-        if result.step >= request.last or result.stop:
-            engine.world.barrier()  # no rank ends while another needs it
-            raise EndOfScript
-
-
-def replay_script(request: ReplayRequest) -> Replayed:
+def replay_script(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
     """Run the script on this rank up to the last step, and return the result.
 
     Raises:
         InputError: the script has changed since the run, or makes fewer steps.
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    command = request.script
-    assert command is not None
-    steps = _ReplayedSteps(request)
+    command = subject.command
+    assert isinstance(command, ScriptCommand)
     process_state.is_experiment = True
-    process_state.replayed = ReplayedFolder(request.first, accept_changes=request.accept_changes)
+    process_state.replayed = ReplayedFolder(subject.first, accept_changes=options.accept_changes)
     os.chdir(command.directory)
-    with _recording(request), _output():
-        process_state.callbacks.append(steps)  # after that of the record; the process ends with the replay
-        run_script(command.path, command.arguments)
-    engine, result = steps.engine, steps.result
-    if engine is None or result is None or (engine.steps < request.last and not engine.world.stop_requested):
-        # A script that resumes a finished run makes no step; another library may not even load the checkpoint.
-        end = engine or steps.created
-        last = (end.steps if end is not None else 0) or max(request.logged, default=1)
-        raise InputError(
-            f"step {request.last} of {request.run}: the script ended after step {last}",
-            expected="a step of the run, by a script that trains with samestep.Engine",
-            fix=f"--step {last} or less",
-            code="E_VALUE",
-        )
-    if engine.steps < request.last:
-        return Replayed(result.first, stopped=True)
-    return result
-
-
-@contextmanager
-def _output() -> Iterator[None]:
-    """Write the output of the script to standard error, that of rank 0 only."""
     rank, _ = rank_and_size()
-    if rank == 0:
-        with redirect_stdout(sys.stderr):
-            yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as output, redirect_stdout(output):
-        yield
+    with ExitStack() as stack:
+        steps = stack.enter_context(_recording(subject, last, trial, options))
+        nothing = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        # The output of the script is not that of the command.
+        stack.enter_context(redirect_stdout(sys.stderr if rank == 0 else nothing))
+        run_script(command.path, command.arguments)
+    if not steps.result.is_complete and not steps.is_stopped:
+        raise _too_few_steps(subject, last)
+    return steps.result
 
 
-def _add_checksum(result: Replayed, request: ReplayRequest, engine: Engine, cursor: Cursor) -> None:
-    """Add the checksum of the state, if it is logged or the last one; collective as `state_checksum`."""
-    step = engine.steps
-    if step and (step in request.logged or step == request.last):
-        value = state_checksum(engine, cursor)
-        if value is not None:
-            result.checksums[step] = f"{value:016x}"
+def _too_few_steps(subject: Subject, last: int) -> InputError:
+    return InputError(
+        f"step {last} of {subject.folder}, which ends before this step",
+        expected="a step of the run, by a recipe or by a script that trains with samestep.Engine",
+        fix=f"--step {max(subject.checksums)} or less",
+        code="E_VALUE",
+    )
 
 
 @contextmanager
-def _recording(request: ReplayRequest) -> Iterator[None]:
-    """Record the steps in the block if the request has a trial."""
-    if request.trial is None:
-        yield
-        return
-    rank, size = rank_and_size()
-    with (request.trial.folder / f"rank-{rank}.jsonl").open("a") as file:
-        process_state.callbacks.append(Probe(request.trial, rank, size, file))
-        yield
+def _recording(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Iterator[_Steps]:
+    """Yield the steps in the block; with a trial, record them as `samestep verify` does."""
+    steps = _Steps(subject, last, options)
+    with ExitStack() as stack:
+        if trial is not None:
+            rank, size = rank_and_size()
+            file = stack.enter_context((trial.folder / f"rank-{rank}.jsonl").open("a"))
+            process_state.callbacks.append(Probe(trial, rank, size, file))
+        process_state.callbacks.append(steps)  # after the record, since it ends a script
+        yield steps
+
+
+def _flipped_bit(engine: Engine, cursor: Cursor, difference: int) -> str | None:
+    """Return the bit of the state whose flip changes the checksum by `difference` of rank 0; None without one.
+
+    A collective.
+    """
+    differences = all_gather(str(difference % checksum.MODULUS), engine.world)
+    location = _find(checksum.state_parts(engine, cursor).tensors, int(differences[0]))
+    texts: list[str | None] = all_gather(location, engine.world)
+    return next((text for text in texts if text is not None), None)
+
+
+def _find(parts: Mapping[str, Any], difference: int) -> str | None:
+    """Return the bit of a tensor whose flip changes a checksum by `difference` modulo 2^64, as text, if there is one.
+
+    A flip of bit b of word i changes the checksum by plus or minus 2^b w_i, and w_i is odd. One of n words fits another
+    difference by chance with a probability of about n / 2^58.
+    """
+    if difference == 0:
+        return None
+    bit = (difference & -difference).bit_length() - 1
+    for name, part in parts.items():
+        sample = checksum.words_of(torch.empty(1, dtype=part.tensor.dtype))
+        per_element, width = len(sample), 8 * sample.element_size()
+        words = part.shape.numel() * per_element
+        for begin in range(0, words if bit < width else 0, _SEARCHED):
+            changes = checksum.weights_of(name, part, begin, min(begin + _SEARCHED, words)) << bit
+            hits = ((changes == checksum.signed(difference)) | (changes == checksum.signed(-difference))).nonzero()
+            if len(hits):
+                element, word = divmod(begin + int(hits[0]), per_element)
+                indices = [int(index) for index in numpy.unravel_index(element, part.shape)]
+                return f"bit {width * word + bit} of element {indices} of {name}"
+    return None

@@ -29,14 +29,14 @@ def compared(folder: Path, *logs: list[dict[str, Any]], **strategy: Any) -> Comp
     other["strategy"] |= strategy
     recipes = (data, other)
     runs = [make_run(folder / str(number), log, **recipes[number]) for number, log in enumerate(logs)]
-    return compare_logs(read_runs(runs))
+    return compare_logs(*read_runs(runs))
 
 
 def test_first_different_step_is_the_first_one_with_checksums_of_both_runs(tmp_path: Path) -> None:
     one = [checksum(step, "a") for step in (2, 4, 6, 8)]
     other = [checksum(step, "a" if step < 6 else "b") for step in (3, 4, 6, 7, 8, 9, 10)]
     result = compared(tmp_path, one, other)
-    assert (result.last_equal, result.first_different, result.compared, result.only) == (4, 6, 3, (0, 2))
+    assert (result.last_equal, result.first_different, result.compared) == (4, 6, 3)
     assert result.recipe == result.other_keys == result.environment == []
 
 
@@ -44,7 +44,7 @@ def test_checksums_after_the_step_of_a_resumption_do_not_count(tmp_path: Path) -
     one = [checksum(step, "a") for step in range(1, 7)]
     other = [checksum(1, "a"), checksum(2, "a"), checksum(3, "b"), checksum(4, "b"), resume(2), checksum(3, "a")]
     result = compared(tmp_path, one, other)
-    assert (result.last_equal, result.first_different, result.compared, result.only) == (3, None, 3, (3, 0))
+    assert (result.last_equal, result.first_different, result.compared) == (3, None, 3)
 
 
 def test_strategies_belong_to_the_mathematics_unless_they_are_exact(tmp_path: Path) -> None:
