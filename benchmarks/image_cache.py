@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from samestep.config import DataConfig
 from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
-from samestep.distributed.env import CACHE, variables_of_subprocess
+from samestep.distributed.env import variables_of_subprocess
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import as_pixels
@@ -110,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe_machine()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as temporary, variables_of_subprocess({CACHE: f"{temporary}/cache"}):
+    with TemporaryDirectory() as temporary, variables_of_subprocess({"XDG_CACHE_HOME": temporary}):
         folder = Path(temporary) / "photos"
         files = write_files(folder, options.files)
         contenders = {

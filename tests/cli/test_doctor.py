@@ -8,7 +8,7 @@ import pytest
 from helpers.doctor_faults import FAULTS, Fault, doctor, require
 from helpers.system import Running, answer, here, until
 from samestep.cli.main import main
-from samestep.zoo.cache.sample_cache import SampleCache
+from samestep.zoo.sample_cache import SampleCache
 
 
 def test_json_is_a_list_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +89,8 @@ def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
 
 
 def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "caches"
-    monkeypatch.setenv("SAMESTEP_CACHE", str(folder))
+    folder = tmp_path / "samestep"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, kind in (("photos-1", "decoded"), ("photos-2", "encoded")):
         cache = SampleCache(folder / name, {"kind": kind, "source": "/photos"}, limit=None, samples=9)
         for number in range(3):

@@ -13,7 +13,7 @@ from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import add_options, options_of, print_json
 from samestep.config import default_workers
-from samestep.distributed.env import CACHE, cache_folder
+from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import read_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.report_limits import printable
@@ -47,8 +47,7 @@ def add_doctor(add_parser: Any) -> None:
     add_options(group, "--workers", "--runs")
     parser.add_argument("--quick", action="store_true", help="skip the self-test; torch is not imported")
     group = parser.add_argument_group("caches of images, data.cache")
-    text = f"list the caches in ~/.cache/samestep, or in the folder of the environment variable {CACHE}"
-    group.add_argument("--caches", action="store_true", help=text)
+    group.add_argument("--caches", action="store_true", help="list the caches in ~/.cache/samestep")
     group.add_argument("--clear-caches", action="store_true", help="list and remove them; runs that use one continue")
     add_options(parser, "--json")
     parser.set_defaults(run=_doctor)
@@ -90,7 +89,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _show_caches(options: DoctorOptions) -> None:
-    from samestep.zoo.cache.sample_cache import list_caches, remove_cache
+    from samestep.zoo.sample_cache import list_caches, remove_cache
 
     caches = list_caches()
     if options.clear_caches:

@@ -17,7 +17,6 @@ from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
-CACHE = "SAMESTEP_CACHE"  # folder of the caches of samples
 _LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -122,10 +121,8 @@ def state_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the caches of samples: SAMESTEP_CACHE, or one of this account (XDG Base Directory)."""
-    folder, base = os.environ.get(CACHE, ""), os.environ.get("XDG_CACHE_HOME", "")
-    if folder:
-        return Path(folder).absolute()
+    """Return the folder of the caches of samples of this account (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "samestep"
 
 

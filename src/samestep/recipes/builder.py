@@ -41,9 +41,9 @@ from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.schedules import schedule_factor
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
-from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
+from samestep.zoo.sample_cache import SampleCache
 from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.splits import Splits
 

@@ -18,7 +18,7 @@ from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.report_limits import printable
-from samestep.zoo.cache.sample_cache import SampleCache
+from samestep.zoo.sample_cache import SampleCache
 
 Answer = dict[str, Any]
 _MAX_LISTED = 20  # labels in an error

@@ -10,13 +10,14 @@ import torch
 from PIL import Image
 
 from helpers.image_kinds import READ, REFUSED, encoded, noise, write
+from helpers.system import here
 from samestep.config import DataConfig
 from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.errors import DataError, RecipeError, SamestepError
-from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import Decoder, as_pixels
 from samestep.zoo.images.source import ImageSource, open_cache
+from samestep.zoo.sample_cache import SampleCache
 
 KINDS = ("decoded", "encoded")
 DECODERS = get_args(Decoder)
@@ -24,8 +25,8 @@ DECODERS = get_args(Decoder)
 
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "samestep"
 
 
 def cached(kind: str, *files: Path, **options: Any) -> tuple[ImageSource, SampleCache]:
@@ -249,3 +250,17 @@ def test_invalid_options(options: dict[str, object], text: str, photos: Path) ->
     with pytest.raises(RecipeError, match=text) as error:
         load_images(str(photos), image_size=32, **options)  # type: ignore[arg-type]
     assert error.value.code == "E_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digits", "--set", "data.cache=decoded"), "data 'digits' has no cache"),
+        (("images", "--set", "data.cache_gb=0", "data.options.path=a"), "data.cache_gb"),
+    ],
+)
+def test_invalid_caches_of_recipes(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("train", *arguments, cwd=tmp_path) == 2
+    assert message in capsys.readouterr().err

@@ -19,8 +19,6 @@ from samestep.distributed.env import cache_folder
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.units import plural
-from samestep.zoo.cache.parts import Key
-from samestep.zoo.cache.sample_cache import CachedSample, SampleCache, cache_name, file_key
 from samestep.zoo.images.decoders import (
     Box,
     DecodedImage,
@@ -33,6 +31,7 @@ from samestep.zoo.images.decoders import (
     image_reader,
 )
 from samestep.zoo.images.files import file_errors, open_header
+from samestep.zoo.sample_cache import CachedSample, Key, SampleCache, cache_name, file_key
 
 make_torchvision_importable()
 

@@ -14,10 +14,10 @@ from samestep.config.validation import require
 from samestep.data.batch import map_tensors
 from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.cache.sample_cache import SampleCache
 from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
 from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side
 from samestep.zoo.options import call, is_count
+from samestep.zoo.sample_cache import SampleCache
 from samestep.zoo.splits import Splits
 
 make_torchvision_importable()

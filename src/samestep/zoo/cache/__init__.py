@@ -1,1 +1,0 @@
-"""Cache of decoded or encoded samples on the local disk."""

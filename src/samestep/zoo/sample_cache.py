@@ -1,0 +1,406 @@
+"""Cache of samples of files on the local disk, which processes, ranks and runs share.
+
+A cache is a folder of parts. One process writes a part, a pair of files: `NAME.data` has the bytes of samples, and
+`NAME.index` a record of fixed size for each, written after its sample, so a killed process leaves no record without
+data. Processes share no lock: each reads the parts of the others, and a sample can be in several parts.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import time
+import weakref
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from samestep.checkpoint.files import replacing
+from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.env import cache_folder
+from samestep.errors import RunError
+
+DESCRIPTION = "cache.json"
+_FORMAT = 2
+_DATA, _INDEX = ".data", ".index"
+_ALIGNMENT = 64
+# The fields of `Entry`.
+_RECORD = struct.Struct("<QQQQIIII")
+_TYPE = numpy.dtype(
+    [(name, "<u8") for name in ("high", "low", "offset", "length")]
+    + [(name, "<u4") for name in ("height", "width", "crc", "part")]
+)
+# Share of the disk that stays free: checkpoints of this run and other programs need space.
+_FREE_SHARE = 0.05
+_REFRESH_SECONDS = 0.05  # two runs that build at once see the entries of each other after this time
+_MIN_MERGED = 4096  # new entries that are kept in a dictionary before they join the table
+_MIN_SLOTS = 1 << 10
+_MAX_REPORT_BYTES = 1024  # below the limit of an atomic write to a pipe (POSIX: 512; Linux: 4096)
+
+Key = tuple[int, int]
+
+
+class CachedSample(NamedTuple):
+    """Bytes of a cached sample, mapped from the disk."""
+
+    data: memoryview
+    height: int
+    width: int
+
+
+class Entry(NamedTuple):
+    """Record of one sample."""
+
+    high: int  # of the key
+    low: int
+    offset: int
+    length: int
+    height: int  # of an image in pixels; 0 for other bytes
+    width: int
+    crc: int  # of the other fields, without the part, and of the bytes
+    part: int  # number of the part in this process; 0 on the disk
+
+
+@dataclass
+class _Part:
+    """A part as far as this process has read it."""
+
+    name: str
+    records: int = 0
+    bytes: int = 0
+    mapped: mmap.mmap | None = None
+    is_removed: bool = False
+
+
+class SampleCache:
+    """Samples of files in a folder.
+
+    The key of a sample is a hash of path, size and modification time of its file. A part with a damaged entry is
+    reported and removed, so its samples are built again. Errors of the disk end the growth of the cache, never the run.
+
+    Attributes:
+        folder: folder of the cache.
+
+    Args:
+        folder: created if missing.
+        description: facts about the contents for users: `kind`, and `source`, the folder of the files.
+        limit: bytes up to which the cache grows, or None. Each process can exceed the limit by the entries that others
+            have written within 50 milliseconds.
+        samples: number of samples, for the size of a table.
+    """
+
+    def __init__(self, folder: Path, description: Mapping[str, object], *, limit: int | None, samples: int) -> None:
+        self.folder = folder
+        self._limit = limit
+        self._growth_ends = False
+        self._parts: list[_Part] = []
+        self._numbers: dict[str, int] = {}  # of parts, by name
+        self._fresh: dict[Key, Entry] = {}
+        self._table: NDArray[Any] = numpy.empty(0, _TYPE)  # sorted by the first halves of keys
+        self._keys: NDArray[numpy.uint64] = numpy.empty(0, numpy.uint64)
+        self._writer: _Writer | None = None
+        slots = max(_MIN_SLOTS, 1 << (2 * samples).bit_length())
+        # Shared with the loader workers, which are forks: each entry is verified once per rank.
+        self._verified = memoryview(mmap.mmap(-1, 8 * slots)).cast("Q")
+        # Reports of loader workers; they are dropped while the pipe is full.
+        self._report_reader, self._report_writer = os.pipe()
+        for descriptor in (self._report_reader, self._report_writer):
+            os.set_blocking(descriptor, False)
+            weakref.finalize(self, os.close, descriptor)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (folder / DESCRIPTION).exists():
+                with replacing(folder / DESCRIPTION) as temporary:
+                    temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
+        except OSError as error:
+            self._end_growth(f"{folder} cannot be used: {error.strerror}")
+        self.refresh()
+
+    @property
+    def entries(self) -> int:
+        """Number of entries, as far as this process has read the parts; one in two parts can count twice."""
+        return len(self._table) + len(self._fresh)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all entries, as far as this process has read the parts."""
+        return sum(part.bytes for part in self._parts)
+
+    def refresh(self) -> None:
+        """Read the entries that other processes have added."""
+        self._refreshed = time.monotonic()
+        try:
+            for path in self.folder.glob(f"*{_INDEX}"):
+                self._read_index(path)
+        except OSError as error:
+            self._end_growth(f"{self.folder} cannot be read: {error.strerror}")
+        if len(self._fresh) > max(_MIN_MERGED, len(self._table) // 4):
+            rows = numpy.array(list(self._fresh.values()), _TYPE)
+            self._fresh = {}
+            self._set_table(numpy.concatenate([self._table, rows]))
+
+    def get(self, key: Key, name: str) -> CachedSample | None:
+        """Return the sample of a key, or None; `name` is its file, for reports."""
+        entry = self._find(key)
+        if entry is None and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+            self.refresh()
+            entry = self._find(key)
+        while entry is not None:
+            try:
+                data = self._view(entry)
+            except FileNotFoundError:  # another process has removed the part
+                self._forget(entry.part)
+                entry = self._find(key)
+                continue
+            except OSError as error:
+                self._end_growth(f"{self.folder} cannot be read: {error.strerror}")
+                return None
+            if data is not None and self._is_intact(entry, data):
+                return CachedSample(data, entry.height, entry.width)
+            part = self._forget(entry.part)
+            self._report(f"the cached data of {name} are damaged; removed {part}, whose samples are built again")
+            entry = self._find(key)
+        return None
+
+    def add(self, key: Key, data: memoryview, height: int = 0, width: int = 0) -> None:
+        """Write a sample, unless the growth of the cache has ended."""
+        if self._growth_ends:
+            return
+        if self._limit is not None and self.bytes + len(data) > self._limit:
+            self._end_growth(f"{self.folder} has reached data.cache_gb, {self._limit / 1e9:g} GB")
+            return
+        try:
+            disk = os.statvfs(self.folder)
+            if disk.f_bavail * disk.f_frsize - len(data) < _FREE_SHARE * disk.f_blocks * disk.f_frsize:
+                self._end_growth(f"less than {_FREE_SHARE:.0%} of the disk of {self.folder} is free")
+                return
+            if self._writer is None or not self._writer.is_current():
+                self._writer = _Writer(self.folder)
+            entry = self._writer.append(key, data, height, width)
+        except FileNotFoundError:  # another process clears the cache
+            self._end_growth(f"{self.folder} was removed")
+        except OSError as error:
+            self._end_growth(f"{self.folder} cannot be written: {error.strerror}")
+        else:
+            number = self._number_of(self._writer.name)
+            self._parts[number].records += 1
+            self._parts[number].bytes = entry.offset + entry.length
+            self._fresh[key] = entry._replace(part=number)
+
+    def take_reports(self) -> list[str]:
+        """Return the reports of this process and its loader workers since the last call."""
+        data = b""
+        while True:
+            try:
+                data += os.read(self._report_reader, 1 << 16)
+            except BlockingIOError:
+                return list(dict.fromkeys(data.decode(errors="replace").splitlines()))
+
+    def _find(self, key: Key) -> Entry | None:
+        """Return the entry of a key among those read so far, or None."""
+        if key in self._fresh:
+            return self._fresh[key]
+        place = int(numpy.searchsorted(self._keys, numpy.uint64(key[0])))
+        while place < len(self._keys) and int(self._keys[place]) == key[0]:
+            entry = Entry(*self._table[place].item())
+            if entry.low == key[1]:
+                return entry
+            place += 1
+        return None
+
+    def _view(self, entry: Entry) -> memoryview | None:
+        """Return the mapped bytes of an entry, or None if the data file is too short."""
+        part = self._parts[entry.part]
+        end = entry.offset + entry.length
+        if part.mapped is None or len(part.mapped) < end:
+            with (self.folder / f"{part.name}{_DATA}").open("rb") as file:
+                if os.fstat(file.fileno()).st_size < end:
+                    return None
+                # A private mapping is writable, as torch requires, and never changes the file.
+                part.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # A page beyond the end of a file that was truncated later would end this process with SIGBUS.
+        return memoryview(part.mapped)[entry.offset : end] if part.mapped.size() >= end else None
+
+    def _is_intact(self, entry: Entry, data: memoryview) -> bool:
+        """Verify the checksum, unless a process of this rank has done so."""
+        slot = entry.high % len(self._verified)
+        mark = (entry.low ^ hash((self._parts[entry.part].name, entry.offset))) & (2**64 - 1) | 1
+        if self._verified[slot] != mark:
+            if _checksum(entry, data) != entry.crc:
+                return False
+            self._verified[slot] = mark
+        return True
+
+    def _forget(self, number: int) -> str:
+        """Remove a part and its entries, and return its name."""
+        part = self._parts[number]
+        part.is_removed = True
+        part.bytes = 0
+        self._fresh = {key: entry for key, entry in self._fresh.items() if entry.part != number}
+        self._set_table(self._table[self._table["part"] != number])
+        for suffix in (_INDEX, _DATA):
+            with suppress(OSError):  # without access, each process finds the damage
+                (self.folder / f"{part.name}{suffix}").unlink()
+        return part.name
+
+    def _read_index(self, path: Path) -> None:
+        number = self._number_of(path.stem)
+        part = self._parts[number]
+        if part.is_removed:
+            return
+        with suppress(FileNotFoundError):  # another process clears the cache
+            with path.open("rb") as file:
+                file.seek(part.records * _RECORD.size)
+                data = file.read()
+            rows = numpy.frombuffer(data, _TYPE, len(data) // _RECORD.size).copy()
+            if not len(rows):
+                return
+            rows["part"] = number
+            part.records += len(rows)
+            part.bytes = path.with_suffix(_DATA).stat().st_size
+            if len(rows) > _MIN_MERGED:
+                self._set_table(numpy.concatenate([self._table, rows]))
+            else:
+                entries = [Entry(*row) for row in rows.tolist()]
+                self._fresh.update({(entry.high, entry.low): entry for entry in entries})
+
+    def _set_table(self, rows: NDArray[Any]) -> None:
+        self._table = rows[numpy.argsort(rows["high"], kind="stable")]
+        self._keys = numpy.ascontiguousarray(self._table["high"])
+
+    def _number_of(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self._parts)
+            self._parts.append(_Part(name))
+        return self._numbers[name]
+
+    def _end_growth(self, reason: str) -> None:
+        if not self._growth_ends:
+            self._growth_ends = True
+            self._report(f"the cache does not grow any more: {reason}")
+
+    def _report(self, text: str) -> None:
+        line = text.replace("\n", " ").encode(errors="replace")[: _MAX_REPORT_BYTES - 1] + b"\n"
+        with suppress(BlockingIOError):  # the pipe is full: hundreds of reports since the last evaluation
+            os.write(self._report_writer, line)
+
+
+class _Writer:
+    """The part of one process; a fork needs its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = os.getpid()
+        self.name = f"{self._process}-{secrets.token_hex(8)}"
+        self._path = folder / self.name
+        self._records = 0
+        self._end = 0
+        with disk_operations.run("open", self._path):
+            self._data = self._create(_DATA)
+            self._index = self._create(_INDEX)
+
+    def is_current(self) -> bool:
+        """Return whether the files belong to this process and still have their names."""
+        return self._process == os.getpid() and self._path.with_suffix(_INDEX).exists()
+
+    def append(self, key: Key, data: memoryview, height: int, width: int) -> Entry:
+        """Write an entry; after an error, the part ends with the previous one."""
+        offset = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        entry = Entry(*key, offset, len(data), height, width, 0, 0)
+        entry = entry._replace(crc=_checksum(entry, data))
+        try:
+            self._write(self._data, data, offset)
+            self._write(self._index, memoryview(_RECORD.pack(*entry)), self._records * _RECORD.size)
+        except OSError:
+            # The rest of a record would be read as one when another follows.
+            os.ftruncate(self._index, self._records * _RECORD.size)
+            os.ftruncate(self._data, self._end)
+            raise
+        self._records += 1
+        self._end = offset + len(data)
+        return entry
+
+    def _create(self, suffix: str) -> int:
+        descriptor = os.open(self._path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _write(self, descriptor: int, rest: memoryview, offset: int) -> None:
+        with disk_operations.run("write", self._path):
+            while rest:
+                count = os.pwrite(descriptor, rest, offset)
+                rest = rest[count:]
+                offset += count
+
+
+def _checksum(entry: Entry, data: memoryview) -> int:
+    """Return the CRC-32 of an entry: of its fields, without the checksum itself, and of its bytes."""
+    return zlib.crc32(data, zlib.crc32(_RECORD.pack(*entry[:6], 0, 0)))
+
+
+def file_key(path: str | Path, status: os.stat_result, variant: int = 1) -> Key:
+    """Return the key of a file: a hash of path, size, modification time, and the number of one of several entries."""
+    text = f"{variant}\0{status.st_size}\0{status.st_mtime_ns}\0".encode() + os.fsencode(os.path.abspath(path))
+    digest = blake2b(text, digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def cache_name(root: Path, description: Mapping[str, object]) -> str:
+    """Return the name of the folder for files below `root`: the name of `root` and a hash of the contents."""
+    text = json.dumps([_FORMAT, str(root), dict(description)], sort_keys=True)
+    return f"{root.name or 'root'}-{blake2b(text.encode(), digest_size=5).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """One cache on the disk."""
+
+    name: str  # of the folder in `cache_folder()`
+    kind: str  # `decoded` or `encoded`
+    source: str  # folder of the files
+    entries: int
+    bytes: int
+
+
+def list_caches() -> list[CacheInfo]:
+    """Return the caches, sorted by name."""
+    return [_info(path.parent) for path in sorted(cache_folder().glob(f"*/{DESCRIPTION}"))]
+
+
+def _info(folder: Path) -> CacheInfo:
+    try:
+        facts = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        kind, source = str(facts["kind"]), str(facts["source"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed
+        kind, source = "unknown", "unknown"
+    sizes = {path: path.stat().st_size for path in folder.iterdir()}
+    entries = sum(size // _RECORD.size for path, size in sizes.items() if path.suffix == _INDEX)
+    return CacheInfo(folder.name, kind, source, entries, sum(sizes.values()))
+
+
+def remove_cache(name: str) -> None:
+    """Remove a cache; runs that use it continue without.
+
+    Raises:
+        RunError: the files cannot be removed.
+    """
+    folder = cache_folder() / name
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be removed: {error.strerror}",
+            expected="a folder that can be written, and to which no run adds samples",
+            fix="repeat the command",
+            code="E_OUTPUT",
+        ) from error
