@@ -11,8 +11,6 @@ _BINARY_PREFIXES = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _DURATION_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.ASCII)
-_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(bit|b)(?:/s|ps)?", re.ASCII | re.IGNORECASE)
-_DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _MISSING = "–"
 
 
@@ -43,24 +41,6 @@ def parse_bytes(option: str, text: str) -> int:
             code="E_SIZE",
         )
     return int(value)
-
-
-def parse_bandwidth(option: str, text: str) -> float:
-    """Return the bytes per second of the text `100Gbit` or `12.5GB/s` of a command-line option; prefixes are decimal.
-
-    Raises:
-        InputError: `text` is not a bandwidth above 0.
-    """
-    match = _BANDWIDTH.fullmatch(text)
-    value = float(match[1]) * _DECIMAL_PREFIXES[match[2].lower()] if match else 0.0
-    if match is None or not value > 0:
-        raise InputError(
-            f"{option} {text}",
-            expected="a number above 0 with Mbit, Gbit, MB/s or GB/s",
-            fix=f"{option} 100Gbit",
-            code="E_VALUE",
-        )
-    return value / 8 if match[3].lower() == "bit" else value
 
 
 def parse_duration(option: str, text: str) -> float:

@@ -10,6 +10,7 @@ import pytest
 from helpers.system import Running, answer, here, samestep
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
+SLOW_DATA = Path(__file__).parents[1] / "helpers" / "bottlenecks.yaml"
 SMALL = ("--rounds", 2, "--steps", 2, "--set", "batch_size=240")
 
 
@@ -80,6 +81,20 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     assert next(line for line in progress if line.startswith("about ")) == progress[0], "the estimate comes first"
 
 
+@pytest.mark.slow
+def test_workers_are_compared_and_slow_data_needs_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("--set", "data.options.seconds=0.01")
+    options = ("--workers", "0,4", "--devices", 2, "--rounds", 2, "--steps", 3, *slow)
+    result = run_bench(capsys, tmp_path, SLOW_DATA, *options)
+    assert [(row["devices"], row["workers"], len(row["rounds"])) for row in result["workers"]] == [(2, 0, 2), (2, 4, 2)]
+    assert result["workers"][0]["speed_up"]["median"] == 1 < result["workers"][1]["speed_up"]["median"]
+    assert result["workers"][0]["data_share"] > 0.3
+    assert result["fastest"] == [{"devices": 2, "workers": 4}]
+    folder = tmp_path / result["folder"]
+    assert [path.name for path in folder.iterdir()] == ["bench.json"]
+    assert json.loads((folder / "bench.json").read_text())["workers"] == result["workers"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,6 +107,9 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
         (("--set", "batch=3"), "batch"),
         (("--ways", "ddp,sync-bn"), "did you mean sync_bn?"),
         (("--accumulate", "0,2"), "--accumulate 0,2"),
+        (("--workers", "two"), "--workers two"),
+        (("--workers", "0,-1"), "--workers 0,-1"),
+        (("--workers", "0,1", "--ways", "dp"), "[E_OPTION_CONFLICT]"),
     ],
 )
 def test_invalid_input_creates_no_files(
@@ -103,4 +121,4 @@ def test_invalid_input_creates_no_files(
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:
-    assert "example: samestep bench digits" in samestep("bench", "--help", cwd=tmp_path).out
+    assert "examples: samestep bench digits" in samestep("bench", "--help", cwd=tmp_path).out

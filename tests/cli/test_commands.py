@@ -44,7 +44,6 @@ ENVIRONMENT = {
     "workers",
     "prefetch",
     "keep",
-    "tuned",
     "python",
     "remark",
     "torch",

@@ -71,7 +71,6 @@ def test_resume_on_two_ranks_has_the_weights_of_one(tmp_path: Path) -> None:
         ("report", "RUN"),
         ("verify", "digits", "--device", "cuda", "--processes", "1,2"),
         ("bench", "digits", "--device", "cuda", "--devices", "1", "--rounds", "2", "--steps", "5"),
-        ("plan", "digits", "--device", "cuda", "--devices", "1", "--seconds", "5"),
         ("profile", "digits", "--device", "cuda", "--processes", "1"),
         ("train", "tokens", "--device", "cuda", "--set", "epochs=1"),
     ],

@@ -43,8 +43,6 @@ COMMANDS = {
     "doctor": Command("check", "check this machine before training"),
     "bench": Command("speed", "compare ways to run a recipe on this machine", starts_ranks=True),
     "profile": Command("speed", "measure the phases of a step, and possible savings", starts_ranks=True),
-    "tune": Command("speed", "find the number of loader processes for a recipe on this machine", starts_ranks=True),
-    "plan": Command("speed", "predict step time and memory on other numbers of devices"),
     "top": Command("look", "show the state of a run"),
     "report": Command("look", "write an HTML page about one or several runs"),
 }

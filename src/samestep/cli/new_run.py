@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -28,15 +28,12 @@ from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import load_recipe, write_recipe
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
-from samestep.tools.tune.settings import TuneTarget, find_setting, has_tunings, machine_key
 from samestep.units import parse_duration, plural
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `train` and `resume` share."""
     add_machine_options(parser)
-    text = "ignore the settings that samestep tune found here; --workers and --prefetch ignore them too"
-    parser.add_argument("--no-tuned", action="store_true", help=text)
     add_strategy_options(parser)
     group = parser.add_argument_group("checkpoints")
     text = "steps between checkpoints within epochs (default: none)"
@@ -70,18 +67,14 @@ class TrainingOptions:
     launch: LaunchOptions
     run: RunOptions  # options of the run; `quiet` selects JSON output
     overrides: list[str]  # overrides of the recipe
-    recipe_name: str | None  # name of the recipe for tuned settings, if known
-    use_tuned: bool  # use settings that `samestep tune` found
 
     @classmethod
-    def parse(cls, arguments: argparse.Namespace, recipe_name: str | None = None) -> TrainingOptions:
+    def parse(cls, arguments: argparse.Namespace) -> TrainingOptions:
         with reported_by_rank_0():
             return cls(
                 launch=LaunchOptions.parse(arguments),
                 run=run_options(arguments),
                 overrides=all_overrides(arguments),
-                recipe_name=recipe_name,
-                use_tuned=not arguments.no_tuned and arguments.workers is None and arguments.prefetch is None,
             )
 
     def with_microbatches(self, recipe: Recipe) -> Recipe:
@@ -90,25 +83,6 @@ class TrainingOptions:
         if text is not None and not self.run.quiet:
             logger.info(text)
         return resolved
-
-    def with_tuned(self, plan: RunPlan, processes: int) -> RunPlan:
-        """Return the plan with the settings that `samestep tune` found for this recipe, machine and number of ranks."""
-        runs = plan.folder.parent
-        if not self.use_tuned or not has_tunings(runs):
-            return plan
-        target = TuneTarget.of(self.recipe_name, plan.recipe, processes, machine_key(self.run.device))
-        tuned, messages = find_setting(runs, target)
-        for message in messages:
-            if not self.run.quiet:
-                logger.info(message)
-        return replace(plan, tuned=tuned)
-
-    def run_of(self, plan: RunPlan) -> RunOptions:
-        """Return the run options with the tuned settings of the plan, if any."""
-        tuned = plan.tuned
-        if tuned is None:
-            return self.run
-        return replace(self.run, workers=tuned.workers, prefetch=tuned.prefetch, tuned=tuned.path)
 
 
 @dataclass

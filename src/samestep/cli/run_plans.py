@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from samestep.recipes.recipe_files import (
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
 from samestep.tools.run_lines import run_errors
-from samestep.tools.tune.settings import TunedSetting
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,18 @@ class RunPlan:
     checkpoint: Path | None = None  # checkpoint to start from, if any
     step: int = 0  # optimizer steps of the checkpoint
     accept_changes: bool = False  # whether data and code may differ from those of the checkpoint
-    tuned: TunedSetting | None = None  # settings that `samestep tune` found for this machine, if used
 
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""
-        tuned = asdict(self.tuned) if self.tuned else None
         checkpoint = str(self.checkpoint or "")
-        return json.dumps(
-            [recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes, tuned]
-        )
+        return json.dumps([recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes])
 
     @classmethod
     def from_json(cls, text: str) -> RunPlan:
         """Return the plan from the text of `to_json`."""
-        recipe, folder, checkpoint, step, accept_changes, tuned = json.loads(text)
+        recipe, folder, checkpoint, step, accept_changes = json.loads(text)
         path = Path(checkpoint) if checkpoint else None
-        setting = TunedSetting(**tuned) if tuned else None
-        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, accept_changes, setting)
+        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, accept_changes)
 
 
 def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:

@@ -52,7 +52,7 @@ def add_train(add_parser: Any) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
-    options = TrainingOptions.parse(arguments, Path(arguments.recipe).stem)
+    options = TrainingOptions.parse(arguments)
     if arguments.or_resume and not arguments.name:
         raise option_conflict("--or-resume without --name", "the name of the run", "--name NAME")
     batch = (arguments.per_device_batch_size, arguments.accumulate)
@@ -74,14 +74,10 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
     if rendezvous is None:
         return _launch(options, make_plan(slurm_restarts(options.launch.requeue)))
 
-    def make_tuned_plan(restarts: int) -> RunPlan:
-        plan = make_plan(restarts)
-        return options.with_tuned(plan, rendezvous.world_size) if rendezvous.is_on_one_machine else plan
-
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        return plan.recipe, options.run_of(plan), plan.folder, plan.checkpoint, plan.step, plan.accept_changes
+        return plan.recipe, options.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 
-    plan, summary = run_as_rank(options.launch, rendezvous, "train", make_tuned_plan, rank_arguments)
+    plan, summary = run_as_rank(options.launch, rendezvous, "train", make_plan, rank_arguments)
     if rendezvous.rank == 0:
         return _finish(options, summary, plan.folder)
     if summary["stopped"]:
@@ -94,10 +90,9 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
     folder, recipe, start = plan.folder, plan.recipe, (plan.checkpoint, plan.step, plan.accept_changes)
     held = HeldFolder(folder)
     processes = options.launch.process_range(plan.recipe)
-    run = options.run_of(options.with_tuned(plan, processes[1]))
 
     def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
-        arguments = (recipe, run, folder, *start)
+        arguments = (recipe, options.run, folder, *start)
         return launch_ranks("train", *arguments, processes=count, launch_config=launch_config, options=options.launch)
 
     def newest_step() -> int:

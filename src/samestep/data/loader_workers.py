@@ -19,7 +19,6 @@ from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError
 from samestep.report_limits import message_of
 
-MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
 _WORKER_EXIT_SECONDS = 2.0  # time limit for the end of a worker with a broken connection to be visible
 MicrobatchLoader = DataLoader[Microbatch | FailedMicrobatch]
 

@@ -5,7 +5,6 @@ Invalid files and options raise `InputError`; a damaged checkpoint, or one of an
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,6 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
-from samestep.data.loader_workers import MANY_WORKERS
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
@@ -168,8 +166,6 @@ def train(
     Returns:
         The fields of `Summary`; `stop_signal`, a number or None; and `has_failed`, whether most steps were skipped.
     """
-    if options.tuned is not None:
-        warnings.filterwarnings("ignore", message=MANY_WORKERS)  # `samestep tune` has measured this number
     with (
         start_world(recipe, options) as world,
         FolderLock(run) if world.is_main else nullcontext(),
@@ -295,9 +291,6 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
         notes.append(shape.describe())
     if shape.replicate > 1 and strategy.gradient_note is not None:
         notes.append(strategy.gradient_note)
-    if options.tuned is not None:
-        workers = f"workers {options.workers}" + (f", prefetch {options.prefetch}" if options.workers else "")
-        notes.append(f"{workers}: tuned on this machine, {options.tuned}; --no-tuned leaves it")
     return notes
 
 
@@ -319,6 +312,5 @@ def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions
         threads=recipe.step.threads,
         workers=built.train.num_workers,
         prefetch=built.train.prefetch_factor,
-        tuned=options.tuned,
         keep=options.keep,
     )

@@ -25,13 +25,14 @@ from samestep.units import format_duration, plural
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
 WAYS = ("ddp", "recipe", "accumulate", "bf16", "sync_bn", "fast", "compression", "dp")
+DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # microbatches of a rank, by default
 PROBED_STEPS = 3  # for the estimate of the time, after as many steps that allocate memory and select kernels
 _TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
 _LEAST_DATA_SHARE = 0.05  # smaller waits for data get no column
 # Okabe and Ito's colors, which are distinct for color-blind readers.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def contenders(
         ways: names of the variants, some of `WAYS`.
         accumulate: numbers of microbatches of a rank in a step, each a variant.
     """
-    # One microbatch per rank is the plain variant.
-    selected = {*ways, "ddp"} if "accumulate" in ways and 1 in accumulate else {*ways}
+    selected = set(ways)
+    if "accumulate" in ways and 1 in accumulate:
+        selected.add("ddp")  # one microbatch per rank is the plain variant
     result: list[Contender] = []
     absent: list[Absent] = []
     for number in sorted({1, *devices}):
@@ -104,8 +106,12 @@ def _variants(
     """
     # One microbatch per rank is the cheapest step.
     plain = {"microbatches": number, "strategy": StrategyConfig()}
-    prefix = "" if number == 1 else "ddp, "
-    yield (None, SINGLE, {**plain}) if number == 1 else ("ddp", "ddp", {**plain})
+    if number == 1:
+        prefix = ""
+        yield None, SINGLE, {**plain}
+    else:
+        prefix = "ddp, "
+        yield "ddp", "ddp", {**plain}
     yield "recipe", f"{prefix}{microbatches} microbatches as in the recipe", {"strategy": StrategyConfig()}
     for several in dict.fromkeys(accumulate):
         if several > 1:
@@ -115,7 +121,8 @@ def _variants(
     yield "sync_bn", f"{prefix}sync BN", {**plain, "step": {"batch_norm": "sync"}}
     if number > 1:
         yield "fast", "ddp, fast sum", {**plain, "step": {"reduction": "fast"}}
-        yield "compression", "ddp, fp16 compression", {**plain, "strategy": StrategyConfig(name="ddp", hook="fp16")}
+        compressed = StrategyConfig(name="ddp", hook="bf16")
+        yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}
         yield "dp", "dp", {**plain, "strategy": StrategyConfig(name="dp", devices=number)}
         for strategy in strategies:
             sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
@@ -235,10 +242,10 @@ def _estimate(contenders: Sequence[Contender], plan: Plan, report: Callable[[str
     trial = (plan.steps + PROBED_STEPS) * probe.step_seconds
     launches = plan.rounds * len({contender.processes for contender in contenders})
     seconds = launches * start + len(contenders) * (start + training + evaluation + plan.rounds * trial)
-    variants, trials = plural(len(contenders), "variant"), plural(plan.rounds, "trial")
-    epochs = f"{plural(plan.epochs, 'epoch')} of {plural(probe.steps_in_epoch, 'step')} and " if plan.epochs else ""
+    variants = plural(len(contenders), "variant")
+    trials = f"{plural(plan.rounds, 'trial')} of {plural(plan.steps, 'step')}"
     report(
-        f"about {format_duration(seconds)}: {variants}, each with {epochs}{trials} of {plural(plan.steps, 'step')}; "
+        f"about {format_duration(seconds)}: {variants}, each with {plural(plan.epochs, 'epoch')} and {trials}; "
         "less with --epochs, --rounds, --devices or --ways; Ctrl-C keeps the results so far"
     )
     return seconds
@@ -264,7 +271,8 @@ def comparison_data(plan: Plan, rows: Sequence[Row], absent: Sequence[Absent]) -
 
 
 def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
-    contender, trained = row.contender, row.trained
+    contender = row.contender
+    trained = row.trained
     data: dict[str, Any] = {
         "name": contender.name,
         "devices": contender.devices,
@@ -276,12 +284,13 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
         "evaluation": trained.evaluation,
         "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
     }
-    timings, base = _timings(row, rounds), _timings(baseline, rounds)
+    timings = _timings(row, rounds)
+    base = _timings(baseline, rounds)
     if not timings or not base:
         return data
     speeds = [timing.samples_per_second for timing in timings]
-    pairs = zip(speeds, base, strict=True)
-    speed, speed_up = Spread.of(speeds), Spread.of([own / other.samples_per_second for own, other in pairs])
+    speed = Spread.of(speeds)
+    speed_up = Spread.of([own / other.samples_per_second for own, other in zip(speeds, base, strict=True)])
     return data | {
         "samples_per_second": asdict(speed),
         "speed_up": asdict(speed_up),
@@ -300,13 +309,15 @@ def _timings(row: Row, rounds: int) -> list[Timing]:
 
 def show(data: dict[str, Any]) -> None:
     """Print a comparison."""
-    console, shown = Console(), table(data["ways"])
+    console = Console()
+    shown = table(data["ways"])
     # A table wrapped by the terminal is more legible than a truncated one.
     width = console.measure(shown, options=console.options.update(width=_MAX_WIDTH)).maximum
     Console(width=max(console.width, width)).print(shown)
-    rounds, metric = len(data["ways"][0]["rounds"]), first_metric(data["ways"])
-    of = f"in the same round: median of {rounds} ± half the interquartile range" if rounds else "while training"
-    print(f"\nspeed-up    relative to one device {of}")
+    rounds = len(data["ways"][0]["rounds"])
+    metric = first_metric(data["ways"])
+    base = f"in the same round: median of {rounds} ± half the interquartile range" if rounds else "while training"
+    print(f"\nspeed-up    relative to one device {base}")
     if not data["complete"]:
         print("stopped     before the end: these are the results so far")
     if metric is not None:
@@ -365,13 +376,13 @@ def draw(ways: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     ways = [way for way in ways if way["speed_up"] is not None]
-
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(ways)), dpi=150, layout="constrained")
     axes = figure.subplots()
     numbers = sorted({way["devices"] for way in ways})
-    colors = dict(zip(numbers, COLORS * len(numbers), strict=False))
+    colors = dict(zip(numbers, _COLORS * len(numbers), strict=False))
     for position, way in enumerate(ways):
-        spread, speed = Spread(**way["speed_up"]), way["samples_per_second"]["median"]
+        spread = Spread(**way["speed_up"])
+        speed = way["samples_per_second"]["median"]
         errors = [[spread.median - spread.q1], [spread.q3 - spread.median]]
         color = colors[way["devices"]]
         axes.barh(position, spread.median, color=color, xerr=errors, ecolor="#444444", capsize=2)

@@ -42,9 +42,6 @@ class Spread:
         q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
         return cls(median, q1, q3)
 
-    def __mul__(self, factor: float) -> Spread:
-        return Spread(self.median * factor, self.q1 * factor, self.q3 * factor)
-
     def format(self, number: str) -> str:
         """Return the median ± half of the interquartile range, each in the given number format."""
         return f"{self.median:{number}} ± {(self.q3 - self.q1) / 2:{number}}"
@@ -73,11 +70,14 @@ def run_trial(
         RankError: a rank failed.
         StoppedError: a stop was requested.
     """
-    run, modules = ByName(module, function), (*preload, module)
-    config = LaunchConfig(HANG_AFTER, grace=None)
     with stop_errors("stopped on request"):
         result = run_workers(
-            run, *arguments, processes=processes, launch_config=config, preload=modules, environment=environment
+            ByName(module, function),
+            *arguments,
+            processes=processes,
+            launch_config=LaunchConfig(HANG_AFTER, grace=None),
+            preload=(*preload, module),
+            environment=environment,
         )
         if result.value is None or result.stop_signal is not None:
             raise StoppedError("stopped")
@@ -91,7 +91,7 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
         gpus: names of the GPUs.
     """
     return {
-        "device": gpus[0] if gpus else processor_name(),
+        "device": gpus[0] if gpus else _processor_name(),
         "gpus": gpus,
         "cores": read_processors().usable,
         "system": f"{platform.system()} {platform.machine()}",
@@ -103,7 +103,7 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
+def _processor_name() -> str:
     """Return the model name of the processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -21,6 +21,7 @@ from samestep.tools.bench import (
     first_metric,
     table,
 )
+from samestep.tools.bench_workers import compare_workers
 from samestep.tools.timing import Spread, Timing
 
 
@@ -51,7 +52,7 @@ def test_variant_changes_nothing_else(recipe: Recipe) -> None:
     assert by_name[f"ddp, {recipe.microbatches} microbatches as in the recipe"].recipe == recipe
     assert by_name["ddp, bf16"].recipe == replace(plain, step=replace(plain.step, precision="bf16"))
     assert by_name["ddp, sync BN"].recipe.step.batch_norm == "sync"
-    assert by_name["ddp, fp16 compression"].recipe.strategy.hook == "fp16"
+    assert by_name["ddp, bf16 compression"].recipe.strategy.hook == "bf16"
     assert (by_name["dp"].processes, by_name["dp"].recipe.strategy.devices) == (1, 4)
     assert by_name["hsdp (shard 2)"].recipe.strategy.mesh == MeshConfig(shard=2)
 
@@ -138,3 +139,13 @@ def test_metrics_have_their_own_format() -> None:
     cell = str(next(iter(table(ways).columns[-1].cells)))
     assert cell.startswith("12.18")
     assert "%" not in cell
+
+
+def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    rounds = [[Timing(1 / speed, 0.5, speed) for speed in speeds] for speeds in ([10, 20, 39, 40], [5, 12, 20, 20])]
+    monkeypatch.setattr(Plan, "run", lambda *arguments, **options: rounds)
+    plan = Plan(rounds=2, steps=5, epochs=0, options=RunOptions(), preload=())
+    data = compare_workers(recipe, [0, 2, 4, 8], [1], plan, lambda text: None)
+    assert data["fastest"] == [{"devices": 1, "workers": 4}]
+    speed_ups = [row["speed_up"]["median"] for row in data["workers"]]
+    assert speed_ups == pytest.approx([1, 2.2, 3.95, 4])

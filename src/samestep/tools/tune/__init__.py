@@ -1,1 +1,0 @@
-"""Tuning of loader settings for a recipe on this machine: `samestep tune`."""
