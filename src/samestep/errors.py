@@ -79,7 +79,6 @@ CODES = {
     "E_MICROBATCH_LOOP": "The body of a loop over microbatches does not call `backward` once per microbatch.",
     "E_STRATEGY_OPTION": "A strategy option has no effect with this strategy or mesh.",
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
-    "E_RANKS": "`--ranks` names a rank that does not exist.",
     "E_LAUNCHER_GONE": "The launcher of the ranks, or the store of their job, has ended before the ranks.",
     "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
     "E_LAUNCHER": "A command or option cannot be used under another launcher.",

@@ -54,24 +54,22 @@ def test_verify_runs_a_script_with_the_variables_of_torchrun(folder: Path, capsy
 def test_profile_measures_the_steps_of_a_script(
     folder: Path, capsys: pytest.CaptureFixture[str], processes: int
 ) -> None:
-    options = ("--processes", processes, "--active", 6, "--traced", 2, "--no-picture", "--json", "--out", "out")
+    options = ("--processes", processes, "--active", 6, "--traced", 2, "--json", "--out", "out")
     assert here("profile", "train.py", *options, "--", "--epochs", 100, cwd=folder) == EXIT_DONE
     result = answer(capsys)
     assert result["recipe"] == {"script": "train.py", "arguments": ["--epochs", "100"]}
     assert (result["processes"], result["steps"]["active"]) == (processes, 6)
-    circumstances = result["circumstances"]
-    assert (circumstances["microbatches"], circumstances["batch_size"], circumstances["workers"]) == (4, 16, 0)
     for rank in result["ranks"]:
         assert rank["forward"] > 0
         assert rank["backward"] > 0
         assert rank["data"] > 0
-    assert len(result["traced"]) == processes
-    assert (folder / "out" / "trace.json.gz").exists()
+    assert len(list((folder / "out" / "tensorboard").iterdir())) == processes
+    assert (folder / "out" / "output-0.log").exists()
 
 
 def test_script_with_too_few_steps_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "idle.py").write_text("import sys\nprint(sys.argv)\n", encoding="utf-8")
-    options = ("--processes", 1, "--no-picture", "--out", "out")
+    options = ("--processes", 1, "--out", "out")
     assert here("profile", "idle.py", *options, cwd=folder) == EXIT_INPUT
     err = capsys.readouterr().err
     assert "idle.py made 0 of " in err
@@ -80,26 +78,6 @@ def test_script_with_too_few_steps_is_an_error(folder: Path, capsys: pytest.Capt
 
 def test_bench_refuses_a_script(refused: Refused) -> None:
     assert "[E_SCRIPT]" in refused("bench", "train.py")
-
-
-@pytest.mark.slow
-def test_profile_moves_into_the_run_of_the_script(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = folder / "train.py"
-    script.write_text(SCRIPT.replace("samestep.start()", 'samestep.start(run="first")'), encoding="utf-8")
-    steps = ("--wait", 0, "--warmup", 0, "--active", 1, "--traced", 0)
-    options = (*steps, "--no-picture", "--json", "--", "--epochs", 100)
-    assert here("profile", "train.py", *options, cwd=folder) == EXIT_DONE
-    before = Path(answer(capfd)["folder"])
-    assert before.parent == Path("runs")
-    assert not (folder / "runs" / "first").exists()  # an experiment writes no run
-    run = folder / "runs" / "first"
-    run.mkdir()
-    (run / "run.json").write_text("{}", encoding="utf-8")
-    assert here("profile", "train.py", *options, cwd=folder) == EXIT_DONE
-    after = Path(answer(capfd)["folder"])
-    assert after.parent == Path("runs/first")
-    assert sorted(path.name for path in (folder / after).iterdir()) == ["output-0.log", "profile.json"]
-    assert sorted(path.name for path in run.iterdir()) == [after.name, "run.json"]
 
 
 @pytest.mark.parametrize("command", ["verify", "profile"])

@@ -7,7 +7,7 @@ import torch
 
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
-from samestep.tools.profile.measurements import PHASES
+from samestep.tools.profile.phases import PHASES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 
-def test_phases_add_up_to_the_step_and_the_gpu_is_busy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_phases_add_up_to_the_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert here("profile", "digits", "--device", "cuda", "--json", "--out", "output", cwd=tmp_path) == EXIT_DONE
     result = answer(capsys)
     [rank] = result["ranks"]
     assert sum(rank[phase] for phase in PHASES) == pytest.approx(result["step_seconds"], rel=0.05)
-    assert 0 < result["traced"]["0"]["busy_seconds"] < result["traced"]["0"]["step_seconds"]
+    assert list((tmp_path / "output" / "tensorboard").glob("rank-0.*.pt.trace.json.gz"))

@@ -42,7 +42,7 @@ COMMANDS = {
     "diff": Command("check", "find the first difference of two runs, or compute a step again"),
     "doctor": Command("check", "check this machine before training"),
     "bench": Command("speed", "compare ways to run a recipe on this machine", starts_ranks=True),
-    "profile": Command("speed", "measure the phases of a step, and possible savings", starts_ranks=True),
+    "profile": Command("speed", "measure the phases of a step, and find the slowest rank", starts_ranks=True),
     "top": Command("look", "show the state of a run"),
     "report": Command("look", "write an HTML page about one or several runs"),
 }

@@ -1,4 +1,4 @@
-"""`samestep profile`: phases of a step, and changes with the largest possible savings."""
+"""`samestep profile`: phases of a step, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def add_profile(add_parser: Any) -> None:
     """Add `samestep profile`."""
     parser = add_parser(
         description="Train some steps of a recipe or a script and measure their phases: data loading, forward, "
-        "backward, communication, optimizer, checkpoints; the slowest rank; and the changes with the largest possible "
-        "savings. Writes traces for Perfetto and TensorBoard.",
-        epilog="example: samestep profile digits --processes 2 --active 20 --ranks 0; for a script: "
+        "backward, communication, optimizer; and the slowest rank. Writes traces for Perfetto and TensorBoard.",
+        epilog="example: samestep profile digits --processes 2 --active 20; for a script: "
         "samestep profile train.py --processes 2 -- --epochs 1",
     )
     add_subject_argument(parser)
@@ -42,20 +41,13 @@ def add_profile(add_parser: Any) -> None:
     add_machine_options(parser)
     add_strategy_options(parser)
     group = parser.add_argument_group("measurement")
-    for name, default, text in (
-        ("--wait", 2, "unmeasured steps at the start (default 2)"),
-        ("--warmup", 2, "warm-up steps before the measured steps, and before the traced steps (default 2)"),
-        ("--active", 20, "measured steps (default 20)"),
-        ("--traced", 3, "following steps with torch's profiler (default 3; 0: none)"),
-    ):
-        add_number(group, name, zero=name != "--active", default=default, metavar="N", help=text)
-    group.add_argument("--ranks", default="all", metavar="N,N,...", help="traced ranks (default all)")
-    text = "steps between checkpoints (default: no checkpoints)"
-    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help=text)
+    add_number(group, "--warmup", zero=True, default=4, help="unmeasured steps at the start (default 4)")
+    add_number(group, "--active", default=20, help="measured steps (default 20)")
+    text = "following steps with torch's profiler, after one more warm-up step (default 3; 0: none)"
+    add_number(group, "--traced", zero=True, default=3, help=text)
     group = parser.add_argument_group("output")
-    text = "for profile.json, profile.png and traces (default runs/profile-...)"
+    text = "for profile.json and traces (default runs/profile-...)"
     group.add_argument("--out", type=Path, metavar="DIR", help=text)
-    group.add_argument("--no-picture", action="store_true", help="write no profile.png")
     add_options(parser, "--json")
     parser.set_defaults(run=_profile)
 
@@ -63,8 +55,7 @@ def add_profile(add_parser: Any) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     """Train, measure and print."""
     # Imported here: the other commands do not need these modules.
-    from samestep.metrics.class_report import require_matplotlib
-    from samestep.tools.profile.profile import Plan, Script, draw, move_to_run, parse_ranks, profile, show
+    from samestep.tools.profile.profile import Plan, Script, profile, profile_data, show
     from samestep.tools.timing import describe_machine
 
     require_single_process("profile")
@@ -78,22 +69,16 @@ def _profile(arguments: argparse.Namespace) -> int:
         overrides = with_batch_size(all_overrides(arguments), size, launch.processes, accumulate)
         subject = load_with_microbatches(arguments, overrides)
         _, processes = launch.process_range(subject)
-    ranks, options = parse_ranks(arguments.ranks, processes), run_options(arguments)
-    if not arguments.no_picture:
-        require_matplotlib("profile")
     stem = Path(arguments.recipe).stem
-
     with output_folder(arguments.out, f"profile-{stem}") as folder:
-        plan = options_of(Plan, arguments, ranks=ranks, folder=folder, options=options)
+        plan = options_of(Plan, arguments, folder=folder, options=run_options(arguments))
         progress(arguments)(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
         machine = describe_machine([] if arguments.device == "cpu" else gpu_names())
-        result = profile(stem, subject, plan, processes, machine, PRELOAD, launch.environment or {})
-        (folder / "profile.json").write_text(to_json(result.to_dict()), encoding="utf-8")
-        if not arguments.no_picture:
-            draw(result, folder / "profile.png")
-        result = move_to_run(result, is_chosen=arguments.out is not None)
+        measured = profile(subject, plan, processes, PRELOAD, launch.environment or {})
+        data = profile_data(subject, plan, measured, machine)
+        (folder / "profile.json").write_text(to_json(data), encoding="utf-8")
     if arguments.json:
-        print_json({**result.to_dict(), "folder": str(result.plan.folder)})
+        print_json({**data, "folder": str(folder)})
     else:
-        show(result, is_drawn=not arguments.no_picture)
+        show(plan, measured)
     return EXIT_DONE

@@ -362,11 +362,6 @@ class Loader:
         counts, self._counts = self._counts, (0, 0, 0)
         return counts
 
-    def reload(self, batch: GlobalBatch) -> None:
-        """Load this rank's microbatches of a batch again in this process, to measure the duration."""
-        for request in self.planner.requests(batch.begin.epoch, batch.indices, numpy.zeros_like(batch.indices)):
-            self._reader[request]
-
     def _loaded(self, requests: Iterable[MicrobatchRequest]) -> Iterator[Microbatch]:
         for item in self._items(requests):
             if isinstance(item, FailedMicrobatch):

@@ -234,16 +234,6 @@ def test_loading_preserves_the_generators() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_reload_has_no_side_effects() -> None:
-    plain, again = loader_of(ranks=2), loader_of(ranks=2)
-    for batch, same in zip(plain, again, strict=True):
-        state = torch.get_rng_state()
-        again.reload(same)
-        assert torch.equal(state, torch.get_rng_state())
-        assert again.cursor == plain.cursor
-        assert as_lists(batch) == as_lists(same)
-
-
 @pytest.mark.parametrize(("size", "batches"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
 def test_length_is_the_number_of_batches(size: int, batches: int) -> None:
     loader = loader_of(size=size)
