@@ -127,11 +127,15 @@ def write_manifest(checkpoint: Path, files: object) -> None:
     (checkpoint / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-LOADERS: dict[str, Callable[[Path], object]] = {
-    "training": lambda checkpoint: load(checkpoint, training()),
-    "model": lambda checkpoint: load_model(checkpoint, training().model),
-    "json": read_state,
-}
+def load_training(checkpoint: Path) -> object:
+    return load(checkpoint, training())
+
+
+LOADERS: tuple[Callable[[Path], object], ...] = (
+    load_training,
+    lambda checkpoint: load_model(checkpoint, training().model),
+    read_state,
+)
 
 
 @pytest.fixture
@@ -153,7 +157,7 @@ def test_a_pickle_is_never_loaded(
         load(checkpoint, training())
     assert raised.value.exit_code == EXIT_INPUT
     assert name in str(raised.value)
-    for loader in LOADERS.values():
+    for loader in LOADERS:
         try:
             loader(checkpoint)
         except CheckpointError:
@@ -212,32 +216,9 @@ STATES = ["", "[]", "3", "null", "{}", '{"progress": 3}', "[" * 100_000, '{"prog
 def test_a_malformed_state_is_refused(checkpoint: Path, text: str) -> None:
     (checkpoint / STATE).write_bytes(text.encode("latin-1"))
     write_matching_manifest(checkpoint)
-    with pytest.raises(CheckpointError):
-        load(checkpoint, training())
-
-
-@given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-@settings(max_examples=40)
-def test_any_malformed_part_of_the_state_is_refused(two: Path, value: object) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder_copy = Path(shutil.copytree(two / "step-000000002", Path(scratch) / "copy"))
-        before = json.loads((folder_copy / STATE).read_bytes())
-        for key in ("progress", "aliases", "optimizer"):
-            if before[key] == value:
-                continue
-            (folder_copy / STATE).write_text(json.dumps({**before, key: value}), encoding="utf-8")
-            write_matching_manifest(folder_copy)
-            with pytest.raises(CheckpointError):
-                load(folder_copy, training())
-
-
-@pytest.mark.parametrize("state", ["{}", "[]", '{"progress": {"step": "two", "recipe": {}}}'])
-def test_read_state(checkpoint: Path, state: str) -> None:
-    assert read_state(checkpoint).progress == Progress(step=2)
-    (checkpoint / STATE).write_text(state, encoding="utf-8")
-    write_matching_manifest(checkpoint)
-    with pytest.raises(CheckpointError, match=STATE):
-        read_state(checkpoint)
+    for loader in (load_training, read_state):
+        with pytest.raises(CheckpointError, match=STATE):
+            loader(checkpoint)
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -120,19 +118,6 @@ def invalid_contents(path: Path, problem: str) -> CheckpointError:
         fix="resume from a checkpoint of this version; do not load files of unknown origin",
         code="E_CHECKPOINT_FORMAT",
     )
-
-
-@contextmanager
-def contents_errors(path: Path) -> Iterator[None]:
-    """Convert errors of contents that do not fit; files that match the manifest can still hold any data.
-
-    Raises:
-        CheckpointError: in place of such an error.
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
-        raise invalid_contents(path, f"{type(error).__name__}: {error}") from error
 
 
 @cache

@@ -8,7 +8,8 @@ Decisions: docs/decisions/runs.md
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,15 +24,12 @@ from samestep.checkpoint.compatibility import (
     EXTRA_STATE,
     encode_objects,
     groups_like,
-    like_current,
     load_object,
     load_schedule,
     other_optimizer,
     require_objects,
-    require_slots,
-    trial_state,
 )
-from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, contents_errors, invalid_contents
+from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
 from samestep.checkpoint.files import Contents, pieces
 from samestep.checkpoint.json_values import Tensors, decode, encode
 from samestep.checkpoint.manifest import file_names
@@ -178,19 +176,17 @@ def load(
     """
     state = saved or read_verified(checkpoint, {prefix: training})[prefix]
     require_objects(training.objects, state.objects, new_objects=new_objects)
-    with contents_errors(checkpoint):
+    with _load_errors(checkpoint):
         if training.average is not None:
             _copy(_mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
         restore = _decoder(checkpoint, prefix, training.parameters)
         slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
-        shapes = _load_model(
-            checkpoint, prefix, state.aliases, restore(state.extra), training.model, training.parameters
-        )
-        _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))), shapes)
+        _load_model(checkpoint, prefix, state.aliases, restore(state.extra), training.model, training.parameters)
+        _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))))
         if training.scheduler is not None and state.scheduler is not None:
             load_schedule(training.scheduler, restore(state.scheduler))
         if state.scaler:
-            training.scaler.load_state_dict(like_current(state.scaler, training.scaler.state_dict(), "scaler"))
+            training.scaler.load_state_dict(state.scaler)
         for name, value in training.objects.items():
             if name in state.objects:
                 load_object(value, restore(state.objects[name]))
@@ -221,13 +217,33 @@ def load_model(
         CheckpointError: the checkpoint is damaged, or of another model.
     """
     averages, parameters = (AVERAGE,) if averaged else (), parameters or _CompleteModel(model)
-    with contents_errors(checkpoint):
+    with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         extra = _decoder(checkpoint, "", parameters)(state.extra)
         _load_model(checkpoint, "", state.aliases, extra, model, parameters)
         if averaged:
             average = _mapped_tensors(checkpoint, AVERAGE)
             _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
+
+
+@contextmanager
+def _load_errors(checkpoint: Path) -> Iterator[None]:
+    """Convert the errors of objects that cannot load their state: it belongs to other objects, or was forged.
+
+    Raises:
+        CheckpointError: in place of such an error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}",
+            expected="the state of the same model, optimizer, schedule and objects, in the format of this version",
+            fix="build the objects of the run that wrote the checkpoint; do not load files of unknown origin",
+            code="E_CHECKPOINT_FORMAT",
+        ) from error
 
 
 def _mapped_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
@@ -286,8 +302,8 @@ def _load_model(
     extra: Mapping[str, Any],
     model: torch.nn.Module,
     parameters: SavedParameters,
-) -> dict[str, torch.Size]:
-    """Load weights, buffers and extra state, and return the shapes of the complete tensors."""
+) -> None:
+    """Load weights, buffers and extra state."""
     tensors = _mapped_tensors(checkpoint, prefix + MODEL)
     for name, original in aliases.items():
         tensors[name] = tensors[original]
@@ -303,15 +319,13 @@ def _load_model(
             fix="build the trained model, or load matching weights of another one with model.pretrained",
             code="E_CHECKPOINT_MODEL",
         )
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not parameters.is_divided:
         model.load_state_dict(saved)
-        return shapes
+        return
     in_model = dict(model.named_parameters(remove_duplicate=False))
     model.load_state_dict({name: value for name, value in saved.items() if name not in in_model}, strict=False)
     local = parameters.local
     _copy({name: tensors[name] for name in local}, {name: p.detach() for name, p in local.items()}, parameters)
-    return shapes
 
 
 def _pack_optimizer(
@@ -335,9 +349,7 @@ def _pack_optimizer(
     return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
 
 
-def _load_optimizer(
-    training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer, shapes: Mapping[str, torch.Size]
-) -> None:
+def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer) -> None:
     names, parameters = _names(training), training.parameters
     groups = groups_like(saved.groups, _groups(training, names))
     index = {name: i for i, name in names.items()}
@@ -350,23 +362,15 @@ def _load_optimizer(
         raise other_optimizer(f"it trained {unknown[0]!r}")
     state: dict[int, dict[str, Any]] = {}
     for group in groups:
-        dimensions = {len(shapes[name]) for name in group["params"] if name in shapes}
-        trials = {number: trial_state(training.optimizer, group, number) for number in dimensions}
         for name in group["params"]:
             own, numbers = tensors.get(name, {}), saved.numbers.get(name, {})
             if not (own or numbers):
                 continue
-            expected = trials[len(shapes[name])] if name in shapes else None
-            if expected is not None:
-                require_slots(expected, shapes[name], own, numbers, name)
             if not parameters.local[name].is_meta:  # not of another rank
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}
         group["params"] = [index[name] for name in group["params"]]
-    shared = dict(saved.shared)
-    if shared and type(training.optimizer).__module__.startswith("torch.optim."):
-        raise ValueError("the optimizer has no state without a parameter")
-    training.optimizer.load_state_dict({"state": state | shared, "param_groups": groups})
+    training.optimizer.load_state_dict({"state": state | dict(saved.shared), "param_groups": groups})
     for name, parameter in parameters.local.items():
         for slot, value in state.get(index.get(name, -1), {}).items():
             _own(training.optimizer.state[parameter], slot, value)

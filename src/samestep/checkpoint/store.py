@@ -27,13 +27,12 @@ from samestep.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from samestep.checkpoint.manifest import MANIFEST, build_manifest, read_bounded, verify
+from samestep.checkpoint.manifest import MANIFEST, build_manifest, verify
 from samestep.config import DEFAULT_KEEP
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import CheckpointError, InputError
 
 STATE = "state.json"
-_MAX_STATE_BYTES = 1 << 28
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
@@ -276,9 +275,7 @@ def read_states(checkpoint: Path, names: Sequence[str], others: Sequence[str]) -
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     verify(checkpoint, *names, *others)
-    return {
-        name: parse(SavedState, read_bounded(checkpoint / name, _MAX_STATE_BYTES), checkpoint / name) for name in names
-    }
+    return {name: parse(SavedState, (checkpoint / name).read_bytes(), checkpoint / name) for name in names}
 
 
 def _is_valid(checkpoint: Path) -> bool:
