@@ -255,9 +255,11 @@ class _WithMask(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from samestep.zoo.text.models import bert
+        from samestep.zoo.transformers_models import transformers_model
 
-        self.bert = bert(CLASSES, VOCABULARY, 0, LENGTH, width=64, heads=4, blocks=2)
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+        data = {"vocabulary": VOCABULARY, "padding": 0, "longest": LENGTH}
+        self.bert = transformers_model("BertForSequenceClassification")(num_classes=CLASSES, **data, **sizes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.bert(tokens, torch.ones_like(tokens))

@@ -87,11 +87,11 @@ def copies(folder: Path, **options: Any) -> Batches:
     splits = load_images(str(folder), decoder="simplejpeg", **options)
     assert splits.open_cache is not None
     splits.open_cache(DataConfig(name="images", cache="decoded"), announces=False)
-    samples, read = splits.train._samples, splits.train._read  # type: ignore[attr-defined]
+    samples, read = splits.train.samples, splits.train._read  # type: ignore[attr-defined]
 
     def batch(number: int) -> Any:
         indices = range(number * BATCH, (number + 1) * BATCH)
-        files = [samples[index % len(samples)].file for index in indices]
+        files = [samples[index % len(samples)].source for index in indices]
         return [as_pixels(read(file, "")).clone() for file in files]
 
     return batch

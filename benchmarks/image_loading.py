@@ -23,7 +23,7 @@ from machine import Spread, describe_machine, machine_line, markdown_table, save
 from PIL import Image, features
 from torch.utils.data import default_collate
 
-from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, collate_images
+from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, collate_images
 
 from torchvision import transforms as tutorial  # isort: skip  # after the preparation for a CPU-only torch
 
@@ -74,7 +74,7 @@ def contenders(paths: Sequence[Path]) -> dict[str, Callable[[], Any]]:
 
     def of_recipe(decoder: Any, *, is_normalized: bool) -> Callable[[], torch.Tensor]:
         transforms = ImageTransforms(SIZE, 0.875, "bilinear", MEAN, STD, decoder)
-        read, convert = transforms.reader(), transforms.train(Augment())
+        read, convert = transforms.reader(), transforms.train()
 
         def batch() -> torch.Tensor:
             images = collate_images([(convert(read(path, str(path))), 0) for path in paths])[0]

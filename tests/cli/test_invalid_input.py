@@ -20,7 +20,7 @@ from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError, run_workers
-from samestep.zoo.images.datasets import ImageFiles, load_images
+from samestep.zoo.images.datasets import LabeledImages, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 Refused = Callable[..., str]
@@ -353,8 +353,8 @@ def test_unreadable_image_loses_no_completed_step(
 @pytest.mark.slow
 def test_unreadable_image_in_evaluation_loses_no_completed_step(pictures: Path, tmp_path: Path) -> None:
     files = load_images(str(pictures), image_size=16).evaluation
-    assert isinstance(files, ImageFiles)
-    path = files._samples[-1][0]
+    assert isinstance(files, LabeledImages)
+    path = files.samples[-1][0]
     intact = path.read_bytes()
     spoil(path, "text")
     assert here("train", "images", "--processes", 2, "--name", "a", "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
@@ -374,9 +374,9 @@ def test_unreadable_image_in_evaluation_loses_no_completed_step(pictures: Path, 
 def in_a_later_step(pictures: Path) -> Path:
     """Return a training image of the third batch of the first epoch."""
     train = load_images(str(pictures), image_size=16).train
-    assert isinstance(train, ImageFiles)
+    assert isinstance(train, LabeledImages)
     index = int(global_order(len(train), seed=0, epoch=0, shuffle=True)[2 * 4])
-    return train._samples[index][0]
+    return train.samples[index][0]
 
 
 # --- runs and their checkpoints --------------------------------------------------------------------------

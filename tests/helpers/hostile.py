@@ -1,53 +1,21 @@
 """Hostile files. As a program: read each data file under a limit of memory, and print the results as JSON."""
 
-import gzip
-import io
 import json
-import os
 import pickle
 import resource
 import struct
 import sys
 import time
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
-
-TERABYTE = (10_000, 10_000, 10_000)
 _LIMIT_BYTES = 500_000_000
 
 
 def controls(text: str) -> set[str]:
     """Return the control characters of a text, without newlines."""
     return {character for character in text if ord(character) < 32 or 127 <= ord(character) < 160} - {"\n"}
-
-
-def _header(shape: tuple[int, ...], kind: str = "<f8") -> bytes:
-    buffer = io.BytesIO()
-    numpy.lib.format.write_array_header_1_0(buffer, {"descr": kind, "fortran_order": False, "shape": shape})
-    return buffer.getvalue()
-
-
-def _npz(*members: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
-        for number, content in enumerate(members):
-            archive.writestr(f"{number}.npy", content)
-    return buffer.getvalue()
-
-
-def _nifti(shape: tuple[int, int, int], offset: float = 352.0) -> bytes:
-    header = bytearray(352)
-    struct.pack_into("<i", header, 0, 348)
-    struct.pack_into("<8h", header, 40, 3, *shape, 1, 1, 1, 1)
-    struct.pack_into("<hh", header, 70, 64, 64)  # float64
-    struct.pack_into("<8f", header, 76, *([1.0] * 8))
-    struct.pack_into("<f", header, 108, offset)
-    header[344:348] = b"n+1\0"
-    return bytes(header)
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
@@ -70,21 +38,11 @@ def _nested(levels: int) -> bytes:
 FILES: dict[str, tuple[str, bytes]] = {
     "a `.png` that is an EPS program": ("a.png", _EPS),
     "a `.png` of 100,000 x 100,000 pixels": ("b.png", _png(100_000, 100_000)),
-    "a `.png` of 12,000 x 12,000 pixels": ("c.png", _png(12_000, 12_000)),
-    "a `.npy` whose header claims 8 TB": ("a.npy", _header(TERABYTE) + bytes(100)),
-    "a `.npy` with one element of 2 GB": ("b.npy", _header((1, 1, 1), "<U500000000") + bytes(100)),
     "a `.npy` that is a pickle": ("c.npy", pickle.dumps({"a": 1})),
-    "an `.npz` whose header claims 8 TB": ("a.npz", _npz(_header(TERABYTE) + bytes(100))),
-    "an `.npz` that lists 10,000 arrays": ("b.npz", _npz(*[b""] * 10_000, method=zipfile.ZIP_STORED)),
-    "a `.nii` whose header claims 8 TB": ("a.nii", _nifti((10_000, 10_000, 10_000))),
-    "a `.nii.gz` whose header claims 8 TB": ("b.nii.gz", gzip.compress(_nifti((10_000, 10_000, 10_000)))),
-    "a `.nii.gz` with an extension of 1 GB": ("c.nii.gz", gzip.compress(_nifti((2, 2, 2), 1e9) + bytes(1_000_000))),
     "a `.pdparams` with a key whose hash takes years": ("a.pdparams", b"\x80\x02}" + _nested(60) + b"K\x01s."),
     "a `.pdparams` with object number 2^31": ("b.pdparams", b"\x80\x02]r\xff\xff\xff\x7f."),
     "a `.pdparams` that claims bytes of 1 TB": ("c.pdparams", b"\x80\x04\x8e" + struct.pack("<Q", 10**12) + b"a."),
     "a `.pdparams` with 5 million operations": ("d.pdparams", b"\x80\x02" + b"N0" * 2_500_000 + b"}."),
-    "a list of images with a deeply nested value": ("a.json", b"[" * 100_000),
-    "a list of images of 1 TB without stored contents": ("b.csv", b"path,label\n"),
     "a `.pdparams` with a long list, copied often": (
         "e.pdparams",
         b"\x80\x02}](" + b"N" * 100_000 + b"eq\x01cbuiltins\ntuple\nq\x02" + b"h\x02h\x01\x85R" * 50_000 + b".",
@@ -149,18 +107,9 @@ RECIPES = {
 def _readers() -> dict[str, Callable[[Path], object]]:
     from samestep.zoo.images.files import read_image
     from samestep.zoo.paddle import read_arrays
-    from samestep.zoo.segmentation.volumes import read_shape, read_volume
-    from samestep.zoo.tables import read_table
+    from samestep.zoo.segmentation.volumes import read_volume
 
-    def read_both(path: Path) -> object:
-        return read_shape(path), read_volume(path)
-
-    tables = dict.fromkeys((".json", ".csv"), read_table)
-    return (
-        {".png": read_image, ".pdparams": read_arrays}
-        | tables
-        | dict.fromkeys((".npy", ".npz", ".nii", ".gz"), read_both)
-    )
+    return {".png": read_image, ".pdparams": read_arrays, ".npy": read_volume}
 
 
 def _main(folder: Path) -> None:
@@ -169,9 +118,6 @@ def _main(folder: Path) -> None:
     readers, results = _readers(), {}
     for name, content in FILES.values():
         (folder / name).write_bytes(content)
-    os.truncate(folder / "b.csv", 10**12)
-    import nibabel  # noqa: F401  # before the limit
-
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _LIMIT_BYTES, resource.RLIM_INFINITY))
     for title, (name, _) in FILES.items():

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.zoo.transformers_models import transformers_model
+
 SAMPLES, TOKENS, LENGTH = 47, 13, 6
 DROPOUT = 0.2
 
@@ -55,21 +57,24 @@ def _gpt() -> nn.Module:
 
 
 def _hugging_face_gpt2() -> nn.Module:
-    from samestep.zoo.text.models import transformers_gpt2
-
-    return transformers_gpt2(num_classes=TOKENS, n_embd=16, n_head=4, n_layer=2, block_size=LENGTH, dropout=DROPOUT)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), DROPOUT)
+    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": LENGTH}
+    return transformers_model("GPT2LMHeadModel")(num_classes=TOKENS, **sizes, **rates)
 
 
 def _bert() -> nn.Module:
-    from samestep.zoo.text.models import bert
-
-    return bert(3, TOKENS, TOKENS - 1, LENGTH, width=16, heads=4, blocks=2, dropout=DROPOUT)
+    return _classifier("BertForSequenceClassification")
 
 
 def _roberta() -> nn.Module:
-    from samestep.zoo.text.models import roberta
+    return _classifier("RobertaForSequenceClassification")
 
-    return roberta(3, TOKENS, TOKENS - 1, LENGTH, width=16, heads=4, blocks=2, dropout=DROPOUT)
+
+def _classifier(name: str) -> nn.Module:
+    data = {"vocabulary": TOKENS, "padding": TOKENS - 1, "longest": LENGTH}
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    rates = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
+    return transformers_model(name)(num_classes=3, **data, **sizes, **rates)
 
 
 def _timm_vit() -> nn.Module:

@@ -10,7 +10,11 @@ from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
 
 GPT = ("--set=model.options.n_embd=16", "--set=model.options.n_head=2", "--set=model.options.n_layer=1")
-MODEL = ("--set=model.options.width=16", "--set=model.options.heads=2", "--set=model.options.blocks=1")
+SIZES = "{hidden_size: 16, intermediate_size: 64, num_attention_heads: 2, num_hidden_layers: 1}"
+GPT2, BERT, ROBERTA = (
+    f"transformers:{name}"
+    for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "RobertaForSequenceClassification")
+)
 LANGUAGE = (
     "language",
     "--set=data.options.train_tokens=2000",
@@ -30,10 +34,10 @@ def text_recipe(root: Path, model: str) -> tuple[str, ...]:
         f"data.options.path={path}",
         "data.options.longest=48",
         "batch_size=16",
-        f"model.name={model}",
+        f"model={{name: '{model}', options: {SIZES}}}",
         "metrics=[]",
     )
-    return ("texts", *(f"--set={option}" for option in (*options, "data.bad_samples=skip")), *MODEL)
+    return ("texts", *(f"--set={option}" for option in (*options, "data.bad_samples=skip")))
 
 
 def certificate(capsys: pytest.CaptureFixture[str], root: Path, *arguments: object) -> dict[str, Any]:
@@ -46,8 +50,8 @@ def certificate(capsys: pytest.CaptureFixture[str], root: Path, *arguments: obje
 def recipe(name: str, root: Path) -> tuple[str, ...]:
     if name == "language":
         return (*LANGUAGE, *GPT)
-    if name == "transformers:gpt2":
-        return (*LANGUAGE, *GPT, "--set=model.name=transformers:gpt2")
+    if name == GPT2:
+        return (*LANGUAGE[:-1], *GPT, f"--set=model.name={GPT2}")
     return text_recipe(root, name)
 
 
@@ -57,7 +61,7 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
     "name",
     [
         "language",
-        *(pytest.param(f"transformers:{name}", marks=pytest.mark.long) for name in ("roberta", "bert", "gpt2")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in (ROBERTA, BERT, GPT2)),
     ],
 )
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(
@@ -78,7 +82,7 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["language", "transformers:roberta"])
+@pytest.mark.parametrize("name", ["language", ROBERTA])
 def test_fast_reduction_differs_by_rounding_in_float64(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:

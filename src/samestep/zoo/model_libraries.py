@@ -1,20 +1,18 @@
-"""Models of torchvision, timm and transformers by name. Weights are never downloaded; they are read from files."""
+"""Models of torchvision, timm, transformers and segmentation_models_pytorch by name, without downloads."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep.errors import RecipeError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.options import import_optional, require_path, takes, unknown_option
+from samestep.zoo.options import import_optional, takes
+from samestep.zoo.transformers_models import transformers_model
 
 Builder = Callable[..., torch.nn.Module]
 
@@ -27,11 +25,12 @@ _DOWNLOADS: Mapping[str, object] = {
     "pretrained_cfg_overlay": None,
     "checkpoint_path": None,
     "cache_dir": None,
+    "encoder_weights": None,
 }
 
 
 def find_in_library(name: str) -> Builder | None:
-    """Return the builder of `torchvision:MODEL`, `timm:MODEL` or `transformers:MODEL`, or None for other names.
+    """Return the builder of `LIBRARY:MODEL`, or None for names of other libraries.
 
     A builder takes `num_classes` and the options of the model.
 
@@ -39,7 +38,12 @@ def find_in_library(name: str) -> Builder | None:
         RecipeError: the library is not installed, or has no such model.
     """
     library, colon, model = name.partition(":")
-    finders = {"torchvision": torchvision_model, "timm": _timm_model, "transformers": _transformers_model}
+    finders = {
+        "torchvision": torchvision_model,
+        "timm": _timm_model,
+        "transformers": transformers_model,
+        "segmentation_models_pytorch": _segmentation_model,
+    }
     return finders[library](model) if colon and library in finders else None
 
 
@@ -83,76 +87,17 @@ def _timm_model(name: str) -> Builder:
     return build
 
 
-def _transformers_model(name: str) -> Builder:
-    transformers = import_optional("transformers", f"model transformers:{name}")
-    config_of = _config_of_folder(transformers, Path(name)) if "/" in name else _config_of_class(transformers, name)
+def _segmentation_model(name: str) -> Builder:
+    library = import_optional("segmentation_models_pytorch", f"model segmentation_models_pytorch:{name}")
+    classes = {cls.__name__: cls for cls in library.MODEL_ARCHITECTURES_MAPPING.values()}
+    if name not in classes:
+        raise _unknown("segmentation_models_pytorch", name, classes, f"one of {', '.join(classes)}")
 
-    def build(*, num_classes: int, attn_implementation: str | None = None, **options: Any) -> torch.nn.Module:
-        config = config_of({**options, "num_labels": num_classes})
-        attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        builder = transformers.AutoModelForImageClassification.from_config
-        model = _build(f"transformers:{name}", builder, {"config": config, "dtype": torch.float32, **attention})
-        # A wrapper module would add a prefix to the parameter names; a hook keeps the names of the library.
-        model.register_forward_hook(_logits)
-        return model
+    def build(*, num_classes: int, **options: Any) -> torch.nn.Module:
+        arguments = {"encoder_weights": None, "classes": num_classes, **options}
+        return _build(f"segmentation_models_pytorch:{name}", classes[name], arguments)
 
     return build
-
-
-def _logits(model: torch.nn.Module, inputs: Any, outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs.logits
-    return logits
-
-
-def _config_of_folder(transformers: Any, folder: Path) -> Callable[[Mapping[str, Any]], Any]:
-    require_path(
-        folder / "config.json",
-        "file",
-        "a folder written by save_pretrained; models are not downloaded",
-        "download the model first (hf download NAME --local-dir FOLDER), or name a class: "
-        "transformers:ViTForImageClassification",
-    )
-
-    def config_of(options: Mapping[str, Any]) -> Any:
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise RecipeError(
-                f"model 'transformers:{folder}': {error}",
-                expected="a config.json of transformers",
-                fix=f"correct {folder / 'config.json'}, or download the folder again",
-                code="E_UNREADABLE",
-            ) from error
-        _check_options(type(config), options)
-        for key, value in options.items():
-            setattr(config, key, value)
-        return config
-
-    return config_of
-
-
-def _config_of_class(transformers: Any, name: str) -> Callable[[Mapping[str, Any]], Any]:
-    auto = import_module("transformers.models.auto.modeling_auto")
-    values = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
-    names = [value if isinstance(value, str) else value[0] for value in values]
-    if name not in names:
-        expected = "an image classification class, or a folder with a config.json (./FOLDER)"
-        raise _unknown("transformers", name, names, expected)
-    config_class = getattr(transformers, name).config_class
-
-    def config_of(options: Mapping[str, Any]) -> Any:
-        _check_options(config_class, options)
-        return config_class(**options)
-
-    return config_of
-
-
-def _check_options(config_class: Any, options: Mapping[str, Any]) -> None:
-    """Refuse unknown options; the configuration classes of transformers accept any name."""
-    known = [*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map, "num_labels"]
-    for key in options:
-        if key not in known:
-            raise unknown_option("model.options", key, known)
 
 
 def _build(name: str, builder: Builder, options: Mapping[str, Any]) -> torch.nn.Module:
@@ -166,7 +111,7 @@ def _build(name: str, builder: Builder, options: Mapping[str, Any]) -> torch.nn.
             )
     try:
         return builder(**options)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(
             f"model {name!r}: {error}", expected=f"options of {name}", fix="correct model.options", code="E_VALUE"
         ) from error

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
 from samestep.errors import DataError, RecipeError
@@ -16,7 +19,7 @@ from samestep.launcher.failure import is_out_of_memory
 from samestep.report_limits import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 
-_SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
+Kind = TypeVar("Kind")
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -50,6 +53,44 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
         if not options or not _is_library(function) or is_out_of_memory(error):
             raise
         raise _refused(where, options, error) from error
+
+
+def validated(kind: type[Kind], options: Mapping[str, Any], where: str, *, others: Sequence[str] = ()) -> Kind:
+    """Return a dataclass of pydantic from options of a recipe.
+
+    Args:
+        kind: the dataclass.
+        options: its fields.
+        where: recipe key of the options, for errors.
+        others: further options that exist at the same key, for errors.
+
+    Raises:
+        RecipeError: an option is unknown or has an invalid value.
+    """
+    try:
+        # Strict validation of JSON accepts lists for tuples, but no other conversions, such as of `true` to a number.
+        return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = [str(part) for part in first["loc"] if not isinstance(part, int)]
+        key = ".".join([where, *names])
+        if first["type"] == "unexpected_keyword_argument":
+            known = [*others, *_fields(kind)] if len(names) == 1 else _fields(kind, names[:-1])
+            raise unknown_option(".".join([where, *names[:-1]]), names[-1], known) from error
+        problem = f"{key} is {first['input']!r}"
+        expected = first["msg"].removeprefix("Input should be ")
+        if first["type"] == "value_error":  # of several options
+            problem = f"{key}: {first['ctx']['error']}"
+            expected = "options that fit each other"
+        raise RecipeError(problem, expected=expected, fix=f"correct {key}", code="E_VALUE") from error
+
+
+def _fields(kind: Any, path: Sequence[str] = ()) -> list[str]:
+    """Return the fields of a dataclass, or of the one at a path of fields."""
+    for name in path:
+        hint = get_type_hints(kind)[name]
+        kind = next(part for part in (hint, *get_args(hint)) if is_dataclass(part))
+    return [field.name for field in fields(kind)]
 
 
 def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
@@ -142,23 +183,6 @@ def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix
     if not (path.is_file() if kind == "file" else path.is_dir()):
         place = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING")
-
-
-def require_stored(path: Path) -> int:
-    """Return the size of a file in bytes; reading the holes of a large sparse file would take hours.
-
-    Raises:
-        DataError: most of a large file is not stored.
-    """
-    status = path.stat()
-    if status.st_size > _SPARSE_BYTES and status.st_blocks * 512 < status.st_size // 2:
-        raise DataError(
-            f"{path} has {status.st_size:,} bytes, most of which are not stored",
-            expected="a file without large holes",
-            fix="copy or download the file again",
-            code="E_UNREADABLE",
-        )
-    return status.st_size
 
 
 def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.errors import DataError
-from samestep.zoo.options import require_stored
 
 # Paddle's additions to a state dict: its own names of the arrays, and parts of arrays above a gigabyte.
 _OWN_NAMES, _PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
@@ -111,7 +110,7 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """
     try:
         with file.open("rb") as stream:
-            size = require_stored(file)
+            size = file.stat().st_size
             content = _Unpickler(stream, size).load()
     except DataError:
         raise

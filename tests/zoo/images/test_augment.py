@@ -1,26 +1,22 @@
 """Augmentation by name, mixing within microbatches, and predictions of a trained model."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from helpers.image_kinds import encoded, noise
 from helpers.system import events, here, weights
 from samestep.engine.loss import cross_entropy
 from samestep.errors import RecipeError
 from samestep.zoo.images.datasets import image_task, load_images
-from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms, parse_augment
-
-VIEW = ImageTransforms(image_size=16, crop_fraction=0.875, interpolation="bilinear", mean=MEAN, std=STD)
+from samestep.zoo.images.transforms import Augment, image_transforms
 
 
 def made(options: dict[str, Any], seed: int) -> torch.Tensor:
     """One training image."""
-    transform = VIEW.train(parse_augment(options))
+    transform = image_transforms({"image_size": 16, "augment": options}, load_images).train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transform(noise())
@@ -53,23 +49,6 @@ def test_option_changes_images_by_the_seeded_generators_alone(options: dict[str,
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"image_size": True},
-        {"crop_fraction": True},
-        {"mean": [True, 0, 0]},
-        {"mean": [math.nan, 0, 0]},
-        {"std": [math.inf, 1, 1]},
-        {"image_size": 1, "shorter_side": True},
-    ],
-)
-def test_invalid_transform_is_refused(options: dict[str, Any]) -> None:
-    valid = {"image_size": 16, "crop_fraction": 1.0, "interpolation": "bilinear", "mean": MEAN, "std": STD}
-    with pytest.raises(RecipeError, match=f"{list(options)[-1]} is"):
-        ImageTransforms(**{**valid, **options})
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"randaugmnt": 9}, "did you mean data.options.augment.randaugment?"),
@@ -80,7 +59,7 @@ def test_invalid_transform_is_refused(options: dict[str, Any]) -> None:
         ({"auto_augment": "svhn", "randaugment": 5}, "both auto_augment and randaugment"),
         ({"color_jitter": -1}, "color_jitter is -1"),
         ({"color_jitter": [0.1, 0.1]}, "color_jitter is"),
-        ({"color_jitter": [0.1, 0.1, 0.1, 0.6]}, "color_jitter is"),
+        ({"color_jitter": [0.1, 0.1, 0.1, 0.6]}, "color_jitter is 0.6"),
         ({"color_jitter": "much"}, "color_jitter is 'much'"),
         ({"random_erasing": 2}, "random_erasing is 2"),
         ({"flip": "yes"}, "flip is 'yes'"),
@@ -93,7 +72,7 @@ def test_invalid_transform_is_refused(options: dict[str, Any]) -> None:
 )
 def test_invalid_option_is_refused(options: Any, message: str) -> None:
     with pytest.raises(RecipeError) as error:
-        parse_augment(options)
+        image_transforms({"augment": options}, load_images)
     assert message in str(error.value)
 
 
@@ -195,15 +174,10 @@ def test_all_augmentations_give_equal_weights_on_one_and_three_processes(picture
 def test_task_classifies_an_image_as_evaluation_does(pictures: Path) -> None:
     splits = load_images(str(pictures), image_size=24, mean=[0.5] * 3, std=[0.5] * 3, crop_fraction=1.0)
     task = image_task(splits.classes, image_size=24, mean=[0.5] * 3, std=[0.5] * 3, crop_fraction=1.0)
-    path, *_ = splits.evaluation._samples[0]  # type: ignore[attr-defined]
+    path, *_ = splits.evaluation.samples[0]  # type: ignore[attr-defined]
     assert torch.equal(task.read(path), splits.evaluation[0][0])
     answer = task.describe(torch.tensor([0.0, 2.0]))
     assert [entry["class"] for entry in answer["classes"]] == ["two", "one"]
     assert answer["classes"][0]["probability"] == pytest.approx(0.8807970779778823)
     many = image_task([str(number) for number in range(9)]).describe(torch.arange(9.0)[None])
     assert [entry["class"] for entry in many["classes"]] == list("87654")
-
-
-def test_task_reads_cmyk_images(tmp_path: Path) -> None:
-    Image.new("CMYK", (5, 7)).save(tmp_path / "a.jpg")
-    assert image_task(["a", "b"], image_size=8).read(tmp_path / "a.jpg").shape == (3, 8, 8)

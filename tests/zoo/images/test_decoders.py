@@ -18,18 +18,16 @@ from samestep.errors import DataError, RecipeError
 from samestep.zoo.images.datasets import image_task, load_images
 from samestep.zoo.images.decoders import SCALES, EncodedImage, image_reader
 from samestep.zoo.images.files import decode
-from samestep.zoo.images.transforms import MEAN, STD, Augment, ImageTransforms
+from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, image_transforms
 
 ORIENTATION = 0x0112
 read_encoded = image_reader("simplejpeg")
 
 
-def views(size: int, interpolation: str = "bilinear") -> tuple[ImageTransforms, ImageTransforms]:
+def views(size: int, interpolation: str = "bilinear", **augment: Any) -> list[ImageTransforms]:
     """Return the transforms of Pillow and of simplejpeg."""
-    pillow, simplejpeg = (
-        ImageTransforms(size, 0.875, interpolation, MEAN, STD, decoder) for decoder in ("pillow", "simplejpeg")
-    )
-    return pillow, simplejpeg
+    options = {"image_size": size, "interpolation": interpolation, "augment": augment}
+    return [image_transforms({**options, "decoder": decoder}, load_images) for decoder in ("pillow", "simplejpeg")]
 
 
 def smooth(width: int, height: int) -> Image.Image:
@@ -106,11 +104,11 @@ def test_damaged_file_that_pillow_reads_has_its_pixels() -> None:
     assert torch.equal(read_encoded(BytesIO(damaged), "image").pixels(), rgb(damaged))
 
 
-def crop_of(transforms: ImageTransforms, data: bytes, seed: int, **augment: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def crop_of(transforms: ImageTransforms, data: bytes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a normalized training image, and the state of the generator afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        image = transforms.train(Augment(**augment))(transforms.reader()(BytesIO(data), "image"))
+        image = transforms.train()(transforms.reader()(BytesIO(data), "image"))
         return transforms.normalize(image), torch.get_rng_state()
 
 
@@ -122,7 +120,7 @@ def test_training_images_of_both_decoders_have_the_same_random_numbers(
     data = encoded(smooth(640, 400), "JPEG", quality=95)  # large for 32 pixels: most crops have a reduced scale
     for seed in range(12):
         (one, after), (other, after_other) = (
-            crop_of(transforms, data, seed, **augment) for transforms in views(32, interpolation)
+            crop_of(transforms, data, seed) for transforms in views(32, interpolation, **augment)
         )
         assert torch.equal(after, after_other)
         assert one.shape == other.shape == (3, 32, 32)
@@ -152,7 +150,7 @@ def test_scale_leaves_at_least_the_pixels_of_the_output(side: int, scale: int) -
             return super().pixels(scale)
 
     image = Recorded(decode_jpeg, BytesIO(encoded(Image.new("RGB", (side, side)), "JPEG")), "image")
-    result = views(224)[1].train(Augment(scale=(1.0, 1.0)))(image)
+    result = views(224, scale=[1.0, 1.0])[1].train()(image)
     assert scales == [scale]
     assert (result.shape, result.dtype) == ((3, 224, 224), torch.uint8)
 
@@ -188,8 +186,3 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         views(8)[1].reader()
     assert error.value.code == "E_NOT_INSTALLED"
     assert "pip install" in str(error.value)
-
-
-def test_unknown_decoder_is_refused() -> None:
-    with pytest.raises(RecipeError, match="decoder"):
-        ImageTransforms(8, 0.875, "bilinear", MEAN, STD, "turbo")  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import struct
 import warnings
 import zlib
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
-from helpers.system import Running, events, here, last_saved, samestep, state_of, weights, without_warnings
+from helpers.system import events, here, samestep, state_of, weights, without_warnings
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.datasets import ImageFiles, Sample, load_images
+from samestep.zoo.images.datasets import LabeledImages, Sample, load_images
 from samestep.zoo.images.decoders import EncodedImage, image_reader
 from samestep.zoo.images.files import decode
 
@@ -123,31 +122,6 @@ def test_processes_and_workers_do_not_change_weights(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_killed_run_resumes_on_another_number_of_processes(pictures: Path, tmp_path: Path) -> None:
-    overrides = (*SMALLER, "loss.name=helpers.recorded:plain")
-    whole = train(pictures, tmp_path, "whole", overrides=overrides)
-    for file in tmp_path.glob("seen-*"):
-        file.unlink()
-    hold = tmp_path / "hold"
-    hold.write_text("0 13", encoding="utf-8")  # step 7, the third of the second epoch: two microbatches a step
-    chosen = ("--set", f"data.options.path={pictures}", *SMALL, *overrides)
-    arguments = ("--processes", 2, "--workers", 1, "--checkpoint-every", 1)
-    run = tmp_path / "runs" / "a"
-    with Running("train", "images", "--name", "a", *arguments, *chosen, cwd=tmp_path) as running:
-        running.until(
-            lambda: any(len(path.read_text().splitlines()) == 13 for path in tmp_path.glob("seen-0-*")), "step 7"
-        )
-        running.until(lambda: last_saved(run) == 6, "its checkpoint, which is written during step 7")
-        running.kill(signal.SIGKILL)
-        running.wait(10)
-    hold.unlink()
-    assert state_of(run)["step"] == 6
-    assert here("resume", run, "--processes", 3, "--workers", 1, cwd=tmp_path) == 0
-    assert weights(run) == weights(whole)
-
-
 FROZEN = ("conv1.", "bn1.", "layer1.")
 
 
@@ -210,8 +184,8 @@ def resnet34(classes: int) -> dict[str, torch.Tensor]:
 
 
 def names(files: object, root: Path) -> set[str]:
-    assert isinstance(files, ImageFiles)
-    return {path.relative_to(root).as_posix() for path, *_ in files._samples}
+    assert isinstance(files, LabeledImages)
+    return {path.relative_to(root).as_posix() for path, *_ in files.samples}
 
 
 def split(root: Path, fraction: float = 0.2) -> tuple[set[str], set[str]]:
@@ -231,10 +205,6 @@ def test_split_is_disjoint_complete_and_stratified(pictures: Path, fraction: flo
     assert split(pictures, fraction) == (train, evaluation)
 
 
-def test_split_does_not_depend_on_the_location(pictures: Path, tmp_path: Path) -> None:
-    assert split(shutil.copytree(pictures, tmp_path / "elsewhere")) == split(pictures)
-
-
 def test_split_is_stable_when_images_are_added(pictures: Path, tmp_path: Path) -> None:
     root = shutil.copytree(pictures, tmp_path / "more")
     train, evaluation = split(root)
@@ -244,18 +214,6 @@ def test_split_is_stable_when_images_are_added(pictures: Path, tmp_path: Path) -
     assert len(train_now | evaluation_now) == 80
     assert train <= train_now
     assert evaluation <= evaluation_now
-
-
-def test_images_become_rgb_of_the_image_size(pictures: Path) -> None:
-    splits = load_images(str(pictures), image_size=32)
-    assert splits.classes == SHAPES
-    assert splits.reads_files
-    for part in (splits.train, splits.evaluation):
-        for index in range(len(part)):
-            image, label = part[index]
-            assert image.shape == (3, 32, 32)
-            assert image.dtype == torch.float32
-            assert 0 <= label < 3
 
 
 def test_only_training_images_are_augmented(pictures: Path) -> None:
@@ -295,16 +253,6 @@ def test_names_that_are_not_utf_8(pictures: Path, tmp_path: Path) -> None:
     assert len(train | evaluation) == 62
 
 
-def test_evaluation_path(pictures: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    for shape in SHAPES:
-        (other / shape).mkdir(parents=True)
-        drawn(shape, 1).save(other / shape / "a.webp")
-    (other / ".hidden").mkdir()
-    splits = load_images(str(pictures), evaluation_path=str(other), image_size=32)
-    assert (len(splits.train), len(splits.evaluation)) == (60, 3)
-
-
 # --- images that are none --------------------------------------------------------------------------------
 
 
@@ -326,14 +274,14 @@ def test_damaged_image_is_read_or_refused(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about damaged data that it can read
         try:
-            image, _ = ImageFiles([Sample(path, 0)], decode, pil_to_tensor)[0]
+            image, _ = LabeledImages([Sample(path, 0)], decode, pil_to_tensor)[0]
         except DataError as error:
             assert str(path) in error.value
             with pytest.raises(DataError) as other:
-                ImageFiles([Sample(path, 0)], image_reader("simplejpeg"), EncodedImage.pixels)[0]
+                LabeledImages([Sample(path, 0)], image_reader("simplejpeg"), EncodedImage.pixels)[0]
             assert other.value.value == error.value
         else:
-            other_image, _ = ImageFiles([Sample(path, 0)], image_reader("simplejpeg"), EncodedImage.pixels)[0]
+            other_image, _ = LabeledImages([Sample(path, 0)], image_reader("simplejpeg"), EncodedImage.pixels)[0]
             assert torch.equal(image, other_image)
 
 
@@ -347,4 +295,4 @@ def test_huge_image_is_refused(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
     with pytest.raises(DataError, match=r"huge\.png"):
-        ImageFiles([Sample(path, 0)], decode, pil_to_tensor)[0]
+        LabeledImages([Sample(path, 0)], decode, pil_to_tensor)[0]

@@ -205,7 +205,7 @@ def test_crops_without_a_resize_have_the_pixels_of_the_image(photos: Path) -> No
     source = ImageSource(shorter_side=40)
     is_mirrored = []
     for number, crop in enumerate(crops):
-        file = splits.train._samples[number].file  # type: ignore[attr-defined]
+        file = splits.train.samples[number].source  # type: ignore[attr-defined]
         image = as_pixels(source(file, str(file)))
         assert min(image.shape[1:]) == 40
         parts = image.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, 3, 32, 32)
@@ -242,8 +242,8 @@ def test_collated_images_are_those_of_torch(options: dict[str, Any], photos: Pat
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shorter_side": 20}, "data.options.shorter_side is 20"),
-        ({"augment": {"scale": None}}, "data.options.shorter_side is not set"),
+        ({"shorter_side": 20}, "shorter_side is less than image_size"),
+        ({"augment": {"scale": None}}, "shorter_side is not set"),
     ],
 )
 def test_invalid_options(options: dict[str, object], text: str, photos: Path) -> None:

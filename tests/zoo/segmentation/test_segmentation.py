@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,17 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from helpers.mask_data import draw_images, logged
-from helpers.system import Running, answer, events, here, last_saved, state_of, tree, weights
+from helpers.system import answer, events, here, state_of, tree, weights
 from samestep.config import NamedConfig, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
 from samestep.launcher.launch import launch
+from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
 from samestep.zoo.segmentation.images import load_segmentation
 from samestep.zoo.segmentation.losses import resolve_foreground_weight
-from samestep.zoo.segmentation.unet import unet, unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
+from samestep.zoo.segmentation.unet import unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 
 SMALL = (
     "data.options.image_size=32",
@@ -109,21 +109,6 @@ def test_several_classes_with_an_ignored_border(tmp_path: Path) -> None:
     output = json.loads((tmp_path / "report-1" / "classes.json").read_text(encoding="utf-8"))
     assert output["dice"] == events(one, "evaluation")[-1 if output["step"] == 4 else 0]["dice"]
     assert sum(sum(row) for row in output["confusion"]) < 3 * 32 * 32, "the border is ignored"
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_killed_run_resumes_on_another_number_of_processes(cells: Path, tmp_path: Path) -> None:
-    uninterrupted = train(cells, tmp_path, "uninterrupted", 1, "epochs=12")
-    run = tmp_path / "runs" / "killed"
-    options = ("--name", "killed", "--processes", 2, "--workers", 0, "--checkpoint-every", 1)
-    with Running("train", *options, *arguments(cells, "epochs=12"), cwd=tmp_path) as running:
-        running.until(lambda: last_saved(run) >= 4, "the fourth step")
-        running.kill(signal.SIGKILL)
-        running.wait(10)
-    assert state_of(run)["step"] < 3 * 12
-    assert here("resume", run, "--processes", 3, "--workers", 0, cwd=tmp_path) == EXIT_DONE
-    assert weights(run) == weights(uninterrupted)
 
 
 @pytest.mark.long
@@ -315,17 +300,17 @@ def test_unets_are_deterministic_and_use_every_parameter(build: Any) -> None:
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("sides", [(64, 100), (32, 64), (1, 1)])
-def test_unet_refuses_invalid_image_sizes(sides: tuple[int, int]) -> None:
-    with pytest.raises(RecipeError, match=f"the images have {sides[0]} x {sides[1]} pixels") as error:
-        unet(1, encoder="resnet18")(torch.zeros(1, 3, *sides))
-    assert "multiples of 32 and at least 64" in str(error.value)
-
-
-def test_unknown_encoder_suggests_a_similar_one() -> None:
-    with pytest.raises(RecipeError, match="'resnet43'") as error:
-        unet(encoder="resnet43")
-    assert error.value.fix == "did you mean resnet34?"
+def test_models_of_the_library_by_name() -> None:
+    model = find("segmentation_models_pytorch:FPN", MODELS, "model")(num_classes=2, encoder_name="resnet18")
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 2, 64, 64)
+    for name, options, message in (
+        ("FPNN", {}, "did you mean segmentation_models_pytorch:FPN?"),
+        ("FPN", {"encoder_weights": "imagenet"}, "encoder_weights is 'imagenet'"),
+        ("FPN", {"encoder_name": "resnet43"}, "Wrong encoder name"),
+    ):
+        with pytest.raises(RecipeError) as error:
+            find(f"segmentation_models_pytorch:{name}", MODELS, "model")(num_classes=2, **options)
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (17, 30), (32, 8)])

@@ -55,21 +55,10 @@ def test_files_without_a_partner_are_listed(cells: Path, tmp_path: Path) -> None
     root = shutil.copytree(cells, tmp_path / "cells")
     (root / "masks" / "003.png").unlink()
     (root / "images" / "007.jpg").unlink()
-    with pytest.raises(DataError, match="2 files without a partner") as error:
+    with pytest.raises(DataError, match="2 of the files have no partner") as error:
         load_segmentation(str(root))
-    assert f"{root / 'images' / '003.jpg'} has no mask" in error.value.value
-    assert f"{root / 'masks' / '007.png'} has no image" in error.value.value
-    splits = load_segmentation(str(root), unpaired="skip")
-    assert len(splits.train) + len(splits.evaluation) == 23
-    assert splits.notes[0].startswith("left out 2 files without a partner: ")
-
-
-def test_very_many_files_without_a_partner_are_counted(cells: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(cells, tmp_path / "cells")
-    for number in range(15):
-        (root / "masks" / f"{number:03}.png").unlink()
-    with pytest.raises(DataError, match=r"15 files without a partner.*; and 5 more"):
-        load_segmentation(str(root))
+    assert error.value.code == "E_UNPAIRED"
+    assert f"{root / 'images' / '003.jpg'}, {root / 'masks' / '007.png'}" in error.value.value
 
 
 def test_names_with_subfolders_and_suffixes(tmp_path: Path) -> None:
@@ -100,12 +89,6 @@ def test_two_files_of_one_name_are_refused(cells: Path, tmp_path: Path) -> None:
         load_segmentation(str(root))
 
 
-def test_evaluation_path(cells: Path, tmp_path: Path) -> None:
-    other = draw_images(tmp_path / "other", 3)
-    splits = load_segmentation(str(cells), evaluation_path=str(other))
-    assert (len(splits.train), len(splits.evaluation)) == (25, 3)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -113,7 +96,6 @@ def test_evaluation_path(cells: Path, tmp_path: Path) -> None:
         ({"path": "a", "images": "b", "masks": "c"}, "path is a, images is b"),
         ({"images": "b"}, "masks is None"),
         ({"path": "nowhere"}, "there is no folder"),
-        ({"path": ".", "unpaired": "ignore"}, "unpaired is 'ignore'"),
         ({"path": ".", "evaluation_fraction": 1.0}, "evaluation_fraction is 1.0"),
         ({"path": ".", "fit": "squeeze"}, "fit is 'squeeze'"),
         ({"path": ".", "flips": "vertical"}, "flips is 'vertical'"),
@@ -180,21 +162,10 @@ def test_palettes_are_indices_or_colors(tmp_path: Path) -> None:
     assert read_mask(tmp_path / "mask.png", by_color).tolist() == HALF.tolist()
 
 
-def test_ignored_values_are_kept_with_a_threshold() -> None:
-    numbers = MaskCode(ignored=[200], threshold=128).numbers(numpy.array([[0, 100, 150, 200]], numpy.uint8), "mask")
-    assert numbers.tolist() == [[0, 0, 1, IGNORED]]
-
-
 @pytest.mark.parametrize("ignored", [1, 255])
 def test_border_of_a_binary_mask_can_be_ignored(ignored: int) -> None:
     numbers = MaskCode(ignored=[ignored]).numbers(numpy.array([[0, 1, 255]], numpy.uint8), "mask")
     assert numbers.tolist() == [[0, *(IGNORED if value == ignored else 1 for value in (1, 255))]]
-
-
-@pytest.mark.parametrize("options", [{"classes": "road"}, {"values": [0, 0]}, {"values": [0, 255], "ignored": [255]}])
-def test_invalid_codes_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(DataError):
-        MaskCode(**options)
 
 
 def test_ignored_values_are_mapped(tmp_path: Path) -> None:

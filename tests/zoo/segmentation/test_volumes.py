@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from helpers.mask_data import logged, make_volumes
-from helpers.system import answer, events, here, weights
+from helpers.system import events, here, weights
 from samestep.errors import EXIT_DONE, DataError
 from samestep.zoo.segmentation.masks import IGNORED, MaskCode, Pair
 from samestep.zoo.segmentation.volumes import (
@@ -80,18 +80,6 @@ def test_bad_volumes_are_skipped(balls: Path, tmp_path: Path) -> None:
     [skipped] = events(one, "skipped")
     assert (skipped["split"], skipped["count"]) == ("training", 2)  # both of its patches
     assert "1 values that are not finite" in skipped["samples"][0]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], balls: Path, tmp_path: Path) -> None:
-    chosen = ("--processes", "1,2,3", "--steps", "2", "--kill-at", "2", "--resume-on", "3", "--json", "--out", tmp_path)
-    options = ("volumes", "--set", f"data.options.path={balls}", *SMALL)
-    code = here("verify", *chosen, *options, cwd=tmp_path)
-    message = answer(capsys)
-    assert (code, message["holds"], message["findings"]) == (EXIT_DONE, True, [])
-    for run in message["comparisons"]:
-        assert set(run["quantities"].values()) == {"bits"}
 
 
 # --- patches ---------------------------------------------------------------------------------------------

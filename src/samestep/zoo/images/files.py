@@ -17,7 +17,6 @@ from samestep.zoo.images.rgb_conversion import to_rgb
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
 # Formats by content: Pillow starts another program for some others, whatever the name of the file.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
-_MAX_PIXELS = 2**26  # 200 MB as RGB; a few bytes of a file can claim any size
 
 # Errors of the operating system with these numbers concern the file; all others concern the machine.
 _FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
@@ -54,9 +53,6 @@ def open_header(source: Path | BytesIO) -> Iterator[Image.Image]:
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         image = Image.open(source, formats=_FORMATS)
     with image:
-        width, height = image.size
-        if width * height > _MAX_PIXELS:
-            raise ValueError(f"the image has {width:,} x {height:,} pixels, more than {_MAX_PIXELS:,}")
         yield image
 
 

@@ -16,9 +16,9 @@ from samestep.data.streams.source import SampleFiles
 from samestep.data.streams.tables import ArrowFiles, ParquetFiles
 from samestep.data.streams.tar import TarFiles
 from samestep.errors import DataError
-from samestep.zoo.images.decoders import DecodedImage, Decoder
+from samestep.zoo.images.decoders import DecodedImage
 from samestep.zoo.images.source import ImageSource
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, parse_augment
+from samestep.zoo.images.transforms import Transform, image_transforms
 from samestep.zoo.options import require_count, require_option
 from samestep.zoo.splits import ClassLabels, Splits, require_no_booleans
 from samestep.zoo.streams import ConvertedSource
@@ -35,37 +35,29 @@ def load_stream_images(
     image_column: str = "image",
     label_column: str = "label",
     window: int = DEFAULT_WINDOW,
-    image_size: int = 224,
-    crop_fraction: float = 0.875,
-    interpolation: str = "bilinear",
-    mean: Sequence[float] = MEAN,
-    std: Sequence[float] = STD,
-    decoder: Decoder = "pillow",
-    shorter_side: int | None = None,
-    augment: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Splits:
     """Return the images of sample files, with the options of `docs/guides/streams.md`.
 
     The column of images has encoded images as bytes, or mappings with the key `bytes`; that of labels has class numbers
-    or names, also as bytes. The image options are those of `ImageTransforms` and `Augment`.
+    or names, also as bytes. The other options are fields of `ImageTransforms`.
 
     Raises:
         InputError: the files cannot be read, or an option is invalid.
     """
-    transforms = ImageTransforms(image_size, crop_fraction, interpolation, mean, std, decoder, shorter_side)
+    transforms = image_transforms(options, load_stream_images)
     require_count("window", window, 1, DEFAULT_WINDOW)
     require_option("format", format, format in get_args(Format), "webdataset, parquet or arrow", "parquet")
-    augmentation, reader, names = parse_augment(augment), transforms.reader(), _class_names(classes)
+    reader = transforms.reader()
+    names = _class_names(classes)
     labels = ClassLabels(names)
     columns = (image_column, label_column)
     convert = partial(_convert, columns=columns, reader=reader, labels=labels)
-    train = ConvertedSource(
-        _open_files(path, format, columns), partial(convert, transform=transforms.train(augmentation))
-    )
+    train = ConvertedSource(_open_files(path, format, columns), partial(convert, transform=transforms.train()))
     evaluation = ConvertedSource(
         _open_files(evaluation_path, format, columns), partial(convert, transform=transforms.validation())
     )
-    return transforms.splits(StreamDataset(train, window=window), StreamDataset(evaluation), names, augmentation)
+    return transforms.splits(StreamDataset(train, window=window), StreamDataset(evaluation), names)
 
 
 def _open_files(path: str, format: Format, columns: Sequence[str]) -> SampleFiles:

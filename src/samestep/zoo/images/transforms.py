@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+from inspect import signature
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
-from samestep.config.validation import require
 from samestep.data.batch import map_tensors
 from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
 from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side
-from samestep.zoo.options import call, is_count
-from samestep.zoo.sample_cache import SampleCache
+from samestep.zoo.options import validated
 from samestep.zoo.splits import Splits
 
 make_torchvision_importable()
@@ -25,17 +24,34 @@ make_torchvision_importable()
 from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
-AUGMENT_KEY = "data.options.augment"
 # Mean and standard deviation of ImageNet, with which torchvision's weights were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_INTERPOLATIONS = ("bilinear", "bicubic")
-_POLICIES = ("imagenet", "cifar10", "svhn")
 _MAX_MAGNITUDE = 30
 
 Transform = Callable[[Any], torch.Tensor]  # of an image from `ImageTransforms.reader()`
 
 
-@dataclass(frozen=True, kw_only=True)
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(gt=0, le=1)]
+_Probability = Annotated[float, Field(ge=0, le=1)]
+_Hue = Annotated[float, Field(ge=0, le=0.5)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_FORBID = ConfigDict(extra="forbid")
+
+
+def _as_jitter(value: Any) -> Any:
+    """Return brightness, contrast, saturation and hue; one number is that of the first three."""
+    if isinstance(value, int | float):
+        return value, value, value, 0.0
+    return tuple(value) if isinstance(value, list) else value
+
+
+_Jitter = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative, _Hue], BeforeValidator(_as_jitter)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_FORBID)
 class Augment:
     """Augmentation of training images. Random numbers are a function of (seed, epoch, sample).
 
@@ -45,58 +61,31 @@ class Augment:
             without a resize, from images whose shorter side has a fixed length (Krizhevsky et al., "ImageNet
             classification with deep convolutional neural networks", 2012).
         flip: probability of a horizontal flip.
-        auto_augment: AutoAugment policy `imagenet`, `cifar10` or `svhn` (Cubuk et al., 2019), or None.
-        randaugment: magnitude of RandAugment, 0 to 30 (Cubuk et al., 2020), or None.
+        auto_augment: AutoAugment policy (Cubuk et al., 2019), or None.
+        randaugment: magnitude of RandAugment (Cubuk et al., 2020), or None.
         randaugment_ops: number of operations of RandAugment.
-        color_jitter: strength for brightness, contrast and saturation, or four numbers with the hue (at most 0.5) last.
+        color_jitter: strength for brightness, contrast and saturation, or four numbers with the hue last.
         random_erasing: probability of random erasing (Zhong et al., 2020).
         mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0 for none. Images and
             targets are mixed within a microbatch.
         cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for each microbatch.
     """
 
-    scale: tuple[float, float] | None = (0.08, 1.0)
-    flip: float = 0.5
-    auto_augment: str | None = None
-    randaugment: int | None = None
-    randaugment_ops: int = 2
-    color_jitter: float | tuple[float, ...] = 0.0
-    random_erasing: float = 0.0
-    mixup_alpha: float = 0.0
-    cutmix_alpha: float = 0.0
+    scale: tuple[_Fraction, _Fraction] | None = (0.08, 1.0)
+    flip: _Probability = 0.5
+    auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
+    randaugment: Annotated[int, Field(ge=0, le=_MAX_MAGNITUDE)] | None = None
+    randaugment_ops: _Count = 2
+    color_jitter: _Jitter = (0.0, 0.0, 0.0, 0.0)
+    random_erasing: _Probability = 0.0
+    mixup_alpha: _NotNegative = 0.0
+    cutmix_alpha: _NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        scale, jitter, magnitude, policy = self.scale, self._jitter, self.randaugment, self.auto_augment
-        operations, probability, at_least_0 = self.randaugment_ops, "a probability, 0 to 1", "a number, at least 0"
-        is_pair = isinstance(scale, list | tuple) and len(scale) == 2 and all(map(_is_number, scale))
-        is_ordered = scale is not None and is_pair and 0 < scale[0] <= scale[1] <= 1
-        is_jitter = len(jitter) == 4 and all(map(_is_number, jitter)) and jitter[3] <= 0.5
-        jitter_rule = "one number for brightness, contrast and saturation; or four numbers, the fourth for the hue"
-        is_magnitude = isinstance(magnitude, int) and _is_number(magnitude, _MAX_MAGNITUDE)
-        checks = {
-            "scale": (scale is None or is_ordered, "two numbers, 0 < first <= second <= 1, or null", "[0.08, 1.0]"),
-            "flip": (_is_number(self.flip, 1), probability, "0.25"),
-            "random_erasing": (_is_number(self.random_erasing, 1), probability, "0.25"),
-            "mixup_alpha": (_is_number(self.mixup_alpha), at_least_0, "0.2"),
-            "cutmix_alpha": (_is_number(self.cutmix_alpha), at_least_0, "0.2"),
-            "color_jitter": (is_jitter, f"{jitter_rule}, at most 0.5", "0.4, or [0.4, 0.4, 0.4, 0.1]"),
-            "randaugment": (magnitude is None or is_magnitude, f"a magnitude, 0 to {_MAX_MAGNITUDE}, or null", "9"),
-            "randaugment_ops": (is_count(operations), "at least 1", "2"),
-            "auto_augment": (policy in (None, *_POLICIES), f"one of {', '.join(_POLICIES)}, or null", "imagenet"),
-        }
-        _require_fields(self, AUGMENT_KEY, checks)
-        require(
-            policy is None or magnitude is None,
-            f"{AUGMENT_KEY} has both auto_augment and randaugment",
-            "at most one of the two policies",
-            f"remove {AUGMENT_KEY}.auto_augment or {AUGMENT_KEY}.randaugment",
-        )
-
-    @property
-    def _jitter(self) -> list[Any]:
-        """Brightness, contrast, saturation and hue."""
-        jitter: Any = self.color_jitter
-        return list(jitter) if isinstance(jitter, list | tuple) else [jitter, jitter, jitter, 0.0]
+        if self.scale is not None and self.scale[0] > self.scale[1]:
+            raise ValueError("scale is not a minimum and a maximum")
+        if self.auto_augment is not None and self.randaugment is not None:
+            raise ValueError("both auto_augment and randaugment are set")
 
     @property
     def changes_floats(self) -> bool:
@@ -111,8 +100,8 @@ class Augment:
         if self.randaugment is not None:
             bins = _MAX_MAGNITUDE + 1
             transforms.append(v2.RandAugment(self.randaugment_ops, self.randaugment, num_magnitude_bins=bins))
-        if any(self._jitter):
-            transforms.append(v2.ColorJitter(*self._jitter))
+        if any(self.color_jitter):
+            transforms.append(v2.ColorJitter(*self.color_jitter))
         return transforms
 
     def collate(self, classes: int) -> Collate | None:
@@ -145,20 +134,14 @@ def collate_images(samples: list[Any]) -> Any:
     return pixels.permute(0, 3, 1, 2), default_collate(list(labels))
 
 
-def parse_augment(options: Mapping[str, Any] | None) -> Augment:
-    """Return the augmentation of `data.options.augment`.
+def image_transforms(options: Mapping[str, Any], loader: Callable[..., Any]) -> ImageTransforms:
+    """Return the transforms of the options that a `loader` does not have itself.
 
     Raises:
         RecipeError: an option is unknown or has an invalid value.
     """
-    require(
-        options is None or isinstance(options, Mapping),
-        f"{AUGMENT_KEY} is {options!r}",
-        "a mapping of options to values, or null",
-        f"--set {AUGMENT_KEY}.random_erasing=0.25",
-    )
-    augment: Augment = call(Augment, options or {}, where=AUGMENT_KEY)
-    return augment
+    others = [name for name in signature(loader).parameters if name != "options"]
+    return validated(ImageTransforms, options, "data.options", others=others)
 
 
 class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
@@ -219,9 +202,9 @@ class CenterCrop:
         return center
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_FORBID)
 class ImageTransforms:
-    """Decoding, resizing, cropping and normalization of images.
+    """Decoding, resizing, cropping and normalization of images: options of every dataset of images.
 
     The decoder `pillow` gives images of Pillow, and normalized floats. The decoder `simplejpeg` decodes JPEG files at a
     reduced scale if the crop is large, resizes bytes with torch, and gives bytes: `normalize` converts batches on the
@@ -236,34 +219,28 @@ class ImageTransforms:
         std: standard deviation of each channel.
         decoder: `pillow` or `simplejpeg`.
         shorter_side: length to which the shorter side of an image is resized before all transforms, or None.
+        augment: augmentation of training images; None for the default.
     """
 
-    image_size: int
-    crop_fraction: float
-    interpolation: str
-    mean: Sequence[float]
-    std: Sequence[float]
+    image_size: _Count = 224
+    crop_fraction: _Fraction = 0.875
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    mean: tuple[_Number, _Number, _Number] = MEAN
+    std: tuple[_Positive, _Positive, _Positive] = STD
     decoder: Decoder = "pillow"
-    shorter_side: int | None = None
+    shorter_side: _Count | None = None
+    augment: Augment | None = None
 
     def __post_init__(self) -> None:
-        size, fraction, mean, std = self.image_size, self.crop_fraction, self.mean, self.std
-        is_fraction = _is_number(fraction, largest=1) and fraction > 0
-        is_interpolation = self.interpolation in _INTERPOLATIONS
-        is_std = _is_triple(std) and all(number > 0 for number in std)
-        side = self.shorter_side
-        is_side = side is None or (is_count(size) and is_count(side, size))
-        triple, decoders = "three finite numbers, for red, green and blue", get_args(Decoder)
-        checks = {
-            "image_size": (is_count(size), "a number of pixels", "224"),
-            "crop_fraction": (is_fraction, "0 < crop_fraction <= 1", "0.875"),
-            "interpolation": (is_interpolation, f"one of {', '.join(_INTERPOLATIONS)}", "bilinear"),
-            "mean": (_is_triple(mean), triple, "[0.5, 0.5, 0.5]"),
-            "std": (is_std, f"{triple}, above 0", "[0.5, 0.5, 0.5]"),
-            "decoder": (self.decoder in decoders, f"one of {', '.join(decoders)}", "pillow"),
-            "shorter_side": (is_side, "a number of pixels, at least image_size, or null", size),
-        }
-        _require_fields(self, "data.options", checks)
+        if self.shorter_side is not None and self.shorter_side < self.image_size:
+            raise ValueError("shorter_side is less than image_size")
+        if self.shorter_side is None and self.augmentation.scale is None:
+            raise ValueError("augment.scale is null, for crops without a resize, and shorter_side is not set")
+
+    @property
+    def augmentation(self) -> Augment:
+        """Augmentation of training images."""
+        return self.augment or Augment()
 
     def reader(self) -> ImageSource:
         """Return the function that reads an image file for the transforms.
@@ -273,23 +250,21 @@ class ImageTransforms:
         """
         return ImageSource(self.decoder, self.shorter_side, self.interpolation)
 
-    def train(self, augment: Augment) -> Transform:
-        """Return the transform of training images: a random crop and `augment`."""
+    def train(self) -> Transform:
+        """Return the transform of training images: a random crop and the augmentation."""
+        augment = self.augmentation
+        is_pillow = self.decoder == "pillow" and augment.scale is not None
         interpolation = v2.InterpolationMode(self.interpolation)
-        is_pillow, colors = self.decoder == "pillow" and augment.scale is not None, augment.color_transforms()
+        steps: list[Callable[..., Any]]
         if augment.scale is None:
-            require(
-                self.shorter_side is not None,
-                f"{AUGMENT_KEY}.scale is null and data.options.shorter_side is not set",
-                "shorter_side, at least image_size, for crops without a resize",
-                f"--set data.options.shorter_side={round(self.image_size / self.crop_fraction)}",
-            )
-            steps: list[Callable[..., Any]] = [PlainCrop(self.image_size, augment.flip)]
+            steps = [PlainCrop(self.image_size, augment.flip)]
+        elif is_pillow:
+            crop = v2.RandomResizedCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
+            steps = [as_image, crop, v2.RandomHorizontalFlip(augment.flip)]
         else:
-            crop_class = v2.RandomResizedCrop if is_pillow else RandomCrop
-            crop = crop_class(self.image_size, scale=tuple(augment.scale), interpolation=interpolation)
-            flip = (v2.RandomHorizontalFlip if is_pillow else RandomFlip)(augment.flip)
-            steps = [as_image, crop, flip] if is_pillow else [crop, flip]
+            crop = RandomCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
+            steps = [crop, RandomFlip(augment.flip)]
+        colors = augment.color_transforms()
         if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
             colors = [v2.ToPILImage(), *colors, v2.PILToTensor()]
         steps += colors
@@ -307,26 +282,17 @@ class ImageTransforms:
         resize = v2.Resize(size, interpolation=interpolation)
         return _composed([as_image, crop_long_image, resize, v2.CenterCrop(self.image_size), *self._normalized()])
 
-    def splits(
-        self,
-        train: SizedDataset,
-        evaluation: SizedDataset,
-        classes: Sequence[str],
-        augment: Augment,
-        open_cache: Callable[..., tuple[SampleCache, str]] | None = None,
-        fingerprint: str = "",
-    ) -> Splits:
-        """Return the splits of transformed images."""
+    def splits(self, train: SizedDataset, evaluation: SizedDataset, classes: Sequence[str], **others: Any) -> Splits:
+        """Return the splits of transformed images, with other attributes of `Splits`."""
         return Splits(
             train=train,
             evaluation=evaluation,
             classes=tuple(classes),
             reads_files=True,
             collate=collate_images,
-            train_collate=augment.collate(len(classes)),
+            train_collate=self.augmentation.collate(len(classes)),
             prepare=self.normalize,
-            open_cache=open_cache,
-            fingerprint=fingerprint,
+            **others,
         )
 
     def normalize(self, data: Any) -> Any:
@@ -348,22 +314,3 @@ class ImageTransforms:
 
 def _composed(steps: list[Callable[..., Any]]) -> Transform:
     return cast(Transform, v2.Compose([*steps, v2.ToPureTensor()]))
-
-
-def _require_fields(config: object, prefix: str, checks: Mapping[str, tuple[bool, str, object]]) -> None:
-    """Raise an error unless each field is valid; a check has the validity, the rule and an example."""
-    for name, (is_valid, expected, example) in checks.items():
-        key = f"{prefix}.{name}"
-        require(is_valid, f"{key} is {getattr(config, name)!r}", expected, f"set {key}: {example}")
-
-
-def _is_number(value: Any, largest: float = math.inf) -> bool:
-    return _is_finite(value) and 0 <= value <= largest
-
-
-def _is_triple(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_finite, value))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -26,7 +26,6 @@ from samestep.zoo.segmentation.masks import (
     ClassNumbers,
     MaskCode,
     Pair,
-    Unpaired,
     Value,
     as_target,
     read_mask,
@@ -169,7 +168,6 @@ def load_segmentation(
     evaluation_path: str | None = None,
     evaluation_fraction: float = 0.2,
     mask_suffix: str = "",
-    unpaired: Unpaired = "stop",
     classes: Sequence[str] | None = None,
     mask_values: Sequence[Value] | None = None,
     ignore_values: Sequence[Value] = (),
@@ -188,7 +186,7 @@ def load_segmentation(
     code = MaskCode(classes, mask_values, ignore_values, threshold)
     evaluation_transform = JointTransform(image_size, fit)
     pairs, evaluation_pairs, notes = split_pairs(
-        IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix, unpaired
+        IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
     )
     source = ImageSource()
     train = MaskedImages(pairs, source, code, JointTransform(image_size, fit, Augment(flips, scale, jitter)))

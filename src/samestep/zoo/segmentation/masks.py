@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -14,19 +14,17 @@ from PIL import Image
 
 from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
-from samestep.units import plural
 from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.options import is_count, is_number, require_option, require_path
 from samestep.zoo.splits import train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
 
-Unpaired = Literal["stop", "skip"]
 Value = int | Sequence[int]
 ClassNumbers = NDArray[numpy.int16]
 
 _MAX_VALUE = 2**63 - 1
-_MAX_LISTED = 10  # files without a partner in an error or a note
+_MAX_LISTED = 10  # files without a partner in an error
 
 
 class Pair(NamedTuple):
@@ -45,7 +43,6 @@ def split_pairs(
     evaluation_path: str | None,
     evaluation_fraction: float,
     mask_suffix: str,
-    unpaired: Unpaired,
 ) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
     """Return the training pairs and the validation pairs, both sorted by name, and notes for the user.
 
@@ -54,9 +51,9 @@ def split_pairs(
 
     Raises:
         DataError: the options contradict each other, a folder is missing, there are no pairs or too few for a split,
-            two files have the same name, or a file has no partner and `unpaired` is `stop`.
+            two files have the same name, or a file has no partner.
     """
-    find = partial(_find_pairs, suffixes=suffixes, mask_suffix=mask_suffix, unpaired=unpaired)
+    find = partial(_find_pairs, suffixes=suffixes, mask_suffix=mask_suffix)
     pairs, notes = find(*_folders(path, images, masks))
     if evaluation_path is not None:
         validation, validation_notes = find(*_folders(evaluation_path, None, None))
@@ -86,9 +83,8 @@ def _folders(path: str | None, images: str | None, masks: str | None) -> tuple[P
 
 
 def _find_pairs(
-    image_folder: Path, mask_folder: Path, suffixes: Sequence[str], mask_suffix: str, unpaired: str
+    image_folder: Path, mask_folder: Path, suffixes: Sequence[str], mask_suffix: str
 ) -> tuple[list[Pair], list[str]]:
-    require_option("unpaired", unpaired, unpaired in ("stop", "skip"), "stop or skip", "skip")
     image_files, others = by_suffix(files_below(image_folder), suffixes)
     mask_files, mask_others = by_suffix(files_below(mask_folder), suffixes)
     notes = [*left_out_notes(image_folder, others, suffixes), *left_out_notes(mask_folder, mask_others, suffixes)]
@@ -98,8 +94,6 @@ def _find_pairs(
         notes = notes[:1]
     images = _by_name(image_folder, image_files, suffixes, "")
     masks = _by_name(mask_folder, mask_files, suffixes, mask_suffix)
-    alone = [f"{images[name]} has no mask" for name in sorted(images.keys() - masks.keys())]
-    alone += [f"{masks[name]} has no image" for name in sorted(masks.keys() - images.keys())]
     pairs = [Pair(name, images[name], masks[name]) for name in sorted(images.keys() & masks.keys())]
     if not pairs:
         raise DataError(
@@ -108,19 +102,16 @@ def _find_pairs(
             fix="rename the files; data.options.mask_suffix=_mask for cat.jpg and cat_mask.png",
             code="E_UNPAIRED",
         )
-    if not alone:
-        return pairs, notes
-    more = [f"and {len(alone) - _MAX_LISTED} more"] if len(alone) > _MAX_LISTED else []
-    listed = "; ".join(alone[:_MAX_LISTED] + more)
-    summary = f"{plural(len(alone), 'file')} without a partner: {listed}"
-    if unpaired == "stop":
+    alone = [str(images[name]) for name in sorted(images.keys() - masks.keys())]
+    alone += [str(masks[name]) for name in sorted(masks.keys() - images.keys())]
+    if alone:
         raise DataError(
-            summary,
+            f"{len(alone)} of the files have no partner: {', '.join(alone[:_MAX_LISTED])}",
             expected="a mask of the same name for every image, an image for every mask",
-            fix="add or remove files, or leave these out: data.options.unpaired=skip",
+            fix="add the missing files, or remove these",
             code="E_UNPAIRED",
         )
-    return pairs, [*notes, f"left out {summary}"]
+    return pairs, notes
 
 
 def _by_name(root: Path, paths: Sequence[Path], suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:

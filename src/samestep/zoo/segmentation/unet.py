@@ -6,8 +6,7 @@ linear interpolation has no deterministic backward on GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,72 +16,28 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.errors import RecipeError
-from samestep.zoo.options import import_optional
-
-_DEPTH = 5  # halvings of the resolution in an encoder
-_STEP = 2**_DEPTH
+from samestep.zoo.model_libraries import find_in_library
 
 
-def unet(
-    num_classes: int = 1,
-    *,
-    encoder: str = "resnet34",
-    in_channels: int = 3,
-    decoder_channels: Sequence[int] = (256, 128, 64, 32, 16),
-    attention: str | None = None,
-) -> nn.Module:
-    """Return a U-Net of segmentation_models_pytorch with random weights.
+def unet(num_classes: int = 1, *, encoder: str = "resnet34", **options: Any) -> nn.Module:
+    """Return `Unet` of segmentation_models_pytorch with random weights.
 
     Args:
         num_classes: output channels.
         encoder: name of an encoder of the library.
-        in_channels: input channels.
-        decoder_channels: channels of the five decoder blocks.
-        attention: `scse` for squeeze and excitation in the decoder.
+        options: other options of the class.
 
     Raises:
-        RecipeError: the library is not installed, or has no such encoder.
+        RecipeError: the library is not installed, or refuses an option.
     """
-    library = import_optional("segmentation_models_pytorch", f"a U-Net with encoder {encoder}")
-    encoders = library.encoders.encoders
-    if encoder not in encoders:
-        close = get_close_matches(encoder, encoders, n=1)
-        raise RecipeError(
-            f"model.options.encoder is {encoder!r}",
-            expected="a name of segmentation_models_pytorch.encoders, such as vgg16_bn or resnet34",
-            fix=f"did you mean {close[0]}?" if close else "choose a name of the list",
-            code="E_UNKNOWN_NAME",
-        )
-    model: nn.Module = library.Unet(
-        encoder,
-        encoder_weights=None,
-        in_channels=in_channels,
-        classes=num_classes,
-        decoder_channels=tuple(decoder_channels),
-        decoder_attention_type=attention,
-        decoder_interpolation="nearest",
-    )
-    model.register_forward_pre_hook(_require_multiples)
-    return model
+    build = find_in_library("segmentation_models_pytorch:Unet")
+    assert build is not None
+    return build(num_classes=num_classes, encoder_name=encoder, **{"decoder_interpolation": "nearest", **options})
 
 
 unet_vgg16 = partial(unet, encoder="vgg16")
 unet_resnet34 = partial(unet, encoder="resnet34")
 unet_resnet101 = partial(unet, encoder="resnet101")
-
-
-def _require_multiples(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    # The library accepts other sizes, with misaligned skip connections.
-    sides = tuple(inputs[0].shape[-2:])
-    if all(side % _STEP == 0 and side > _STEP for side in sides):
-        return
-    below, above = ([max(2, side // _STEP + more) * _STEP for side in sides] for more in (0, 1))
-    raise RecipeError(
-        f"the images have {sides[0]} x {sides[1]} pixels",
-        expected=f"sides that are multiples of {_STEP} and at least {2 * _STEP}, for a U-Net of depth {_DEPTH}",
-        fix=f"data.options.image_size={below}, or {above}",
-        code="E_SHAPE",
-    )
 
 
 class UNet(nn.Module):

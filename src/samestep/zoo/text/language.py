@@ -70,7 +70,6 @@ def load_language(
     *,
     evaluation_path: str | None = None,
     evaluation_fraction: float = 0.1,
-    split: str = "auto",
     suffixes: Sequence[str] = (".txt",),
     tokenizer: str | None = None,
     block_size: int = 64,
@@ -86,19 +85,15 @@ def load_language(
         DataError: there is not enough text, or an option is invalid.
     """
     require_fraction(evaluation_fraction)
-    require_option("split", split, split in ("auto", "files", "tail"), "auto, files or tail", "auto")
     require_count("block_size", block_size, 1, 64)
-    for name, limit in (("train_tokens", train_tokens), ("evaluation_tokens", evaluation_tokens)):
-        require_option(name, limit, limit is None or is_count(limit), "an integer >= 1, or null", "null")
-    is_suffixes = isinstance(suffixes, list | tuple) and all(
-        isinstance(name, str) and name.startswith(".") for name in suffixes
-    )
-    require_option("suffixes", suffixes, is_suffixes, "a list of suffixes that start with a dot", "[.md]")
-    encoder, documents = read_tokenizer(tokenizer), _documents(path, suffixes)
+    is_list = isinstance(suffixes, list | tuple)
+    require_option("suffixes", suffixes, is_list, "a list of suffixes that start with a dot", "[.md]")
+    encoder = read_tokenizer(tokenizer)
+    documents = _documents(path, suffixes)
     validation_documents: list[Document] = []
     if evaluation_path is not None:
         validation_documents = _documents(evaluation_path, suffixes)
-    elif split == "files" or (split == "auto" and len(documents) > 1):
+    elif len(documents) > 1:
         names = [document.name for document in documents]
         parts = train_validation_split(names, evaluation_fraction, unit="file")
         documents, validation_documents = ([documents[index] for index in indices] for indices in parts)
@@ -171,6 +166,8 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
 
 def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
     """Return the first tokens with `limit` targets; the first token is not a target."""
+    is_valid = limit is None or is_count(limit)
+    require_option(option, limit, is_valid, "an integer >= 1, or null", "null")
     first = tokens if limit is None else tokens[: limit + 1]
     if len(first) < 2:
         raise DataError(
@@ -271,21 +268,9 @@ class Document(NamedTuple):
 
 
 def read_document(path: Path, name: str) -> Document:
-    """Return name, size and hash of a file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return Document(name, path, hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}",
-            expected="readable files",
-            fix="correct the permissions, or remove the file",
-            code="E_UNREADABLE",
-        ) from error
+    """Return name, size and hash of a file."""
+    content = path.read_bytes()
+    return Document(name, path, hashlib.sha256(content).hexdigest(), len(content))
 
 
 def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> Tokens:

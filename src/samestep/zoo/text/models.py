@@ -1,25 +1,17 @@
-"""Text models: GPT-2, and models of the transformers library from sizes or from a local folder."""
+"""GPT-2, with causal attention."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
 from samestep.errors import InputError, RecipeError
-from samestep.zoo.options import import_optional
 
 _STD = 0.02  # of initial weights
-# Fused kernels depend on type, shape and device, as in `causal_attention`.
-_ATTENTION = "eager"
-_FIXED = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": _ATTENTION}
 
 
 class GPT(nn.Module):
@@ -166,138 +158,3 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=_STD)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
-
-
-def transformers_gpt2(
-    num_classes: int = 50_257,
-    n_embd: int = 768,
-    n_head: int = 12,
-    n_layer: int = 12,
-    block_size: int = 1024,
-    dropout: float = 0.1,
-) -> nn.Module:
-    """Return GPT-2 of transformers, from tokens `(N, T)` to logits `(N, num_classes, T)` of the next tokens."""
-    transformers = _transformers()
-    require_divisible(n_embd, n_head, "n_embd", "n_head")
-    config = transformers.GPT2Config(
-        vocab_size=num_classes,
-        n_embd=n_embd,
-        n_head=n_head,
-        n_layer=n_layer,
-        n_positions=block_size,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        **_FIXED,
-    )
-    base = transformers.GPT2LMHeadModel
-
-    def forward(self: Any, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = base.forward(self, input_ids=tokens, use_cache=False).logits
-        return logits.transpose(1, 2)
-
-    model: nn.Module = _with_forward(base, forward)(config)
-    return model
-
-
-def _classifier(
-    kind: Literal["Bert", "Roberta"],
-    num_classes: int = 2,
-    vocabulary: int = 258,
-    padding: int = 257,
-    longest: int = 512,
-    width: int = 768,
-    heads: int = 12,
-    blocks: int = 12,
-    dropout: float = 0.1,
-    folder: str | None = None,
-) -> nn.Module:
-    """Return a text classifier of transformers, from `input_ids` and `attention_mask` to logits.
-
-    `longest` is the maximum number of tokens of a text. `folder`, written by `save_pretrained`, has weights and sizes
-    that replace the other options.
-    """
-    transformers = _transformers()
-    base = getattr(transformers, f"{kind}ForSequenceClassification")
-    sizes = {"max_position_embeddings": longest}
-    if kind == "Roberta":  # its position numbers start after the number of the padding token
-        sizes = {"max_position_embeddings": longest + padding + 1, "type_vocab_size": 1}
-    config = getattr(transformers, f"{kind}Config")(
-        num_labels=num_classes,
-        vocab_size=vocabulary,
-        pad_token_id=padding,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_attention_heads=heads,
-        num_hidden_layers=blocks,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **_FIXED,
-        **sizes,
-    )
-
-    def forward(self: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = base.forward(self, input_ids=input_ids, attention_mask=attention_mask).logits
-        return logits
-
-    cls = _with_forward(base, forward)
-    if folder is not None:
-        return _from_folder(cls, config, longest, Path(folder))
-    require_divisible(width, heads, "width", "heads")
-    model: nn.Module = cls(config)
-    return model
-
-
-bert = partial(_classifier, "Bert")  # Devlin et al., 2018
-roberta = partial(_classifier, "Roberta")  # Liu et al., 2019
-
-
-def _from_folder(cls: Any, config: Any, longest: int, folder: Path) -> nn.Module:
-    try:
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"{folder / 'config.json'} cannot be read: {error}",
-            expected="a folder written by save_pretrained",
-            fix="correct model.options.folder; models are not downloaded",
-            code="E_UNREADABLE",
-        ) from error
-    kind, vocabulary = saved.get("model_type"), saved.get("vocab_size", 0)
-    positions = saved.get("max_position_embeddings", 0)
-    if kind == "roberta":
-        positions -= saved.get("pad_token_id", 1) + 1
-    if kind != config.model_type or vocabulary < config.vocab_size or positions < longest:
-        raise RecipeError(
-            f"{folder} is a {kind} with {vocabulary} tokens and {positions} positions; the recipe has a "
-            f"{config.model_type} with {config.vocab_size} tokens and texts of up to {longest} tokens",
-            expected="a folder whose model fits the tokenizer and the length of texts",
-            fix="set data.options.tokenizer to the same folder, and data.options.longest to the model's maximum",
-            code="E_WEIGHTS",
-        )
-    try:
-        model: nn.Module = cls.from_pretrained(
-            str(folder),
-            num_labels=config.num_labels,
-            local_files_only=True,
-            attn_implementation=_ATTENTION,
-            dtype=torch.float32,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(
-            f"no weights can be read from {folder}: {str(error).splitlines()[0]}",
-            expected="a folder written by save_pretrained, with as many classes as the data or none",
-            fix="correct model.options.folder; models are not downloaded",
-            code="E_WEIGHTS",
-        ) from error
-    return model
-
-
-def _with_forward(base: Any, forward: Callable[..., torch.Tensor]) -> Any:
-    """Return a subclass of `base` with another forward; parameter names stay those of the library."""
-    return type(base.__name__, (base,), {"forward": forward})
-
-
-def _transformers() -> Any:
-    library = import_optional("transformers", "a model of transformers")
-    library.utils.logging.disable_progress_bar()  # of loading weights
-    return library

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -22,6 +22,7 @@ from samestep.zoo.splits import (
     require_fraction,
     require_no_booleans,
     text_problem,
+    top_classes,
     train_validation_split,
 )
 from samestep.zoo.tables import Row, read_table, require_columns
@@ -29,6 +30,7 @@ from samestep.zoo.text.tokenizer import Tokenizer, as_tokens, read_tokenizer
 
 Sample = tuple[torch.Tensor, int]
 Inputs = dict[str, torch.Tensor]
+_FIX = "correct the row, or skip such rows: data.bad_samples: skip"
 
 
 class LabeledText(NamedTuple):
@@ -44,7 +46,8 @@ class Texts:
     """Texts as tokens and class numbers. An unusable row raises its error on access."""
 
     def __init__(self, rows: Sequence[LabeledText], tokenizer: Tokenizer, classes: Sequence[str]) -> None:
-        self._rows, self._tokenizer = rows, tokenizer
+        self._rows = rows
+        self._tokenizer = tokenizer
         self._labels = ClassLabels(classes)
 
     @property
@@ -57,21 +60,18 @@ class Texts:
 
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[index]
-        fix = "correct the row, or skip such rows: data.bad_samples: skip"
         if row.problem:
-            raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=fix, code="E_LABEL")
-        return as_tokens(self._tokenizer.encode_framed(row.text), row.where, fix), self._class_number(row)
-
-    def _class_number(self, row: LabeledText) -> int:
+            raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=_FIX, code="E_LABEL")
+        tokens = as_tokens(self._tokenizer.encode_framed(row.text), row.where, _FIX)
         number = self._labels.number(row.label)
         if number is None:
             raise DataError(
                 f"{row.where}: the label {row.label!r} is not a class",
                 expected=self._labels.expected(row.label),
-                fix="correct the label, set data.options.classes, or skip such rows: data.bad_samples: skip",
+                fix=_FIX,
                 code="E_LABEL",
             )
-        return number
+        return tokens, number
 
 
 def load_texts(
@@ -103,8 +103,10 @@ def load_texts(
         parts = train_validation_split(keys, evaluation_fraction, unit="text")
         train_rows, validation_rows = ([rows[index] for index in indices] for indices in parts)
     else:
-        train_rows, validation_rows = rows, read_texts(Path(evaluation_path), text_column, label_column)
-    train, validation = Texts(train_rows, encoder, names), Texts(validation_rows, encoder, names)
+        train_rows = rows
+        validation_rows = read_texts(Path(evaluation_path), text_column, label_column)
+    train = Texts(train_rows, encoder, names)
+    validation = Texts(validation_rows, encoder, names)
     vocabulary = max(encoder.size, encoder.padding + 1)
     return Splits(
         train=train,
@@ -119,7 +121,7 @@ def load_texts(
     )
 
 
-def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512, **others: Any) -> Task:
+def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512) -> Task:
     """Return the task that classifies the text of a file."""
     encoder = read_tokenizer(tokenizer, longest)
 
@@ -133,15 +135,11 @@ def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest
                 fix="convert the file, or choose another one",
                 code="E_UNREADABLE",
             ) from error
-        if not text:
-            raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
-        tokens = as_tokens(encoder.encode_framed(text), path, "choose another file")
+        tokens = as_tokens(encoder.encode_framed(text) if text else [], path, "choose another file")
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
     def describe(outputs: torch.Tensor) -> Answer:
-        values = outputs.reshape(-1).double().softmax(dim=0).tolist()
-        probabilities = dict(zip(classes, values, strict=True))
-        return {"class": max(classes, key=probabilities.__getitem__), "probabilities": probabilities}
+        return top_classes(outputs, classes, count=len(classes))
 
     return Task(reads="a text file", read=read, describe=describe)
 
@@ -171,15 +169,14 @@ def _count_tokens(microbatch: tuple[Inputs, torch.Tensor]) -> tuple[int, int]:
 
 
 def _labeled_text(row: Row, text_column: str, label_column: str) -> LabeledText:
-    text, label = row.values.get(text_column), row.values.get(label_column)
+    text = row.values.get(text_column)
+    label = label_text(row.values.get(label_column))
     if row.problem:
         return LabeledText(row.where, "", "", row.problem)
-    label = label_text(label)
     if problem := text_problem(label):
         return LabeledText(row.where, "", "", f"the label is not valid: {problem}")
     if not isinstance(text, str) or not text.strip():
-        kind = "empty" if text is None or isinstance(text, str) else f"a {type(text).__name__}"
-        return LabeledText(row.where, "", label, f"the text is {kind}")
+        return LabeledText(row.where, "", label, f"the text is {text!r}")
     if problem := text_problem(text):
         return LabeledText(row.where, "", label, f"the text is not valid: {problem}")
     return LabeledText(row.where, text, label)
@@ -189,8 +186,12 @@ def _classes(classes: Sequence[str | int] | None, rows: Sequence[LabeledText], p
     """Return `classes`, or the sorted labels of the rows; numbers are sorted as numbers."""
     require_no_booleans(classes or ())
     labels = {row.label for row in rows if row.label}
-    ordered = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
-    names = ordered if classes is None else [str(name) for name in classes]
+    if classes is not None:
+        names = [str(name) for name in classes]
+    elif all(label.isdecimal() for label in labels):
+        names = sorted(labels, key=int)
+    else:
+        names = sorted(labels)
     if len(names) < 2 or len(set(names)) < len(names):
         raise DataError(
             f"{path}: the classes are {', '.join(names) or '(none)'}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -114,7 +114,21 @@ def read_tokenizer(path: str | None, max_tokens: int | None = None) -> Tokenizer
     """
     if path is None:
         return ByteTokenizer(max_tokens)
-    backend = _from_folder(Path(path)) if Path(path).is_dir() else _from_file(Path(path))
+    is_folder = Path(path).is_dir()
+    library = import_optional("transformers" if is_folder else "tokenizers", f"tokenizer {path}")
+    try:
+        if is_folder:
+            options = {"local_files_only": True, "trust_remote_code": False}
+            backend = library.AutoTokenizer.from_pretrained(path, **options).backend_tokenizer
+        else:
+            backend = library.Tokenizer.from_file(path)
+    except Exception as error:  # the libraries raise plain exceptions
+        raise DataError(
+            f"no tokenizer can be read from {path}: {next(iter(str(error).splitlines()), '')}",
+            expected="a JSON file of the tokenizers library, or a folder with tokenizer.json; null for bytes",
+            fix="correct data.options.tokenizer; tokenizers are not downloaded",
+            code="E_TOKENIZER",
+        ) from error
     return FileTokenizer(backend, max_tokens)
 
 
@@ -132,35 +146,3 @@ def as_tokens(tokens: list[int], place: str | Path, fix: str) -> torch.Tensor:
             code="E_TOKENIZER",
         )
     return torch.tensor(tokens, dtype=torch.long)
-
-
-def _from_file(path: Path) -> Any:
-    library = import_optional("tokenizers", f"tokenizer {path}")
-    if not path.is_file():
-        raise _unreadable(path, "there is no such file or folder")
-    try:
-        return library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
-        raise _unreadable(path, str(error)) from error
-
-
-def _from_folder(path: Path) -> Any:
-    transformers = import_optional("transformers", f"tokenizer {path}")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(path, str(error).splitlines()[0]) from error
-    if not tokenizer.is_fast:
-        raise _unreadable(path, f"{type(tokenizer).__name__} is a tokenizer written in Python")
-    return tokenizer.backend_tokenizer
-
-
-def _unreadable(path: Path, reason: str) -> DataError:
-    return DataError(
-        f"no tokenizer can be read from {path}: {reason}",
-        expected="a JSON file of the tokenizers library, or a folder with tokenizer.json; null for bytes",
-        fix="correct data.options.tokenizer; tokenizers are not downloaded",
-        code="E_TOKENIZER",
-    )
