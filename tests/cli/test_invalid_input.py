@@ -413,7 +413,7 @@ UNREADABLE = {
         "eval runs/a",
         "predict runs/a recipe.yaml",
         "export runs/a",
-        "push runs/a --out pushed",
+        "export runs/a --hub me/a --out pushed",
         "diff runs/a --step 1",
         "diff runs/a runs/b",
         "report runs/a --out report.html",
@@ -467,11 +467,12 @@ def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, 
     assert "file is not a run" in refused(command, "file")
 
 
-@pytest.mark.parametrize("command", ["resume", "eval", "predict", "export", "push"])
+@pytest.mark.parametrize("command", ["resume", "eval", "predict", "export", "export --hub me/a --out pushed"])
 def test_run_of_a_script_is_continued_by_the_script(refused: Refused, run: Path, command: str) -> None:
     (run / "recipe.yaml").unlink()
     (run / "run.json").write_text("{}", encoding="utf-8")
-    further = {"predict": ["recipe.yaml"], "push": ["--out", "pushed"]}.get(command, [])
+    command, *options = command.split()
+    further = {"predict": ["recipe.yaml"]}.get(command, options)
     (run.parents[1] / "recipe.yaml").write_text("", encoding="utf-8")
     err = refused(command, run, *further)
     assert f"{run} is the run of a script [E_SCRIPT]" in err
@@ -525,12 +526,10 @@ def test_stopped_export_leaves_no_file(
     assert tree(run) == before
 
 
-@pytest.mark.parametrize(
-    ("option", "code"), [("--certificate=certificate.json", "E_UNREADABLE"), ("--private", "E_OPTION_CONFLICT")]
-)
-def test_invalid_repository(refused: Refused, run: Path, tmp_path: Path, option: str, code: str) -> None:
+def test_invalid_certificate(refused: Refused, run: Path, tmp_path: Path) -> None:
     (tmp_path / "certificate.json").write_text('{"holds": true}', encoding="utf-8")
-    assert f"[{code}]" in refused("push", run, "--out", "pushed", option)
+    options = ("--hub", "me/a", "--out", "pushed", "--certificate=certificate.json")
+    assert "[E_UNREADABLE]" in refused("export", run, *options)
 
 
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from samestep.errors import InputError
+from samestep.tools.templates import render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ def slurm_submission(job: Job) -> Submission:
     if not job.is_script:
         rank.append("--requeue")
     file = f"{job.name}.sbatch"
-    return Submission(file, _render("slurm.sbatch", job=job, command=rank), ("sbatch", file))
+    return Submission(file, render("slurm.sbatch", job=job, command=rank), ("sbatch", file))
 
 
 def kubernetes_submission(job: Job) -> Submission:
@@ -112,15 +109,5 @@ def kubernetes_submission(job: Job) -> Submission:
         *job.arguments_of(f"/samestep/{subject}", "/runs"),
     ]
     file = f"{job.name}.jobset.yaml"
-    text = _render("jobset.yaml", job=job, name=name, file=subject, command=command)
+    text = render("jobset.yaml", job=job, name=name, file=subject, command=command)
     return Submission(file, text, ("kubectl", "apply", "-f", file))
-
-
-def _render(template: str, **values: object) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    to_json = partial(json.dumps, ensure_ascii=False)
-    environment.filters.update(quote=shlex.quote, join=shlex.join, json=to_json)
-    return environment.get_template(f"{template}.jinja").render(values) + "\n"
