@@ -8,11 +8,7 @@ from typing import Any
 import numpy
 import pyarrow
 import pyarrow.parquet
-import torch
 from PIL import Image
-from torch import nn
-
-from samestep import Loss
 
 IMAGES = (
     "data={name: stream_images, options: {path: photos, evaluation_path: photos_val, classes: [cat, dog], window: 12}}",
@@ -58,50 +54,3 @@ def write_tokens(root: Path) -> None:
         (root / name).mkdir()
         for number in range(count):
             generator.integers(0, 257, 961, dtype=numpy.uint16).tofile(root / name / f"{number}.bin")
-
-
-# --- large samples ----------------------------------------------------------------------------------------
-
-LARGE_TOKENS = 1 << 16  # of a sample
-LARGE_BYTES = 4 * LARGE_TOKENS
-LARGE = (
-    "data.name=stream_tokens",
-    f"data.options={{block_size: {LARGE_TOKENS}, dtype: uint32, vocabulary: 1000, window: 64}}",
-    "data.options.path=large",
-    "data.options.evaluation_path=large_val",
-    "model={name: 'helpers.sample_files:First'}",
-    "loss={name: 'helpers.sample_files:sum_of_squares'}",
-    "metrics=[]",
-    "batch_size=32",
-    "microbatches=8",
-    "epochs=1",
-)
-
-
-def write_large(folder: Path, files: int, samples: int) -> None:
-    """Write token files whose samples have a few tokens and zeros, which take little space on the disk."""
-    folder.mkdir()
-    generator = numpy.random.default_rng(0)
-    for number in range(files):
-        with (folder / f"{number:03}.bin").open("wb") as file:
-            file.truncate(samples * LARGE_BYTES + 4)
-            for sample in range(samples):
-                file.seek(sample * LARGE_BYTES)
-                file.write(generator.integers(0, 1000, 4, dtype=numpy.uint32).tobytes())
-
-
-class First(nn.Module):
-    """Linear function of the first tokens of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.linear(inputs[:, :4].float() / 1000)
-        return outputs
-
-
-def sum_of_squares(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
-    """Return the sum of squares, without the targets."""
-    return Loss(outputs.square().sum(), len(outputs))

@@ -14,7 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
     random_split,
@@ -81,25 +80,6 @@ class Curriculum(Noisy):
     def __getitem__(self, index: int) -> Pair:
         inputs, target = super().__getitem__(index)
         return inputs * (1 + self.epoch), target
-
-
-@same
-def set_epoch_of_the_dataset_is_called_in_workers(setting: Setting) -> Any:
-    class Epochs(Points):
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __getitem__(self, index: int) -> Any:
-            return self.epoch, index
-
-    for workers in (0, 2):
-        batches = samestep.loader(Epochs(), batch_size=16, microbatches=4, world=setting.world, num_workers=workers)
-        for epoch in range(2):
-            for batch in batches:
-                for microbatch in batch.local_microbatches:
-                    assert set(microbatch.data[0].tolist()) == {epoch}
-            batches.cursor = type(batches.cursor)(epoch + 1, 0)
-    return None
 
 
 @same
@@ -308,13 +288,6 @@ def a_random_sampler_with_replacement(setting: Setting) -> Any:
 
 
 @same
-def a_subset_sampler_draws_its_subset(setting: Setting) -> Any:
-    results = fit_sampled(setting, lambda data: SubsetRandomSampler(range(10, 31)))
-    assert all(sorted(epoch) == list(range(10, 31)) for epoch in results[1])
-    return results
-
-
-@same
 def a_class_balanced_sampler_as_a_function(setting: Setting) -> Any:
     targets = [int(target) for _, target in Points()]
 
@@ -440,15 +413,6 @@ def a_batch_sampler_and_a_batch_size(setting: Setting) -> Any:
 @refused("E_BATCH_SIZE")
 def no_batch_size(setting: Setting) -> Any:
     return samestep.loader(Points(), world=setting.world)
-
-
-@refused("E_ITERABLE_DATASET")
-def an_iterable_dataset(setting: Setting) -> Any:
-    class Stream(IterableDataset[Pair]):
-        def __iter__(self) -> Iterator[Pair]:
-            return iter([Points()[index] for index in range(50)])
-
-    return fit(setting, Stream())
 
 
 @refused("E_ITERABLE_DATASET")

@@ -74,40 +74,10 @@ def the_first_batch_before_training(setting: Setting) -> Any:
 
 
 @same
-def the_first_batch_on_rank_0_only(setting: Setting) -> Any:
-    loop = Loop(setting)
-    if setting.world.is_main:
-        next(iter(loop.batches))
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def a_loop_that_breaks_at_once_on_rank_0(setting: Setting) -> Any:
-    loop = Loop(setting)
-    if setting.world.is_main:
-        for _ in loop.batches:
-            break
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def islice_of_a_loader_on_rank_0(setting: Setting) -> Any:
     loop = Loop(setting)
     if setting.world.is_main:
         assert len(list(islice(loop.batches, 3))) == 3
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def a_complete_pass_for_statistics_before_training(setting: Setting) -> Any:
-    loop = Loop(setting)
-    assert sum(batch.size for batch in loop.batches) == 50
     loop.train()
     assert digest(loop.result) == digest(plain(setting))
     return loop.result
@@ -198,17 +168,6 @@ def a_loop_over_the_training_data_within_the_training_loop(setting: Setting) -> 
         for batch in loop.batches:
             loop.step(batch)
             assert sum(inner.size for inner in loop.batches) == 50
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def nested_loops_over_two_loaders(setting: Setting) -> Any:
-    loop = Loop(setting)
-    for batch in loop.batches:
-        loop.step(batch)
-        assert [len(test.indices) for test in loop.tests] == [8, 8, 8, 6]
-    loop.train(epochs=1)
     assert digest(loop.result) == digest(plain(setting))
     return loop.result
 
@@ -480,13 +439,6 @@ def a_resume_within_an_epoch_of_a_growing_dataset(setting: Setting) -> Any:
 def a_position_behind_the_end_of_the_data(setting: Setting) -> Any:
     loop = Loop(setting)
     loop.batches.cursor = Cursor(0, 64)
-    loop.train()
-
-
-@refused("E_CHECKPOINT_POSITION")
-def a_position_within_a_batch(setting: Setting) -> Any:
-    loop = Loop(setting)
-    loop.batches.cursor = Cursor(0, 5)
     loop.train()
 
 

@@ -186,11 +186,6 @@ def extra_state_that_is_a_tensor_of_another_size_is_restored(setting: Setting) -
     return resumes_with_extra_state(setting, torch.arange(5))
 
 
-@same
-def extra_state_that_is_a_number_is_restored(setting: Setting) -> Any:
-    return resumes_with_extra_state(setting, 7)
-
-
 @refused("E_CHECKPOINT_STATE")
 def extra_state_that_is_an_object_is_refused_before_training(setting: Setting) -> Any:
     one = loop(setting, model=remembering(object()))
@@ -434,14 +429,6 @@ def an_object_without_state_dict_is_refused(setting: Setting) -> Any:
 
 
 @refused("E_RESUME_CHANGED")
-def a_missing_object_in_state_is_refused(setting: Setting) -> Any:
-    one, other = loop(setting), loop(setting)
-    one.state["patience"] = Patience()
-    one.manager(setting).save()
-    other.manager(setting).resume()
-
-
-@refused("E_RESUME_CHANGED")
 def another_object_in_state_is_refused(setting: Setting) -> Any:
     one, other = loop(setting), loop(setting)
     one.state["patience"] = Patience()
@@ -524,14 +511,6 @@ def engines_with_different_numbers_of_steps_resume(setting: Setting) -> Any:
 @same
 def engines_with_dropout_resume(setting: Setting) -> Any:
     return adversaries_resume(setting, dropout=0.5)
-
-
-@same
-def a_loop_with_dropout_resumes(setting: Setting) -> Any:
-    def with_dropout(seed: int) -> nn.Module:
-        return nn.Sequential(*two_layers(seed), nn.Dropout(0.5))
-
-    return resumes(setting, lambda seed: loop(setting, seed, model=with_dropout))
 
 
 class Noise(nn.Module):
@@ -656,11 +635,6 @@ def a_longer_dataset_is_refused(setting: Setting) -> Any:
 
 
 @refused("E_RESUME_CHANGED")
-def a_shorter_dataset_is_refused(setting: Setting) -> Any:
-    resumed_with(setting, data=Points(49))
-
-
-@refused("E_RESUME_CHANGED")
 def an_order_without_shuffling_is_refused(setting: Setting) -> Any:
     resumed_with(setting, shuffle=False)
 
@@ -673,11 +647,6 @@ def an_order_by_lengths_is_refused(setting: Setting) -> Any:
 @refused("E_RESUME_CHANGED")
 def dropping_the_last_batch_is_refused(setting: Setting) -> Any:
     resumed_with(setting, drop_last=True)
-
-
-@refused("E_RESUME_CHANGED")
-def another_norm_of_clipping_is_refused(setting: Setting) -> Any:
-    resumed_with(setting, config=samestep.StepConfig(clip_norm=0.1))
 
 
 @same

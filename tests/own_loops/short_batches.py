@@ -53,11 +53,6 @@ def last_batch_of_one_sample(setting: Setting) -> Any:
 
 
 @refused("E_BATCH_NORM")
-def last_batch_of_three_samples(setting: Setting) -> Any:
-    train(setting, points(), Points(19))
-
-
-@refused("E_BATCH_NORM")
 def last_batch_of_six_samples(setting: Setting) -> Any:
     train(setting, points(), Points(22))
 

@@ -1,14 +1,13 @@
 """A recipe with a stream gives one SHA-256 on any number of processes and workers, also killed and resumed."""
 
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from helpers import sample_files
-from helpers.sample_files import IMAGE_STEPS, IMAGES, LARGE, LARGE_BYTES, TOKEN_STEPS, TOKENS
+from helpers.sample_files import IMAGE_STEPS, IMAGES, TOKEN_STEPS, TOKENS
 from helpers.system import Running, events, here, last_saved, state_of, weights
 
 LONG = pytest.mark.long
@@ -84,40 +83,3 @@ def kill(root: Path, recipe: str, name: str, processes: int, workers: int, setti
         running.kill_group(signal.SIGKILL)
         running.wait(30)
     assert not events(run, "end")
-
-
-# --- more data than memory --------------------------------------------------------------------------------
-
-LIMIT = 40 << 20
-FILES, SAMPLES = 80, 100  # 2 GiB
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("killed", "resumed", "workers"), [(2, 3, 3), (4, 1, 0)])
-def test_data_of_fifty_times_the_memory(tmp_path: Path, killed: int, resumed: int, workers: int) -> None:
-    assert FILES * SAMPLES * LARGE_BYTES >= 50 * LIMIT
-    sample_files.write_large(tmp_path / "large", FILES, SAMPLES)
-    sample_files.write_large(tmp_path / "large_val", 1, 20)
-    assert here("train", "language", "--name", "alone", "--set", *LARGE, cwd=tmp_path) == 0
-    kill(tmp_path, "language", "killed", killed, workers, LARGE)
-    machine, sizes = ("--processes", resumed, "--workers", 3 - workers), list[int]()
-    run = tmp_path / "runs/killed"
-    with Running("resume", "runs/killed", *machine, cwd=tmp_path) as running:
-        running.until(lambda: len(events(run, "step")) > 30, "steps", 90)
-        while running.is_running():
-            sizes.append(max(map(resident_memory, running.processes()), default=0))
-        assert running.wait(60).code == 0
-    assert weights(run) == weights(tmp_path / "runs/alone")
-    half = len(sizes) // 2
-    assert max(sizes[half:]) - max(sizes[:half]) < LIMIT
-
-
-def resident_memory(process: int) -> int:
-    """Return the resident bytes of a process without mapped files; 0 after its end."""
-    try:
-        rows = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 1024 * sum(int(row.split()[1]) for row in rows if row.startswith(("RssAnon", "RssShmem")))

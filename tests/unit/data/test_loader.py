@@ -178,14 +178,6 @@ def test_a_stop_request_ends_epochs() -> None:
     assert epochs == [0, 1, 2]
 
 
-def test_an_interrupted_epoch_continues() -> None:
-    loader = loader_of(size=20)
-    first = next(iter(loader))
-    loader.end_step(first)
-    rest = list(loader)
-    assert used([[first, *rest]]) == global_order(20, seed=SEED, epoch=0, shuffle=True).tolist()
-
-
 def test_a_complete_epoch_is_independent_of_the_cursor() -> None:
     loader = loader_of(size=20)
     loader.cursor = Cursor(1, 16)
@@ -206,9 +198,8 @@ def test_augmentation_differs_by_epoch_and_by_seed() -> None:
         draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed})
         for epoch, seed in [(0, SEED), (1, SEED), (0, SEED + 1)]
     ]
-    for index in range(20):
-        for generator in range(3):
-            assert len({seen[index][generator] for seen in drawn}) == 3
+    for generator in range(3):
+        assert len({values[generator] for seen in drawn for values in seen.values()}) == 3 * 20
 
 
 def test_draws_in_collate_differ_by_microbatch_epoch_and_seed() -> None:
@@ -218,11 +209,6 @@ def test_draws_in_collate_differ_by_microbatch_epoch_and_seed() -> None:
         for values in draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed}).values()
     }
     assert len(drawn) == 3 * 12  # three batches of four microbatches each time
-
-
-def test_augmentation_differs_by_sample() -> None:
-    drawn = [values[:3] for values in draws_of_all({"ranks": 1, "cursor": Cursor()}).values()]
-    assert all(len(set(column)) == 20 for column in zip(*drawn, strict=True))
 
 
 def test_loading_preserves_the_generators() -> None:
@@ -421,14 +407,9 @@ def test_other_error_of_a_dataset_keeps_type_and_message(workers: int) -> None:
 
 
 @pytest.mark.timeout(40)
-def test_a_referenced_loader_does_not_keep_the_rank_alive() -> None:
-    assert launch(ranks_loader.end_with_workers_alive, processes=1) == 8
-
-
-@pytest.mark.timeout(40)
 def test_a_rank_with_a_referenced_loader_ends_without_output(tmp_path: Path) -> None:
     for _ in range(8):
-        launch(ranks_loader.end_with_workers_alive, processes=2, log_dir=tmp_path)
+        assert launch(ranks_loader.end_with_workers_alive, processes=2, log_dir=tmp_path) == 8
     assert (tmp_path / "rank-1.log").read_text() == ""
 
 
