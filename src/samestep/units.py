@@ -99,10 +99,3 @@ def plural(number: int, noun: str) -> str:
 def format_time(seconds: float) -> str:
     """Return the local date and time of a Unix timestamp."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def format_value(value: float | None, kind: str) -> str:
-    """Return a chart value of the kind `percent`, `bytes`, `count` or `number`."""
-    if kind == "bytes" or value is None:
-        return format_bytes(value)
-    return {"percent": f"{value:.2%}", "count": f"{value:,.1f}"}.get(kind, f"{value:.5g}")

@@ -11,7 +11,7 @@ from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.recipe_files import DatasetInfo, load_recipe
 from samestep.recipes.run import _picture_paths, build_task
-from samestep.tools.top.run_status import RunReader
+from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -40,7 +40,7 @@ def test_failure_of_user_code_in_the_build_is_logged(
     assert "broken_net.py" in capsys.readouterr().err
     (failure,) = events(tmp_path / "runs" / "a", "failure")
     assert (failure["code"], failure["text"]) == ("E_RANK_FAILED", "RuntimeError: not yet")
-    assert RunReader(tmp_path / "runs" / "a").read().state == "failed"
+    assert read_status(tmp_path / "runs" / "a").state == "failed"
 
 
 @pytest.mark.parametrize(("warmup", "is_noted"), [("1.5", True), pytest.param("1", False, marks=pytest.mark.slow)])

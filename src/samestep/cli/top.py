@@ -3,82 +3,118 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from samestep.cli.options import add_options, add_run_argument, print_json, write_output
+from samestep.cli.options import add_options, add_run_argument, print_json
 from samestep.errors import EXIT_DONE, InputError
-from samestep.tools.top.display import render, render_svg
-from samestep.tools.top.run_status import RunReader
-from samestep.units import parse_duration
+from samestep.loggers.logger import format_metric
+from samestep.report_limits import printable
+from samestep.tools.run_lines import parse_finite
+from samestep.tools.top import RunStatus, read_status
+from samestep.units import format_bytes, parse_duration
 
-_SVG_WIDTH = 110
-_SVG_MARK = '<svg class="rich-terminal"'
+_STYLES = {"silent": "yellow", "gone": "bold red", "missing": "yellow"}
+# Title, format and keys in a rank's line of each column.
+_COLUMNS = (
+    ("step", "{:,.0f}".format, ("step",)),
+    ("samples/s", "{:,.0f}".format, ("samples_per_second",)),
+    ("data", "{:.0%}".format, ("data_share",)),
+    ("wait", "{:.0%}".format, ("wait_share",)),
+    ("CPU", "{:.0f}%".format, ("cpu_percent",)),
+    ("memory", format_bytes, ("memory_bytes",)),
+    ("GPU", "{:.0f}%".format, ("gpu", "use_percent")),
+    ("GPU memory", format_bytes, ("gpu", "memory_bytes")),
+)
 
 
 def add_top(add_parser: Any) -> None:
     """Add `samestep top`."""
     parser = add_parser(
         description="Show the state of each rank of a run, read from the run's directory: before, during and after the "
-        "run. Ctrl-C ends the view. Without a terminal, one picture is printed.",
+        "run. Ctrl-C ends the view. Without a terminal, the state is printed once.",
         epilog="example: samestep top runs/first --once",
     )
     add_run_argument(parser)
     every = partial(parse_duration, "--every")
     parser.add_argument("--every", type=every, default="2s", metavar="TIME", help="time between updates (default 2s)")
-    parser.add_argument("--once", action="store_true", help="print one picture and exit")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write one picture to FILE as SVG and exit")
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
     add_options(parser, "--json")
     parser.set_defaults(run=_top)
 
 
 def _top(arguments: argparse.Namespace) -> int:
     """Show the run once, or until Ctrl-C."""
-    reader, console = RunReader(arguments.folder), Console()
-    is_live = console.is_terminal and not console.is_dumb_terminal
-    if not (arguments.json or arguments.svg is not None or arguments.once) and is_live:
-        _follow(arguments.folder, reader, console, arguments.every)
+    console = Console()
+    if console.is_terminal and not console.is_dumb_terminal and not (arguments.json or arguments.once):
+        _follow(arguments.folder, console, arguments.every)
         return EXIT_DONE
-    status = reader.read()
+    status = read_status(arguments.folder)
     if status is None:
-        raise InputError(
-            f"there is no run {arguments.folder}",
-            expected="an existing run",
-            fix="check the path, or wait for the run in a terminal without --once, --json and --svg",
-            code="E_NOT_A_RUN",
-        )
-    if arguments.svg is not None:
-        write_output(render_svg(status, _SVG_WIDTH), arguments.svg, "--svg", _SVG_MARK, "picture of samestep top")
+        value, expected = f"{arguments.folder} is not a run", "a run directory, which contains recipe.yaml"
+        fix = "check the path, or wait for the run in a terminal without --once and --json"
+        raise InputError(value, expected, fix, code="E_NOT_A_RUN")
     if arguments.json:
-        print_json(asdict(status))
-    elif arguments.svg is not None:
-        print(f"{'picture':<12}{arguments.svg}")
+        print_json({"run": str(arguments.folder), **asdict(status)})
     else:
-        console.print(render(status, console.width))
+        console.print(render(arguments.folder, status))
     return EXIT_DONE
 
 
-def _follow(folder: Path, reader: RunReader, console: Console, every: float) -> None:
+def _follow(folder: Path, console: Console, every: float) -> None:
     """Update the view until Ctrl-C."""
-
-    def view() -> RenderableType:
-        status = reader.read()
-        if status is None:
-            return Text(f"waiting for {folder}")
-        return render(status, console.width, console.height)
-
-    try:
-        with Live(view(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
             while True:
+                status = read_status(folder)
+                view = Text(f"waiting for {folder}") if status is None else render(folder, status)
+                live.update(view, refresh=True)
                 time.sleep(every)
-                live.update(view(), refresh=True)
-    except KeyboardInterrupt:
-        print(file=sys.stdout, flush=True)
+        except KeyboardInterrupt:
+            return
+
+
+def render(folder: Path, status: RunStatus) -> RenderableType:
+    """Return the state, progress and values of a run, and one row per rank."""
+    parts = [f"{printable(str(folder))}  {status.state}"]
+    if status.epoch or status.epochs:
+        parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
+    parts.append(f"step {status.step:,}" + (f"/{status.steps:,}" if status.steps else ""))
+    if status.seconds_left is not None:
+        parts.append(f"{timedelta(seconds=round(status.seconds_left))} left")
+    values = {} if status.loss is None else {"loss": status.loss}
+    values |= {f"evaluation {name}": value for name, value in status.evaluation.items() if name != "epoch"}
+    for name, value in values.items():
+        text = value if isinstance(value, str) else format_metric(name.removeprefix("evaluation "), value)
+        parts.append(f"{name} {text}")
+    if status.failure:
+        parts.append(f"{status.failure['text']} [{status.failure['code']}]")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    cells = [[_cell(row.line, keys, form) for _, form, keys in _COLUMNS] for row in status.ranks]
+    used = [number for number in range(len(_COLUMNS)) if any(row[number] != "-" for row in cells)]
+    for title in ("rank", *(_COLUMNS[number][0] for number in used), "age"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("activity")  # the only column that shrinks
+    for row, values_of_rank in zip(status.ranks, cells, strict=True):
+        age = "not yet" if row.age_seconds is None else f"{row.age_seconds:.0f} s"
+        sign = "" if row.sign == "active" else f"{row.sign} "
+        texts = [str(row.rank), *(values_of_rank[number] for number in used), sign + age]
+        activity = Text(str(row.line.get("doing", "-")), no_wrap=True, overflow="ellipsis")
+        table.add_row(*texts, activity, style=_STYLES.get(row.sign, ""))
+    return Group(Text("  ".join(parts)), table)
+
+
+def _cell(line: Any, keys: tuple[str, ...], form: Any) -> str:
+    for key in keys:
+        line = line.get(key) if isinstance(line, dict) else None
+    value = parse_finite(line)
+    return "-" if value is None else str(form(value))

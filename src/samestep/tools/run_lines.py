@@ -7,7 +7,6 @@ characters, and neither a value nor a file takes unlimited memory or time.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from samestep.report_limits import printable
 
 MAX_LINE_BYTES = 2**20
 _MAX_FILE_BYTES = 2**24  # of a file that is read at once
-_SPARSE_BYTES = 2**28  # size from which a file must not consist of holes
 _MAX_CHARACTERS, _MAX_ITEMS, _MAX_DEPTH = 500, 100, 4
 _MAX_NUMBER = 1e18
 _MAX_TIME = 1e11  # seconds since 1970, in the year 5138
@@ -66,24 +64,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return _cleaned_object(value, 0) if time is not None and 0 <= time <= _MAX_TIME else None
 
 
-def read_lines(file: BinaryIO, rest: bytes = b"") -> Iterator[bytes]:
-    """Yield the lines of a file from its position, each without its newline; the last one can be incomplete.
-
-    Of a line that is too long, some parts are left out, so that it is not valid. `rest` is the start of the first line.
-    """
-    while block := file.readline(MAX_LINE_BYTES + 2):
-        rest = block if len(rest) > MAX_LINE_BYTES and not block.endswith(b"\n") else rest + block
-        if rest.endswith(b"\n"):
-            yield rest[:-1]
-            rest = b""
-    if rest:
-        yield rest
-
-
-def is_stored(file: BinaryIO) -> bool:
-    """Whether a file is small, or at least half of it is stored: reading the holes of a sparse file takes hours."""
-    status = os.fstat(file.fileno())
-    return status.st_size < _SPARSE_BYTES or status.st_blocks * 512 >= status.st_size // 2
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; a line that is too long comes in parts, which are not valid lines."""
+    while line := file.readline(MAX_LINE_BYTES):
+        yield line
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:

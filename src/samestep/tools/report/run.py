@@ -1,203 +1,223 @@
-"""Content of a run's directory, including the activity of each rank from `ranks/rank-N.jsonl`."""
+"""Content of a run directory: recipe, starts, events, and the files of its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
-from samestep.checkpoint.store import CheckpointFolder
-from samestep.errors import CheckpointError, InputError
+from samestep.errors import InputError
 from samestep.loggers.logger import to_json
-from samestep.metrics.metrics import BestRule
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
-from samestep.tools.report.curves import RunClock
-from samestep.tools.report.events import EventLog, JsonLines
-from samestep.tools.run_lines import parse_count, parse_finite, parse_number, parse_text, read_objects, run_errors
+from samestep.tools.run_lines import (
+    parse_count,
+    parse_finite,
+    parse_line,
+    parse_number,
+    parse_text,
+    read_lines,
+    read_objects,
+    run_errors,
+)
 from samestep.units import plural
 
-_MAX_DIGITS = 6  # of the number of a rank
+_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
+_NOT_METRICS = (
+    *("time", "event", "step", "epoch", "epochs", "is_best", "train_loss"),
+    *("samples", "samples_per_second", "skipped_steps"),
+)
+_NOTES = ("cache", "note", "skipped", "stop")
+_COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
+_MAX_LOGGED = 100
+# Start of every line. A run that was killed can leave half a line, to which the resumed run appends.
+_LINE_START = b'{"time"'
 
 
-@dataclass(frozen=True)
-class Span:
-    """Activity of a rank between two lines of its file; the first line of a process has a duration of 0.
+class Curve:
+    """Values by step in the order of a file; of a step that occurs twice, the later value counts."""
+
+    def __init__(self) -> None:
+        self._points = array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """Add one point."""
+        self._points.extend((step, value))
+
+    def drop_after(self, step: int) -> None:
+        """Drop the points of later steps, which a run that continues after `step` computes again."""
+        points = numpy.array(self._points).reshape(-1, 2)
+        self._points = array("d", points[points[:, 0] <= step].reshape(-1).tobytes())
+
+    def points(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """Return ascending steps and their values, which can be NaN and infinite."""
+        steps, values = numpy.array(self._points).reshape(-1, 2)[::-1].T
+        unique, last = numpy.unique(steps, return_index=True)  # the first index in reverse order
+        return unique, values[last]
+
+
+class JsonLines:
+    """Iterable of the objects in a JSON-lines file; empty if the file does not exist.
 
     Attributes:
-        begin: Unix timestamp, as is `end`.
-        data: share of the time in which the rank waited for data.
-        wait: share in which the rank waited for other ranks; None if unknown.
-        step: completed steps at the end, as is `doing`.
-        memory: largest resident memory of the process in bytes, as is `gpu_memory`, which is None without a GPU.
-        cpu: percent of one core.
-        speed: samples per second of this rank.
+        unreadable: number of lines so far that a kill cut, or that are damaged.
     """
 
-    begin: float
-    end: float
-    data: float
-    wait: float | None
-    step: int
-    doing: str
-    memory: float | None
-    gpu_memory: float | None
-    cpu: float | None
-    speed: float | None
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.unreadable = 0
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            for line in read_lines(file):
+                value = parse_line(line)
+                if value is None and line.strip(b"\0 \t\r\n"):
+                    self.unreadable += 1
+                    start = line.rfind(_LINE_START)
+                    value = parse_line(line[start:]) if start > 0 else None
+                if value is not None:
+                    yield value
+
+
+class EventLog:
+    """Events of one run.
+
+    Attributes:
+        curves: values of steps, and those of `World.log`, by name.
+        checksums: checksums of the state by step, in hexadecimal digits.
+        evaluations: events of evaluations by step.
+        config: settings of a custom loop by the keys of a recipe; empty for a recipe.
+        notes: time and text of each note, resume and end.
+        resumed: step of each resume.
+        step: last completed step.
+        end: event at the end of the run, which can be a failure; None if there is none.
+        unreadable: number of lines that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.curves = {name: Curve() for name in _CURVES}
+        self.checksums: dict[int, str] = {}
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.config: dict[str, Any] = {}
+        self.notes: list[tuple[float, str]] = []
+        self.resumed: list[int] = []
+        self.step = 0
+        self.end: dict[str, Any] | None = None
+        lines = JsonLines(path)
+        self.unreadable = sum(not self._add(event) for event in lines) + lines.unreadable
+
+    def _add(self, event: dict[str, Any]) -> bool:
+        """Add an event; return whether the event is valid."""
+        kind, step = event.get("event"), parse_count(event.get("step"))
+        if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
+            return False
+        if kind == "step" and any(name in event and parse_count(event[name]) is None for name in _COUNTS):
+            return False
+        self.end = event if kind in ("end", "failure") else None
+        if step is not None:
+            self._add_at(step, kind, event)
+        if kind == "config" and isinstance(event.get("config"), dict):
+            self.config = event["config"]
+        elif kind in _NOTES:
+            self.notes.append((event["time"], parse_text(event.get("text"))))
+        elif kind in ("resume", "end", "failure"):
+            text = f"{'stopped' if event.get('stopped') is True else kind} at step {self.step}"
+            failure = f": {parse_text(event.get('text'))}" if kind == "failure" else ""
+            self.notes.append((event["time"], text + failure))
+        return True
+
+    def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
+        if kind == "step":
+            self.step = step
+            self._add_values(step, {name: event.get(name) for name in _CURVES})
+        elif kind == "metrics" and isinstance(event.get("values"), dict):
+            self._add_values(step, event["values"])
+        elif kind == "evaluation":
+            # A custom loop logs an evaluation for each set of data, with other names.
+            self.evaluations[step] = {**self.evaluations.pop(step, {}), **event}
+        elif kind == "checkpoint" and event.get("is_best") is True and step in self.evaluations:
+            self.evaluations[step]["is_best"] = True
+        elif kind == "checksum":
+            self.checksums[step] = parse_text(event.get("checksum"))
+        elif kind == "resume":
+            self.step = step
+            self.resumed.append(step)
+            for curve in self.curves.values():
+                curve.drop_after(step)
+            self.evaluations = {at: values for at, values in self.evaluations.items() if at <= step}
+            self.checksums = {at: value for at, value in self.checksums.items() if at <= step}
+
+    def _add_values(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            number = parse_number(value)
+            if number is not None and (name in self.curves or len(self.curves) < _MAX_LOGGED):
+                self.curves.setdefault(name, Curve()).add(step, number)
 
 
 @dataclass
 class RankLog:
-    """Spans of one rank, ordered by time. In a long run, each span covers several lines of the file."""
+    """Totals of the file of one rank; shares of time are means weighted by the time between lines."""
 
     rank: int
-    spans: list[Span] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
-    gpu: str | None = None
+    host: str = ""
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)  # shares and rates, times seconds
+    memory: float = 0.0  # largest resident memory in bytes, as is `gpu_memory`
+    gpu_memory: float = 0.0
     unreadable: int = 0
 
-    @property
-    def has_unknown_wait(self) -> bool:
-        return any(span.wait is None for span in self.spans)
-
     def mean(self, name: str) -> float | None:
-        """Return the mean of `data`, `wait`, `cpu` or `speed` over the time in which the value is known."""
-        known = [(span.seconds, value) for span in self.spans if (value := getattr(span, name)) is not None]
-        total = sum(seconds for seconds, _ in known)
-        return sum(seconds * value for seconds, value in known) / total if total else None
-
-    def largest(self, name: str) -> float | None:
-        """Return the maximum of `memory` or `gpu_memory`."""
-        return max((value for span in self.spans if (value := getattr(span, name)) is not None), default=None)
+        """Return the mean of `data_share`, `wait_share`, `cpu_percent` or `samples_per_second`; None if unknown."""
+        return self.sums[name] / self.seconds if name in self.sums and self.seconds else None
 
 
-def read_ranks(folder: Path, spans: int = 12000) -> list[RankLog]:
-    """Return the ranks with a file in `folder`, in order, with `spans` to twice as many spans in total."""
-    paths = {}
-    for path in folder.glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS:
-            paths[int(number)] = path
-    limit = min(max(spans // max(len(paths), 1), 40), 400)
-    return [_read(rank, path, limit) for rank, path in sorted(paths.items())]
+def read_ranks(folder: Path) -> list[RankLog]:
+    """Return the totals of `rank-N.jsonl` in a folder, by rank."""
+    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
+    numbers = sorted(int(text) for text in paths if text.isdecimal() and len(text) < 7)
+    return [_read_rank(number, paths[str(number)]) for number in numbers]
 
 
-def _read(rank: int, path: Path, limit: int) -> RankLog:
+def _read_rank(rank: int, path: Path) -> RankLog:
     log, lines = RankLog(rank), JsonLines(path)
-    previous: object = None
+    previous: dict[str, Any] = {}
     for line in lines:
-        time = float(line["time"])
-        last = log.spans[-1].end if log.spans else 0.0
-        process = line.get("host"), line.get("pid")
-        if time > last:
-            log.spans.append(_span(last if process == previous else time, time, line))
-        previous = process
-        host, gpu = parse_text(line.get("host")), line.get("gpu")
-        if host and host not in log.hosts:
-            log.hosts.append(host)
-        if isinstance(gpu, dict):
-            log.gpu = parse_text(gpu.get("name")) or log.gpu
-        if len(log.spans) >= 2 * limit:
-            log.spans = _merge_pairs(log.spans)
-            limit = max(limit, len(log.spans))  # very many short parts of a run cannot be merged
+        is_same_process = (line.get("pid"), line.get("host")) == (previous.get("pid"), previous.get("host"))
+        seconds = max(0.0, line["time"] - previous["time"]) if is_same_process and previous else 0.0
+        log.seconds += seconds
+        for name in ("data_share", "wait_share", "cpu_percent", "samples_per_second"):
+            value = parse_finite(line.get(name))
+            if value is not None:
+                log.sums[name] = log.sums.get(name, 0.0) + value * seconds
+        gpu = line["gpu"] if isinstance(line.get("gpu"), dict) else {}
+        log.memory = max(log.memory, parse_finite(line.get("memory_bytes")) or 0.0)
+        log.gpu_memory = max(log.gpu_memory, parse_finite(gpu.get("memory_bytes")) or 0.0)
+        log.host = parse_text(line.get("host"))
+        previous = line
     log.unreadable = lines.unreadable
     return log
 
 
-def _span(begin: float, end: float, line: dict[str, Any]) -> Span:
-    data, wait = _share(line.get("data_share")) or 0.0, _share(line.get("wait_share"))
-    gpu = line["gpu"] if isinstance(line.get("gpu"), dict) else {}
-    # If known, the peak of the process, which excludes other processes on the GPU.
-    memory = (parse_finite(gpu.get(name)) for name in ("peak_allocated_bytes", "memory_bytes"))
-    return Span(
-        begin,
-        end,
-        data=data,
-        wait=None if wait is None else min(wait, 1.0 - data),
-        step=parse_count(line.get("step")) or 0,
-        doing=parse_text(line.get("doing")),
-        memory=parse_finite(line.get("memory_bytes")),
-        gpu_memory=next((value for value in memory if value is not None), None),
-        cpu=parse_finite(line.get("cpu_percent")),
-        speed=parse_finite(line.get("samples_per_second")),
-    )
-
-
-def _share(value: object) -> float | None:
-    number = parse_finite(value)
-    return None if number is None else min(max(number, 0.0), 1.0)
-
-
-def _merge_pairs(spans: Sequence[Span]) -> list[Span]:
-    """Return spans with neighbors merged, except over the pause between two parts of a run."""
-    merged: list[Span] = []
-    is_pair = True
-    for span in spans:
-        is_pair = not is_pair and merged[-1].end == span.begin
-        if is_pair:
-            merged[-1] = _merge(merged[-1], span)
-        else:
-            merged.append(span)
-    return merged
-
-
-def _merge(first: Span, second: Span) -> Span:
-    pair = RankLog(0, [first, second])
-    return replace(
-        second,
-        begin=first.begin,
-        data=pair.mean("data") or 0.0,
-        wait=None if pair.has_unknown_wait else pair.mean("wait"),
-        memory=pair.largest("memory"),
-        gpu_memory=pair.largest("gpu_memory"),
-        cpu=pair.mean("cpu"),
-        speed=pair.mean("speed"),
-    )
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """One checkpoint, which is not verified: Unix timestamp of the newest file, and bytes of each file by name."""
-
-    step: int
-    names: tuple[str, ...]
-    written: float
-    sizes: dict[str, int]
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes.values())
-
-
 @dataclass(frozen=True)
 class Run:
-    """One run of a report."""
+    """One run."""
 
     folder: Path
-    name: str  # unique name within the report
+    name: str  # unique name within a report
     recipe: dict[str, Any]  # recipe as plain data; `recipe_text` is the YAML
     recipe_text: str
     starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
     events: EventLog
     ranks: list[RankLog]
-    checkpoints: list[SavedCheckpoint]
     remarks: list[str]  # parts of the directory that cannot be read
-
-    @cached_property
-    def clock(self) -> RunClock:
-        """Converter of Unix timestamps into seconds of the run."""
-        active = [time for log in self.ranks for span in log.spans for time in (span.begin, span.end)]
-        times = numpy.concatenate([numpy.array(self.events.times), numpy.array(active)])
-        return RunClock(times, [(before, after) for before, after, _ in self.events.resumed])
 
     @property
     def state(self) -> str:
@@ -208,51 +228,10 @@ class Run:
             return "failed"
         return "stopped" if self.events.end.get("stopped") is True else "finished"
 
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """Last evaluation marked as best; without marks, that with the best value, or None if its direction is unknown.
-
-        A custom loop marks evaluations only if it passes them to its checkpoints.
-        """
-        events = list(self.events.evaluations.values())
-        marked = next((event for event in reversed(events) if event.get("is_best") is True), None)
-        if marked is not None or self.deciding is None:
-            return marked
-        try:
-            rule = BestRule.of(self.deciding, self.recipe.get("best_mode"))
-        except InputError:  # the direction is unknown
-            return None
-        best, value = None, None
-        for event in events:
-            values = self.evaluation_values(event)
-            if rule.by in values and rule.is_best(values, value):
-                best, value = event, values[rule.by]
-        return best
-
-    @property
-    def last(self) -> dict[str, Any] | None:
-        """Evaluation of the highest step."""
-        return self.events.evaluations[max(self.events.evaluations)] if self.events.evaluations else None
-
-    @property
-    def deciding(self) -> str | None:
-        """Name of the value that selects the best evaluation: `best_by`, the first metric, or the loss."""
-        chosen = self.recipe.get("best_by")
-        if isinstance(chosen, str) and chosen in self.events.metrics:
-            return chosen
-        losses = ("train_loss", "loss", "loss_")  # terms of a loss are named loss_NAME
-        names = [name for name in self.events.metrics if not name.startswith(losses)]
-        return next((name for name in (*names, "loss") if name in self.events.metrics), None)
-
-    def evaluation_values(self, event: dict[str, Any] | None) -> dict[str, float]:
+    def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
         """Return the loss and the metrics of an evaluation, without values that are no numbers."""
-        values = {name: parse_number((event or {}).get(name)) for name in self.events.metrics}
+        values = {name: parse_number(value) for name, value in (event or {}).items() if name not in _NOT_METRICS}
         return {name: value for name, value in values.items() if value is not None}
-
-    def statistic(self, curve: str, name: str) -> float | None:
-        """Return `min`, `max`, `mean`, `median` or `last` of a curve over steps."""
-        statistics = self.events.curves[curve].series(self.clock).statistics()
-        return None if statistics is None else statistics[name]
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -287,45 +266,12 @@ def read_run(folder: Path, name: str) -> Run:
                 code="E_NOT_A_RUN",
             )
         recipe = {} if is_loop else dict(read_yaml(path))
-        events = EventLog(folder / "events.jsonl", parse_finite(recipe.get("batch_size")))
-        ranks = read_ranks(folder / "ranks")
-        starts, remarks = _read_starts(folder / "environment.json")
+        events, ranks = EventLog(folder / "events.jsonl"), read_ranks(folder / "ranks")
+        starts: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
+            starts = read_objects(folder / "environment.json")
         logs = {"events.jsonl": events.unreadable, **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}}
-        for file, count in logs.items():
-            if count:
-                remarks.append(f"{file}: {plural(count, 'unreadable line')} skipped")
+        remarks = [f"{file}: {plural(count, 'unreadable line')} skipped" for file, count in logs.items() if count]
         recipe = events.config if is_loop else recipe
         text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
-        checkpoints = _read_checkpoints(folder / "checkpoints")
-    return Run(folder, name, recipe, text, starts, events, ranks, checkpoints, remarks)
-
-
-def _read_starts(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the entries of `environment.json`, and remarks."""
-    if not path.is_file():
-        return [], []
-    try:
-        return read_objects(path), []
-    except ValueError as error:
-        return [], [f"{path.name} cannot be read: {error}"]
-
-
-def _read_checkpoints(path: Path) -> list[SavedCheckpoint]:
-    """Return the checkpoints in a folder, oldest first."""
-    folder, targets = CheckpointFolder(path), {}
-    for name in ("best", "last"):
-        with suppress(CheckpointError):  # there is none of this name
-            targets[name] = folder.find(name)
-    checkpoints = []
-    for checkpoint in folder.steps():
-        with suppress(FileNotFoundError):  # the run has removed or replaced it since
-            files = {file.name: file.stat() for file in sorted(checkpoint.iterdir()) if file.is_file()}
-            checkpoints.append(
-                SavedCheckpoint(
-                    step=int(checkpoint.name.rpartition("-")[2]),
-                    names=tuple(name for name, target in targets.items() if target == checkpoint),
-                    written=max((status.st_mtime for status in files.values()), default=0.0),
-                    sizes={name: status.st_size for name, status in files.items()},
-                )
-            )
-    return checkpoints
+    return Run(folder, name, recipe, text, starts, events, ranks, remarks)

@@ -1,42 +1,50 @@
-"""Differences of recipes, and facts of runs."""
+"""Charts of the page: reduction of long curves, axes, and values that are not finite."""
 
-from pathlib import Path
-
+import numpy
 import pytest
 
-from helpers.run_folders import START, make_run
-from samestep.tools.report.page import _facts, recipe_differences
-from samestep.tools.report.run import read_run
+from samestep.tools.report.page import Chart, Series, draw, format_number, reduced, ticks
 
 
-@pytest.mark.parametrize(("metric", "fact"), [("accuracy", "best accuracy"), ("r2", "last r2")])
-def test_value_of_unknown_direction_is_the_last_one(metric: str, fact: str, tmp_path: Path) -> None:
-    events = [
-        {"time": START + step, "event": "evaluation", "step": step, "samples": 5, metric: value}
-        for step, value in ((10, 0.9), (20, 0.4))
-    ]
-    label, value, detail = _facts(read_run(make_run(tmp_path / "a", events), "a"))[0]
-    expected = ("90.00%", "at step 10; last 40.00%") if fact.startswith("best") else ("40.00%", "at step 20")
-    assert (label, value, detail) == (fact, *expected)
+def series(values: list[float] | numpy.ndarray) -> Series:
+    return Series(0, "a", numpy.arange(1, len(values) + 1, dtype=float), numpy.asarray(values, dtype=float))
 
 
-def test_values_of_dotted_keys() -> None:
-    recipe = {"epochs": 2, "optimizer": {"name": "sgd", "options": {"lr": 0.1}}, "metrics": ["a"], "options": {}}
-    assert recipe_differences([recipe, {}]) == {
-        "epochs": ["2", None],
-        "optimizer.name": ["sgd", None],
-        "optimizer.options.lr": ["0.1", None],
-        "metrics": ['["a"]', None],
-        "options": ["{}", None],
-    }
+def test_spikes_of_a_long_curve_remain() -> None:
+    curve = series(numpy.sin(numpy.arange(100_000)))
+    curve.values[77_777] = 9.0
+    (kind, (steps, values)), (_, (_, means)) = reduced(curve.steps, curve.values)
+    assert kind == "range"
+    assert len(steps) <= 800
+    assert steps[values.argmax()] == 77_778
+    assert abs(means).max() < 0.1
+    assert (numpy.diff(steps) > 0).all()
 
 
-def test_only_keys_that_differ() -> None:
-    one = {"seed": 0, "optimizer": {"lr": 0.1}, "ema": None}
-    two = {"seed": 0, "optimizer": {"lr": 0.2, "momentum": 0.9}, "ema": None}
-    assert recipe_differences([one, two, one]) == {
-        "optimizer.lr": ["0.1", "0.2", "0.1"],
-        "optimizer.momentum": [None, "0.9", None],
-    }
-    assert recipe_differences([one, one]) == {}
-    assert recipe_differences([one]) == {}
+def test_points_are_inside_the_plot() -> None:
+    drawn = draw(Chart("a", "loss", [series([3.0, float("nan"), 1.0]), series([2.0])]))
+    (_, kind, points), (_, _, single) = drawn["lines"]
+    assert (kind, len(points.split()), len(single.split())) == ("line", 2, 1)
+    for point in points.split():
+        x, y = map(float, point.split(","))
+        assert 66 <= x <= 630
+        assert 10 <= y <= 190
+    assert [row[2:] for row in drawn["rows"]] == [(["1", "1", "3"], 1), (["2", "2", "2"], 0)]
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [float("nan")]])
+def test_constant_curve_has_axes(values: list[float]) -> None:
+    drawn = draw(Chart("a", "loss", [series(values)]))
+    assert drawn["x_ticks"]
+    assert drawn["y_ticks"]
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(13.0, 987.0) == [200.0, 400.0, 600.0, 800.0]
+
+
+def test_formats() -> None:
+    assert format_number("accuracy", 0.98) == "98.00%"
+    assert format_number("train_loss", 0.5) == "0.5"
+    assert format_number("lr", 0.1, is_metric=False) == "0.1"

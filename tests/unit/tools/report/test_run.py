@@ -1,5 +1,7 @@
-"""Content of a run's directory, and activity of ranks from their files."""
+"""Content of a run's directory: events, JSON-lines files that a kill has cut, and ranks."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,62 +10,122 @@ import pytest
 from helpers.rank_files import line, write_ranks
 from helpers.run_folders import START, events_of, make_run, step_event
 from samestep.errors import InputError
-from samestep.tools.report.run import Run, read_ranks, read_run, read_runs
+from samestep.tools.report.run import EventLog, JsonLines, Run, read_ranks, read_run, read_runs
+from samestep.tools.run_lines import parse_count, parse_finite, parse_number
 
 
-def evaluation(step: int, **values: Any) -> dict[str, Any]:
-    return {"time": START + step, "event": "evaluation", "step": step, "samples": 10, "is_best": False, **values}
+def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
+    lines = [json.dumps({"time": START + number, **event}) for number, event in enumerate(events)]
+    path.write_text("\n".join(lines) + "\n")
+    return EventLog(path)
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    return step_event(number, START + number, **changes)
+
+
+def curve(log: EventLog, name: str) -> dict[float, float]:
+    steps, values = log.curves[name].points()
+    return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 
 def run_of(folder: Path, events: list[dict[str, Any]]) -> Run:
     return read_run(make_run(folder, events), "a")
 
 
-def test_best_evaluation_is_the_last_one_marked_as_best(tmp_path: Path) -> None:
-    events = [evaluation(5, is_best=True), evaluation(10, is_best=True), evaluation(15)]
-    run = run_of(tmp_path / "a", events)
-    assert run.best is not None
-    assert run.last is not None
-    assert (run.best["step"], run.last["step"]) == (10, 15)
-    assert run_of(tmp_path / "b", events[2:]).best is None
-    assert run_of(tmp_path / "c", []).best is None
+def test_curves_of_steps_and_logged_values(tmp_path: Path) -> None:
+    logged = {"event": "metrics", "step": 3, "values": {"tenth": 0.3, "text": "a"}}
+    events = [step(1, loss=1.0), step(2, loss="nan"), step(3, loss="inf"), logged]
+    log = log_of(tmp_path / "e", events)
+    values = curve(log, "loss")
+    assert (values[1], values[3], log.step, log.end) == (1.0, math.inf, 3, None)
+    assert math.isnan(values[2])
+    assert curve(log, "tenth") == {3: 0.3}
+    assert "text" not in log.curves
 
 
-def test_best_evaluation_of_a_custom_loop_has_the_best_value(tmp_path: Path) -> None:
-    values = ({"loss": 1.0, "accuracy": 0.9}, {"loss": 0.5, "accuracy": 0.4})
-    events = [evaluation(10 * number, **value) for number, value in enumerate(values, 1)]
-    for event in events:
-        del event["is_best"]
-    best = run_of(tmp_path / "a", events).best
-    assert best is not None
-    assert best["step"] == 10
+def test_resume_drops_the_values_of_later_steps(tmp_path: Path) -> None:
+    """Steps of a loop are logged at a bounded rate, so repeated ones have other numbers."""
+    evaluation = {"event": "evaluation", "loss": 0.5}
+    checksum = {"event": "checksum", "checksum": "ab"}
+    events = [
+        step(2, loss=2.0),
+        {**evaluation, "step": 2},
+        {**checksum, "step": 2},
+        step(4, loss=4.0),
+        {**evaluation, "step": 4},
+        {**checksum, "step": 4},
+        {"event": "end", "stopped": True},
+        {"event": "resume", "step": 2},
+        step(3, loss=3.0),
+        step(3, loss=3.5),
+    ]
+    log = log_of(tmp_path / "e", events)
+    assert curve(log, "loss") == {2: 2.0, 3: 3.5}
+    assert (list(log.evaluations), log.checksums, log.resumed) == ([2], {2: "ab"}, [2])
+    assert log.end is None
+    assert [text for _, text in log.notes] == ["stopped at step 4", "resume at step 2"]
+
+
+def test_evaluations_of_one_step_are_merged(tmp_path: Path) -> None:
+    evaluation = {"event": "evaluation", "step": 1, "loss": 0.5, "accuracy": 0.5}
+    marked = {"event": "checkpoint", "step": 1, "is_best": True}
+    failure = {"event": "failure", "code": "E_NONFINITE", "text": "the loss is nan"}
+    log = log_of(tmp_path / "e", [step(1), evaluation, {**evaluation, "accuracy_2": 0.25}, marked, failure])
+    (values,) = log.evaluations.values()
+    assert (values["accuracy"], values["accuracy_2"], values["is_best"]) == (0.5, 0.25, True)
+    assert (log.end or {})["code"] == "E_NONFINITE"
+    assert log.notes[-1][1] == "failure at step 1: the loss is nan"
+
+
+def test_invalid_events_are_counted(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "step"},
+        {"event": "step", "step": "7"},
+        {"event": 7},
+        {"event": "step", "step": 2**70},
+        {"event": "evaluation", "step": 1, "accuracy": [1]},
+        {"event": "note", "text": None},
+        {"event": "step", "step": 1, "loss": 1.0, "time": "yesterday"},
+    ]
+    log = log_of(tmp_path / "e", events)
+    assert curve(log, "loss") == {}
+    assert log.unreadable == 5
 
 
 @pytest.mark.parametrize(
-    ("values", "deciding"),
+    ("content", "objects", "unreadable"),
     [
-        ({"train_loss": 1.0, "loss": 1.0, "accuracy": 0.5, "dice": 0.5}, "accuracy"),
-        ({"loss": 1.0, "loss_dice": 1.0, "iou": "nan"}, "iou"),
-        ({"loss": 1.0, "loss_dice": 1.0}, "loss"),
-        ({}, None),
+        (b'{"time": 1}\n{"time": 2, "st', [1], 1),
+        (b'{"time": 1}\n{"time": 2, "st{"time": 3}\n{"time": 4}\n', [1, 3, 4], 1),
+        (b'\n{"time": 1}\n\0\0\0\0\n\n', [1], 0),
+        (b"[1, 2]\n7\n\xff\xfe{\n" + b"[" * 100_000 + b'\n{"time": 1}\n', [1], 4),
     ],
+    ids=["cut line", "line appended to a cut line", "empty lines and zeros", "no objects"],
 )
-def test_first_metric_is_deciding(values: dict[str, Any], deciding: str | None, tmp_path: Path) -> None:
-    assert run_of(tmp_path / "a", [evaluation(5, **values)]).deciding == deciding
+def test_json_lines(content: bytes, objects: list[int], unreadable: int, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    lines = JsonLines(tmp_path / "a")
+    assert [value["time"] for value in lines] == objects
+    assert lines.unreadable == unreadable
+    assert list(JsonLines(tmp_path / "none")) == []
+
+
+def test_numbers_of_events() -> None:
+    assert [parse_number(value) for value in (1, 2.5, "inf", "7", None, True, [1], 10**400)] == [
+        *(1.0, 2.5, math.inf),
+        *[None] * 5,
+    ]
+    assert math.isnan(parse_number("nan") or 0.0)
+    assert [parse_finite(value) for value in (1, "nan", "inf", None)] == [1.0, None, None, None]
+    assert [parse_count(value) for value in (0, 7, -1, 2.0, True, "7", 2**60)] == [0, 7, *[None] * 5]
 
 
 def test_states(tmp_path: Path) -> None:
-    step, end = step_event(1, START), {"time": START + 1, "event": "end", "stopped": False, "step": 1}
-    states = [
-        run_of(tmp_path / str(n), e).state for n, e in enumerate(([step], [step, end], [{**end, "stopped": True}]))
-    ]
+    end = {"time": START + 1, "event": "end", "stopped": False, "step": 1}
+    events: list[list[dict[str, Any]]] = [[step(1)], [step(1), end], [{**end, "stopped": True}]]
+    states = [run_of(tmp_path / str(number), log).state for number, log in enumerate(events)]
     assert states == ["not ended", "finished", "stopped"]
-
-
-def test_checkpoints_have_sizes_and_names(tmp_path: Path) -> None:
-    (saved,) = run_of(tmp_path / "a", events_of(10)).checkpoints
-    assert (saved.step, saved.size, saved.names) == (12, 4000, ("best", "last"))
-    assert saved.sizes == {"model.safetensors": 3000, "optimizer.safetensors": 1000}
 
 
 def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
@@ -74,70 +136,26 @@ def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
         read_runs([folders[0], folders[1], folders[0]])
 
 
-# --- ranks ------------------------------------------------------------
-
-
-def test_line_covers_the_time_since_the_last_line(tmp_path: Path) -> None:
-    write_ranks(tmp_path, [line(0, 100.0, 3), line(0, 102.0, 9, data_share=0.5, wait_share=0.25), line(0, 107.0, 20)])
-    (log,) = read_ranks(tmp_path / "ranks")
-    assert [(span.begin, span.end, span.step) for span in log.spans] == [(100, 100, 3), (100, 102, 9), (102, 107, 20)]
-    assert (log.spans[1].data, log.spans[1].wait, log.spans[1].doing) == (0.5, 0.25, "in engine.step 9")
-    assert sum(span.seconds for span in log.spans) == 7.0
-    assert log.mean("data") == pytest.approx((0.5 * 2 + 0.1 * 5) / 7)
-    assert log.hosts == ["node-a"]
-
-
-def test_new_process_starts_with_an_empty_span(tmp_path: Path) -> None:
-    process = {"pid": 77, "host": "node-b"}
-    write_ranks(tmp_path, [line(0, 100.0, 3), line(0, 900.0, 3, **process), line(0, 902.0, 8, **process)])
-    (log,) = read_ranks(tmp_path / "ranks")
-    assert [(span.begin, span.end) for span in log.spans] == [(100, 100), (900, 900), (900, 902)]
-    assert log.hosts == ["node-a", "node-b"]
-
-
-def test_unknown_wait(tmp_path: Path) -> None:
-    write_ranks(tmp_path, [line(0, 100.0, 3, wait_share=None), line(0, 102.0, 3, wait_share=None)])
-    (log,) = read_ranks(tmp_path / "ranks")
-    assert log.spans[0].wait is None
-    assert log.has_unknown_wait
-    assert log.mean("wait") is None
-
-
-def test_sum_of_shares_is_at_most_one(tmp_path: Path) -> None:
-    write_ranks(tmp_path, [line(0, 100.0, 3, data_share=0.7, wait_share=0.9), line(0, 102.0, 3, data_share="nan")])
-    spans = read_ranks(tmp_path / "ranks")[0].spans
-    assert spans[0].data + (spans[0].wait or 0.0) == pytest.approx(1.0)
-    assert spans[1].data == 0.0
-
-
-def test_merging_preserves_means_and_peaks(tmp_path: Path) -> None:
+def test_means_of_ranks_are_weighted_by_time(tmp_path: Path) -> None:
+    """The first line of a process, and a pause between two processes, have no duration."""
     lines = [
-        line(0, 100.0 + 2 * number, number, data_share=0.2 * (number % 2), memory_bytes=1000 + (number == 333) * 5000)
-        for number in range(1000)
+        line(0, 100.0, 3, data_share=0.9),
+        line(0, 102.0, 9, data_share=0.5, wait_share=0.25),
+        line(0, 107.0, 20, gpu={"memory_bytes": 9}),
+        line(0, 900.0, 20, pid=77, data_share=0.9),
+        line(0, 905.0, 20, pid=77, host="node-a", memory_bytes=2**40),
     ]
     write_ranks(tmp_path, lines)
-    (log,) = read_ranks(tmp_path / "ranks", spans=40)
-    assert 40 <= len(log.spans) <= 80
-    assert log.spans[0].begin == 100.0
-    assert log.spans[-1].end == 100.0 + 2 * 999
-    assert all(one.end == two.begin for one, two in zip(log.spans, log.spans[1:], strict=False))
-    assert log.mean("data") == pytest.approx(0.2 * 500 / 999)
-    assert log.largest("memory") == 6000
+    (log,) = read_ranks(tmp_path / "ranks")
+    assert log.seconds == 12.0
+    assert log.mean("data_share") == pytest.approx((0.5 * 2 + 0.1 * 10) / 12)
+    assert (log.host, log.memory, log.gpu_memory) == ("node-a", 2**40, 9)
 
 
-def test_spans_are_not_merged_over_a_pause(tmp_path: Path) -> None:
-    lines = [line(0, begin + 2 * number, number, pid=begin) for begin in (100, 90_000) for number in range(300)]
-    write_ranks(tmp_path, lines)
-    (log,) = read_ranks(tmp_path / "ranks", spans=40)
-    assert sum(span.seconds for span in log.spans) == 2 * 598
-    assert not [span for span in log.spans if span.begin < 10_000 < span.end]
-
-
-def test_gpu_memory_prefers_the_peak_of_the_process(tmp_path: Path) -> None:
-    gpu = {"name": "A GPU", "memory_bytes": 9, "memory_total_bytes": 20, "peak_allocated_bytes": 7}
-    write_ranks(tmp_path, [line(0, 100.0, 1, gpu=gpu), line(1, 100.0, 1, gpu={"name": "A GPU", "memory_bytes": 9})])
-    first, second = read_ranks(tmp_path / "ranks")
-    assert (first.gpu, first.largest("gpu_memory"), second.largest("gpu_memory")) == ("A GPU", 7, 9)
+def test_unknown_shares(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [line(0, 100.0 + 2 * number, 3, wait_share=None, data_share="nan") for number in range(3)])
+    (log,) = read_ranks(tmp_path / "ranks")
+    assert (log.mean("wait_share"), log.mean("data_share")) == (None, None)
 
 
 def test_ranks_are_ordered_and_other_files_ignored(tmp_path: Path) -> None:
@@ -146,6 +164,12 @@ def test_ranks_are_ordered_and_other_files_ignored(tmp_path: Path) -> None:
     with (tmp_path / "ranks" / "rank-2.jsonl").open("a") as file:
         file.write('{"time": 102.0, "ra')
     logs = read_ranks(tmp_path / "ranks")
-    assert [log.rank for log in logs] == [0, 2, 10]
-    assert [log.unreadable for log in logs] == [0, 1, 0]
+    assert [(log.rank, log.unreadable) for log in logs] == [(0, 0), (2, 1), (10, 0)]
     assert read_ranks(tmp_path / "none") == []
+
+
+def test_values_of_an_evaluation(tmp_path: Path) -> None:
+    run = run_of(tmp_path, events_of(10))
+    (event,) = run.events.evaluations.values()
+    assert list(run.evaluation_values({**event, "text": "a"})) == ["loss", "accuracy"]
+    assert run.evaluation_values(None) == {}

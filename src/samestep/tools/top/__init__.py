@@ -1,1 +1,0 @@
-"""`samestep top`: state of a run, read from its directory."""
