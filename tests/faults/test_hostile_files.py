@@ -72,7 +72,7 @@ def test_top_and_report_skip_and_count_hostile_lines(
     out, err = capfd.readouterr()
     summary = json.loads(out)
     assert summary["runs"][0]["steps"] == hostile.LAST_STEP
-    notes = " ".join(summary["notes"])
+    notes = " ".join(summary["runs"][0]["notes"])
     assert f"events.jsonl: {len(hostile.BAD_EVENTS)} unreadable lines" in notes
     assert f"rank-0.jsonl: {len(hostile.BAD_RANK_LINES)} unreadable lines" in notes
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
