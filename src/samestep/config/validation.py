@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from samestep.errors import RecipeError
 
-_Bound = tuple[str, Callable[..., bool], float]  # sign, comparison and limit
-_COMPARISONS: dict[type, tuple[str, Callable[..., bool]]] = {
-    Ge: (">=", operator.ge),
-    Gt: (">", operator.gt),
-    Le: ("<=", operator.le),
-    Lt: ("<", operator.lt),
-}
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 class Constrained:
-    """Base class of configuration dataclasses that checks `Literal` types and bounds on construction.
+    """Base class of configuration dataclasses whose values pydantic validates on construction.
 
-    Pydantic enforces the same annotations when a recipe is read from YAML. `annotated_types` declares the bounds
-    without importing pydantic in Python programs and ranks.
+    Defaults are valid, so that a process without other values does not import pydantic.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
     key_prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
-        for name, (choices, bounds, has_tuple) in _constraints(type(self)).items():  # type: ignore[arg-type]
-            key, value, expected = self.key(name), getattr(self, name), None
-            is_valid = has_tuple and isinstance(value, tuple)
-            is_valid |= value in (*choices, defaults[name])  # the default can be None
-            if choices and not bounds and not is_valid:
-                expected = f"{'a tuple, or ' if has_tuple else 'one of '}{', '.join(choices)}"
-            # NaN violates every bound.
-            elif value not in (None, *choices) and not all(holds(value, limit) for _, holds, limit in bounds):
-                expected = " or ".join(
-                    [f"{key} {' and '.join(f'{sign} {limit}' for sign, _, limit in bounds)}", *choices]
-                )
-            if expected is not None:
-                has_default = defaults[name] is not MISSING
-                fix = f"leave {key} out for its default" if has_default else f"set {key} to such a value"
-                raise RecipeError(f"{key} is {value!r}", expected, fix, code="E_VALUE")
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if not isinstance(value, Constrained) and value != _default(item):
+                self._validate(item, value)
+
+    def _validate(self, item: Field[Any], value: Any) -> None:
+        from pydantic import ValidationError
+
+        try:
+            validator = _validator(type(self), item.name)  # type: ignore[arg-type]  # a class can be hashed
+            validator.validate_python(value, strict=True)
+        except ValidationError as error:
+            key = self.key(item.name)
+            expected = " or ".join(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
+            fix = f"set {key} to such a value"
+            if _default(item) is not MISSING:
+                fix = f"leave {key} out for its default"
+            raise RecipeError(f"{key} is {value!r}", expected, fix, code="E_VALUE") from None
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -57,21 +50,17 @@ class Constrained:
         return f"{cls.key_prefix}{name}"
 
 
+def _default(item: Field[Any]) -> Any:
+    """Return the default of a field, or MISSING."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 @cache
-def _constraints(cls: type) -> dict[str, tuple[tuple[str, ...], list[_Bound], bool]]:
-    """Return the allowed values, the bounds, and whether a tuple is valid too, of each constrained field."""
-    constraints: dict[str, tuple[tuple[str, ...], list[_Bound], bool]] = {}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        has_tuple = any(get_origin(part) is tuple for part in get_args(hint))
-        for part in (hint, *get_args(hint)):  # a constraint can be one alternative of a union
-            choices, bounds, _ = constraints.get(name, ((), [], False))
-            if get_origin(part) is Literal:
-                constraints[name] = (get_args(part), bounds, has_tuple)
-            elif get_origin(part) is Annotated:
-                # The limit is the attribute of the class's name: `Ge.ge`.
-                limits = [(type(bound), getattr(bound, type(bound).__name__.lower())) for bound in part.__metadata__]
-                constraints[name] = (choices, [(*_COMPARISONS[kind], limit) for kind, limit in limits], has_tuple)
-    return constraints
+def _validator(kind: type, name: str) -> TypeAdapter[Any]:
+    """Return the validator of a field."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(get_type_hints(kind, include_extras=True)[name])
 
 
 def require(condition: bool, value: str, expected: str, fix: str, *, code: str = "E_VALUE") -> None:

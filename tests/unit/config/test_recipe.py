@@ -38,42 +38,41 @@ def optimizer(**changes: Any) -> OptimizerConfig:
     return OptimizerConfig(name="sgd", **changes)
 
 
-OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str]] = [
-    (StepConfig, "seed", -1, "step.seed >= 0 and < 18446744073709551616"),
-    (StepConfig, "seed", 2**64, "step.seed >= 0 and < 18446744073709551616"),
-    (StepConfig, "threads", 0, "step.threads >= 1 and <= 1024"),
-    (StepConfig, "clip_norm", 0.0, "step.clip_norm > 0"),
-    (StepConfig, "clip_norm", math.nan, "step.clip_norm > 0"),
-    (ScheduleConfig, "warmup_epochs", -0.5, "schedule.warmup_epochs >= 0 and < inf"),
-    (ScheduleConfig, "warmup_epochs", math.inf, "schedule.warmup_epochs >= 0 and < inf"),
-    (ScheduleConfig, "step_epochs", math.inf, "schedule.step_epochs > 0 and < inf"),
-    (ScheduleConfig, "final", 1.5, "schedule.final >= 0 and <= 1"),
-    (ScheduleConfig, "step_epochs", 0, "schedule.step_epochs > 0 and < inf"),
-    (ScheduleConfig, "gamma", 0, "schedule.gamma > 0 and <= 1"),
-    (optimizer, "layer_decay", 1.5, "optimizer.layer_decay > 0 and <= 1"),
-    (EmaConfig, "decay", 1.0, "ema.decay > 0 and < 1"),
-    (recipe, "batch_size", 0, "batch_size >= 1 and <= 1073741824"),
-    (recipe, "batch_size", -4, "batch_size >= 1 and <= 1073741824"),
-    (recipe, "epochs", 0, "epochs >= 1 and <= 1000000"),
-    (recipe, "microbatches", 0, "microbatches >= 1 or auto"),
-    (RunOptions, "keep", 0, "--keep >= 1"),
-    (RunOptions, "workers", -1, "--workers >= 0 and <= 256"),
-    (RunOptions, "prefetch", 0, "--prefetch >= 1 and <= 1024"),
-    (RunOptions, "checkpoint_every", 0, "--checkpoint-every >= 1"),
-    (RunOptions, "check_every", 0, "--check-every >= 1"),
-    (RunOptions, "witness_every", 0, "--witness-every >= 1"),
-    *((RunOptions, "max_lost_work", s, "--max-lost-work > 0 and < inf") for s in (0.0, -1.0, math.inf, math.nan)),
+OUT_OF_RANGE: list[tuple[Callable[..., Any], str, Any]] = [
+    (StepConfig, "step.seed", -1),
+    (StepConfig, "step.seed", 2**64),
+    (StepConfig, "step.threads", 0),
+    (StepConfig, "step.threads", "2"),
+    (StepConfig, "step.clip_norm", 0.0),
+    (StepConfig, "step.clip_norm", math.nan),
+    (ScheduleConfig, "schedule.warmup_epochs", -0.5),
+    (ScheduleConfig, "schedule.warmup_epochs", math.inf),
+    (ScheduleConfig, "schedule.step_epochs", math.inf),
+    (ScheduleConfig, "schedule.final", 1.5),
+    (ScheduleConfig, "schedule.step_epochs", 0),
+    (ScheduleConfig, "schedule.gamma", 0),
+    (optimizer, "optimizer.layer_decay", 1.5),
+    (EmaConfig, "ema.decay", 1.0),
+    (recipe, "batch_size", 0),
+    (recipe, "batch_size", -4),
+    (recipe, "epochs", 0),
+    (recipe, "microbatches", 0),
+    (RunOptions, "--keep", 0),
+    (RunOptions, "--workers", -1),
+    (RunOptions, "--prefetch", 0),
+    (RunOptions, "--checkpoint-every", 0),
+    (RunOptions, "--check-every", 0),
+    (RunOptions, "--witness-every", 0),
+    *((RunOptions, "--max-lost-work", seconds) for seconds in (0.0, -1.0, math.inf, math.nan)),
 ]
 
 
-@pytest.mark.parametrize(("make", "field", "value", "expected"), OUT_OF_RANGE)
-def test_value_out_of_range_is_an_error_with_key_value_and_range(
-    make: Callable[..., Any], field: str, value: float, expected: str
-) -> None:
+@pytest.mark.parametrize(("make", "key", "value"), OUT_OF_RANGE)
+def test_value_out_of_range_is_an_error_with_key_and_value(make: Callable[..., Any], key: str, value: Any) -> None:
+    name = key.rpartition(".")[2].strip("-").replace("-", "_")
     with pytest.raises(RecipeError) as caught:
-        make(**{field: value})
-    key = expected.split(maxsplit=1)[0]
-    assert (caught.value.code, caught.value.value, caught.value.expected) == ("E_VALUE", f"{key} is {value}", expected)
+        make(**{name: value})
+    assert (caught.value.code, caught.value.value) == ("E_VALUE", f"{key} is {value!r}")
     assert key in str(caught.value.fix)
 
 
