@@ -41,7 +41,6 @@ CODES = {
     "E_LAUNCH_VARIABLES": "Environment variables of a launcher are incomplete or invalid.",
     "E_RENDEZVOUS": "Ranks of a job did not find each other in time.",
     "E_PORT_IN_USE": "Another process uses the port of the job's store.",
-    "E_PORT_FOLDER": "Other users can enter the folder in which rank 0 publishes a port.",
     "E_UNKNOWN_HOST": "The host of rank 0 cannot be resolved.",
     "E_DEVICES": "A selection of devices is invalid, too few GPUs are visible, or two ranks use one GPU.",
     "E_LAUNCH": "Arguments of a launch are invalid, or a launch or process group is nested in another.",

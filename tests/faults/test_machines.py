@@ -23,8 +23,6 @@ from helpers.surroundings import (
 )
 from helpers.system import TESTS, Running, arguments_of, here, steps_saved, weights
 from samestep.checkpoint.lock import FolderLock
-from samestep.distributed.rendezvous import publish_port, wait_for_port
-from samestep.errors import InputError
 
 RECIPE = TESTS / "helpers" / "faulty.yaml"
 HOLDING = TESTS / "helpers" / "recorded.yaml"
@@ -171,22 +169,6 @@ def test_users_who_may_write_a_run_can_lock_it(tmp_path: Path) -> None:
         assert (shared / ".lock").stat().st_mode & 0o777 == 0o660
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def test_dangling_link_in_place_of_the_port_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / f"samestep-{os.getuid()}").symlink_to(tmp_path / "missing")
-    with publish_port("job", 1234):
-        assert wait_for_port("job", 0) == 1234
-    assert not (tmp_path / "missing").exists()
-    record_fault("a dangling link has the name of the port folder", "another folder is used", "the port is published")
-    monkeypatch.setenv("HOME", "/dev/null")
-    with pytest.raises(InputError) as caught:
-        wait_for_port("job", 0)
-    assert caught.value.code == "E_PORT_FOLDER"
 
 
 # --- recipes and numbers ---

@@ -46,7 +46,7 @@ def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
     more = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     return lambda rank, size: {
         "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_ID": str(os.getpid()),  # other ports than tests at the same time
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_LOCALID": str(rank if nodes == 1 else 0),
@@ -57,12 +57,13 @@ def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
 
 
 def as_mpirun(rank: int, size: int) -> Mapping[str, str]:
-    """Return the variables of Open MPI on one machine; the common parent replaces the number of the job."""
+    """Return the variables of Open MPI on one machine; the process of the test is the job."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+        "PMIX_NAMESPACE": str(os.getpid()),
     }
 
 

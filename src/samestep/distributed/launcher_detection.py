@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
+from zlib import crc32
 
 from samestep.distributed.addresses import is_loopback
 from samestep.errors import InputError
@@ -30,7 +31,7 @@ LAUNCH_VARIABLES = (
     *(*_OPEN_MPI, "PMIX_NAMESPACE"),
 )
 
-# Default ports of Slurm steps on several machines: below the ephemeral port range.
+# Default ports of Slurm steps and MPI jobs: below the ephemeral port range.
 FIRST_PORT, PORTS = 15000, 10000
 
 # One entry of Slurm's compressed list of hosts: text and bracketed lists of numbers and ranges.
@@ -49,10 +50,9 @@ class Rendezvous:
     world_size: int  # number of ranks
     local_rank: int  # rank on this machine, from 0
     local_size: int | None  # ranks on this machine; None if unknown
-    address: str | None  # host of the store; None if rank 0 publishes a port on the only machine
-    port: int | None  # port of the store; None with an unknown address
+    address: str = ""  # host of the store
+    port: int = 0  # port of the store
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
-    job: str = ""  # identifies this attempt of the job on its machine; empty if no variable does
     restarts: int = 0  # number of restarts according to the launcher
     rank_variable: str | None = None  # variable of each rank that the launcher's process lacks; None if by hand
     why: str = ""  # the evidence, for messages
@@ -62,7 +62,7 @@ class Rendezvous:
     def is_on_one_machine(self) -> bool:
         """Whether all ranks are known to be on this machine."""
         if self.local_size is None:
-            return self.address is not None and is_loopback(self.address)
+            return is_loopback(self.address)
         return self.local_size == self.world_size
 
 
@@ -124,7 +124,6 @@ def _slurm(variables: Variables) -> Rendezvous | None:
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
     nodes = _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0)
-    step, restarts = variables["SLURM_STEP_ID"], _number(variables, "SLURM_RESTART_COUNT", 0, default=0)
     job = variables["SLURM_JOB_ID"]
     return Rendezvous(
         "Slurm",
@@ -132,12 +131,9 @@ def _slurm(variables: Variables) -> Rendezvous | None:
         size,
         local_rank,
         local_size=size if nodes == 1 else None,
-        address=None,
-        port=None,
-        job=f"slurm-{job}.{step}-{restarts}",
-        restarts=restarts,
+        restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
         rank_variable="SLURM_PROCID",
-        why=f"task {rank} of {size} in step {job}.{step}, which srun started",
+        why=f"task {rank} of {size} in step {job}.{variables['SLURM_STEP_ID']}, which srun started",
     )
 
 
@@ -148,28 +144,20 @@ def _open_mpi(variables: Variables) -> Rendezvous | None:
     rank, size, local_rank, local_size = _ranks(variables, *_OPEN_MPI)
     if size == 1:
         return None
-    job = variables.get("PMIX_NAMESPACE", "")
     why = f"OMPI_COMM_WORLD_RANK {rank} of OMPI_COMM_WORLD_SIZE {size} are set, as mpirun does"
-    job = f"mpi-{job}" if job else ""
-    return Rendezvous(
-        "Open MPI", rank, size, local_rank, local_size, None, None, job=job, rank_variable=_OPEN_MPI[0], why=why
-    )
+    return Rendezvous("Open MPI", rank, size, local_rank, local_size, rank_variable=_OPEN_MPI[0], why=why)
 
 
 def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
     """Add address and port if the launcher's own variables have none."""
-    if rendezvous.port is not None:
+    if rendezvous.launcher == "torchrun":
         return rendezvous
-    port = _port(variables) if "MASTER_PORT" in variables else None
-    if rendezvous.local_size == rendezvous.world_size:
-        # Without a port rank 0 publishes a free one, so two jobs on one machine cannot connect by mistake.
-        if port is None:
-            return rendezvous
-        return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
-    if rendezvous.launcher != "Slurm":
+    if rendezvous.launcher == "Open MPI" and not rendezvous.is_on_one_machine:
         names = ("MASTER_ADDR", "MASTER_PORT")
         _require(variables, names, "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on")
-        return replace(rendezvous, address=variables["MASTER_ADDR"], port=port)
+    port = _port(variables) if "MASTER_PORT" in variables else _default_port(rendezvous.launcher, variables)
+    if rendezvous.is_on_one_machine:
+        return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
     hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
     if not variables.get("MASTER_ADDR") and hosts is None:
         raise _variables_error(
@@ -177,11 +165,17 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
             expected="a list of hosts, the first of which runs rank 0",
             fix="set MASTER_ADDR to the host of rank 0",
         )
-    if port is None:
-        # Differs from the ports of neighboring steps, whose job numbers are close.
-        job, step = _number(variables, "SLURM_JOB_ID", 0), _number(variables, "SLURM_STEP_ID", 0)
-        port = FIRST_PORT + (job + 101 * step) % PORTS
     return replace(rendezvous, address=variables.get("MASTER_ADDR") or first_host(hosts or ""), port=port)
+
+
+def _default_port(launcher: Launcher, variables: Variables) -> int:
+    """Return a port that differs from those of neighboring steps of Slurm, whose job numbers are close."""
+    if launcher == "Slurm":
+        job, step = _number(variables, "SLURM_JOB_ID", 0), _number(variables, "SLURM_STEP_ID", 0)
+        return FIRST_PORT + (job + 101 * step) % PORTS
+    if "PMIX_NAMESPACE" not in variables:
+        _require(variables, ("MASTER_PORT",), "a port for rank 0; mpirun -x NAME passes it on")
+    return FIRST_PORT + crc32(variables["PMIX_NAMESPACE"].encode()) % PORTS
 
 
 def first_host(hosts: str) -> str:

@@ -5,12 +5,10 @@ Decisions: docs/decisions/package.md
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,20 +18,18 @@ import torch.distributed as dist
 
 from samestep.distributed.addresses import (
     accepts_connections,
-    free_loopback_socket,
     is_loopback,
     listen,
-    loopback_address,
     resolve,
 )
 from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_detection import Rendezvous
-from samestep.distributed.rendezvous import publish_port, wait_for_keys, wait_for_port, wait_for_ranks
+from samestep.distributed.rendezvous import wait_for_keys, wait_for_ranks
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.orphans import watch_launcher
 from samestep.launcher.source_files import SourceFiles
-from samestep.launcher.watchdog import HANG_AFTER, start_time
+from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
     from samestep.engine.callbacks import Callback
@@ -132,40 +128,24 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
         watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
-        with _job_store(rendezvous, timeout) as (tcp, address):
-            store = dist.PrefixStore(read_environment().job_prefix, tcp)
-            # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on
-            # several machines each agent counts its own.
-            earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
-            restarts, hint = max(rendezvous.restarts, earlier), _hint(rendezvous)
-            attempt, restarts = wait_for_ranks(
-                store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint
-            )
+        address = (rendezvous.address, rendezvous.port)
+        tcp = _job_store(rendezvous, timeout)
+        store = dist.PrefixStore(read_environment().job_prefix, tcp)
+        # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on several
+        # machines each agent counts its own.
+        earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
+        restarts, hint = max(rendezvous.restarts, earlier), _hint(rendezvous)
+        attempt, restarts = wait_for_ranks(store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint)
         process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
     return process_state.job
 
 
-@contextmanager
-def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> Iterator[tuple[dist.Store, tuple[str, int]]]:
-    """Open the store of the job and yield the store and its address; a published port is valid inside the block."""
-    size = rendezvous.world_size
-    if rendezvous.port is None:
-        job, host = rendezvous.job or _mpi_job(), loopback_address()
-        if rendezvous.rank == 0:
-            listener = free_loopback_socket()
-            port = listener.getsockname()[1]
-            with publish_port(job, port):
-                yield _tcp_store(listener, host, port, size, timeout), (host, port)
-        else:
-            port = wait_for_port(job, timeout.total_seconds())
-            yield _connect(replace(rendezvous, address=host, port=port), timeout), (host, port)
-        return
-    assert rendezvous.address is not None
-    address = (rendezvous.address, rendezvous.port)
+def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+    """Host or open the store of the job."""
+    address, port = rendezvous.address, rendezvous.port
     if rendezvous.rank == 0 and not rendezvous.has_store:
-        yield _tcp_store(listen(*address), *address, size, timeout), address
-    else:
-        yield _connect(rendezvous, timeout), address
+        return _tcp_store(listen(address, port), address, port, rendezvous.world_size, timeout)
+    return _connect(rendezvous, timeout)
 
 
 def _tcp_store(listener: socket.socket, address: str, port: int, size: int, timeout: timedelta) -> dist.Store:
@@ -175,7 +155,6 @@ def _tcp_store(listener: socket.socket, address: str, port: int, size: int, time
 
 def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     address, port = rendezvous.address, rendezvous.port
-    assert address is not None and port is not None
     resolve(address, port)
     # Own attempts first: torch's attempts end with pages of C++ frames.
     deadline = time.monotonic() + timeout.total_seconds()
@@ -192,14 +171,8 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(address, port, rendezvous.world_size, False, timeout, wait_for_workers=False)
 
 
-def _mpi_job() -> str:
-    """Return a name with number and start time of the process that started all ranks of this machine."""
-    parent = os.getppid()
-    return f"mpi-{parent}-{start_time(parent) or '0'}"
-
-
 def _hint(rendezvous: Rendezvous) -> str:
-    if rendezvous.address is not None and is_loopback(rendezvous.address) and not rendezvous.is_on_one_machine:
+    if is_loopback(rendezvous.address) and not rendezvous.is_on_one_machine:
         return f"MASTER_ADDR is {rendezvous.address}, which no other machine reaches: set it to the address of rank 0"
     return "read the output of the missing ranks, and check for a firewall between machines"
 

@@ -125,14 +125,9 @@ def test_ports_of_neighboring_jobs_and_steps_differ() -> None:
     assert len(ports) == 250
 
 
-def test_slurm_on_one_node_publishes_a_port() -> None:
-    rendezvous = detected({**SLURM_ONE_NODE, "MASTER_ADDR": "gpu003", "SLURM_RESTART_COUNT": "2"})
-    assert (rendezvous.address, rendezvous.port, rendezvous.job, rendezvous.restarts) == (
-        None,
-        None,
-        "slurm-123.4-2",
-        2,
-    )
+def test_slurm_on_one_node_uses_the_loopback_interface() -> None:
+    rendezvous = detected({**SLURM_ONE_NODE, "SLURM_RESTART_COUNT": "2"})
+    assert (rendezvous.address, rendezvous.port, rendezvous.restarts) == ("127.0.0.1", FIRST_PORT + 123 + 404, 2)
     assert rendezvous.is_on_one_machine
 
 
@@ -168,7 +163,10 @@ def test_step_of_one_task_is_ignored() -> None:
 def test_open_mpi() -> None:
     rendezvous = detected(OPEN_MPI)
     assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Open MPI", 1, 2, 1)
-    assert (rendezvous.address, rendezvous.port, rendezvous.job) == (None, None, "mpi-1610416129")
+    assert (rendezvous.address, rendezvous.port) == ("127.0.0.1", 16991)
+    assert detected({**OPEN_MPI, "PMIX_NAMESPACE": "1610416130"}).port != rendezvous.port
+    with pytest.raises(InputError, match="MASTER_PORT is not set"):
+        find_rendezvous({name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"})
 
 
 def test_open_mpi_on_several_machines_needs_an_address() -> None:
