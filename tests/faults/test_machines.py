@@ -29,7 +29,6 @@ HOLDING = TESTS / "helpers" / "recorded.yaml"
 TRAIN = ("train", RECIPE, "--name", "a")
 REFUSED = {
     "24 open files": ("ulimit -n 24", "", "E_MACHINE"),
-    "an address space of 900 MB": ("ulimit -v 900000", "", "E_MACHINE"),
     "no network interface": ("true", "--net", "E_LOOPBACK"),
     "the current folder was removed": ('mkdir "$TMPDIR/gone"; cd "$TMPDIR/gone"; rmdir "$PWD"', "", "E_NO_FOLDER"),
 }

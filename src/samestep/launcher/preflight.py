@@ -12,13 +12,10 @@ from multiprocessing import util
 
 from samestep.distributed.resources import read_processors
 from samestep.errors import InputError
-from samestep.units import format_bytes
 
 _USUAL_OPEN_FILES = 1024  # default of most systems
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
-# Measured with torch for CPUs: ranks fail with 0.9 GiB, and train a small model with 1.4 GiB.
-_MIN_ADDRESS_SPACE = 5 << 28
 # unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
 _SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 34
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -32,7 +29,6 @@ def require_machine(processes: int) -> None:
     """
     _require_processors(processes)
     _require_open_files(processes)
-    _require_address_space()
     use_short_temporary_folder()
 
 
@@ -50,29 +46,19 @@ def _require_processors(processes: int) -> None:
 
 def _require_open_files(processes: int) -> None:
     # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and torch ten to spare.
-    needed, usual = 48 + 4 * processes, max(_USUAL_OPEN_FILES, 48 + 4 * processes)
+    needed = 48 + 4 * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= usual:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < needed:
         raise InputError(
             f"a process may open {hard} files here (ulimit -n)",
             expected=f"at least {needed} open files per process for {processes} ranks",
             fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
             code="E_MACHINE",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == resource.RLIM_INFINITY else min(usual, hard), hard))
-
-
-def _require_address_space() -> None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < _MIN_ADDRESS_SPACE:
-        raise InputError(
-            f"the address space of a process is limited to {format_bytes(limit)} (ulimit -v)",
-            expected=f"at least {format_bytes(_MIN_ADDRESS_SPACE)} for torch and a small model; a GPU needs far more",
-            fix="ulimit -v unlimited",
-            code="E_MACHINE",
-        )
+    usual = max(_USUAL_OPEN_FILES, needed)
+    if soft != unlimited and soft < usual:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == unlimited else min(usual, hard), hard))
 
 
 def use_short_temporary_folder() -> None:

@@ -156,14 +156,13 @@ class WorkerGroup:
     def wait_for_all(self) -> bytes:
         """Wait until every worker has ended, and return rank 0's result; raise `RankError` or `StoppedError`."""
         next_check = time.monotonic()
-        while self._is_waiting() and (now := time.monotonic()) < self._deadline:
-            running = [worker for worker in self._workers if worker.is_running]
+        while running := [worker for worker in self._workers if worker.is_running]:
+            now = time.monotonic()
+            if now >= self._deadline:
+                break
             sentinels = [worker.process.sentinel for worker in running]
             channels = [w.channel for w in running if w.result is None and not w.has_closed_channel]
-            wait(
-                [*sentinels, *channels],
-                timeout=max(0.0, min(self._deadline - now, next_check - now)),
-            )
+            wait([*sentinels, *channels], timeout=max(0.0, min(self._deadline - now, next_check - now)))
             if self._collect_results():
                 self._deadline = min(self._deadline, time.monotonic() + self._settle_seconds())
                 self._exceeds_grace = False
@@ -182,9 +181,6 @@ class WorkerGroup:
         """Return the time for further failures: longer while none so far can be the cause of the others."""
         failures = [worker.result for worker in self._workers if isinstance(worker.result, Failure)]
         return KILL_SECONDS if all(failure.is_consequence for failure in failures) else _SETTLE_SECONDS
-
-    def _is_waiting(self) -> bool:
-        return any(worker.is_running for worker in self._workers)
 
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""
@@ -273,17 +269,15 @@ class WorkerGroup:
         states = {worker.rank: self._state(worker) for worker in self._workers}
         if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._is_stopping:
             self._forward_stop()
-        self._watch(states)
+        if seconds := self._watchdog.hang_seconds(states):
+            failure = hang_failure(Hang(seconds, self._config.hang_after, states, *self._stacks()))
+            self._workers[failure.rank].result = failure
+            self._deadline = time.monotonic()
+        elif message := self._slow_ranks.message(states):
+            report_line(message)
         self._end_stuck_exits(states)
         for worker in self._workers:
             self._check_end(worker)
-
-    def _watch(self, states: Mapping[int, RankState]) -> None:
-        """End a hang of the ranks, or report a slow rank."""
-        if seconds := self._watchdog.hang_seconds(states):
-            self._end_hang(hang_failure(Hang(seconds, self._config.hang_after, states, *self._stacks())))
-        elif message := self._slow_ranks.message(states):
-            report_line(message)
 
     def _stacks(self) -> tuple[Stacks, Stacks]:
         """Return the stacks of running ranks, and those of their busy loader workers."""
@@ -295,10 +289,6 @@ class WorkerGroup:
             if waits_for_loader(stacks[worker.rank])
         }
         return stacks, loader_stacks
-
-    def _end_hang(self, failure: Failure) -> None:
-        self._workers[failure.rank].result = failure
-        self._deadline = time.monotonic()
 
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
         """End the wait for ranks that have returned and whose threads wait for a disk, such as those of monitors."""

@@ -41,7 +41,7 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
     """Return the validated recipe of plain data with `key=value` overrides; `origin` names the recipe in errors."""
     try:
         data = json.loads(json.dumps(raw))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a YAML alias that contains itself
         expected = "numbers, text, true/false, null, lists and mappings"
         raise RecipeError(f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE") from error
     for override in overrides:

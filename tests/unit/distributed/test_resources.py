@@ -21,7 +21,7 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_version_2_on_every_level(tmp_path: Path) -> None:
+def test_limits_on_every_level(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/pod/box"
     root = write_files(
         tmp_path,
@@ -35,31 +35,20 @@ def test_version_2_on_every_level(tmp_path: Path) -> None:
             "sys/fs/cgroup/pod/cpu.max": "max 100000\n",
         },
     )
-    assert read_cgroup_limits(root) == CgroupLimits(8 * GIB, 5 * GIB, 1.5)
+    assert read_cgroup_limits(root) == CgroupLimits(5 * GIB, 1.5)
 
 
-def test_version_1_with_the_container_as_root(tmp_path: Path) -> None:
-    root = write_files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/docker/0123\n1:cpu,cpuacct:/docker/0123\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-            "sys/fs/cgroup/memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1024\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    assert read_cgroup_limits(root) == CgroupLimits(2 * GIB, GIB + 1024, 4.0)
+def test_container_whose_group_is_the_root(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/docker/0123\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}
+    assert read_cgroup_limits(write_files(tmp_path, files)) == CgroupLimits(cpus=4.0)
 
 
 def test_no_limits(tmp_path: Path) -> None:
     files = {
-        "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "1\n",
+        "sys/fs/cgroup/cpu.max": "max 100000\n",
     }
     assert read_cgroup_limits(write_files(tmp_path, files)) == CgroupLimits()
     assert read_cgroup_limits(tmp_path / "nothing") == CgroupLimits()

@@ -110,9 +110,8 @@ def check_launcher(variables: Mapping[str, str]) -> Iterator[Finding]:
     place = f"rank {launcher.rank} of {launcher.world_size}"
     yield Finding("launcher", "pass", f"{launcher.launcher}, {place}: {launcher.why}")
     yield from (Finding("ignored launcher", "info", other) for other in launcher.also)
-    if launcher.address is not None:
-        fix = "set MASTER_ADDR to a name or address that resolves: getent hosts NAME"
-        yield _resolved("rendezvous address", launcher.address, "fail", "every rank connects to this address", fix)
+    fix = "set MASTER_ADDR to a name or address that resolves: getent hosts NAME"
+    yield _resolved("rendezvous address", launcher.address, "fail", "every rank connects to this address", fix)
 
 
 def _resolved(name: str, host: str, otherwise: Verdict, expected: str, fix: str) -> Finding:
