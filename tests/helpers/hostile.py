@@ -30,23 +30,11 @@ def _png(width: int, height: int) -> bytes:
 _EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def _nested(levels: int) -> bytes:
-    """Return the operations of a tuple of tuples whose hash takes 2^levels steps."""
-    return b")" + b"2\x86" * levels
-
-
 FILES: dict[str, tuple[str, bytes]] = {
     "a `.png` that is an EPS program": ("a.png", _EPS),
     "a `.png` of 100,000 x 100,000 pixels": ("b.png", _png(100_000, 100_000)),
     "a `.npy` that is a pickle": ("c.npy", pickle.dumps({"a": 1})),
-    "a `.pdparams` with a key whose hash takes years": ("a.pdparams", b"\x80\x02}" + _nested(60) + b"K\x01s."),
-    "a `.pdparams` with object number 2^31": ("b.pdparams", b"\x80\x02]r\xff\xff\xff\x7f."),
-    "a `.pdparams` that claims bytes of 1 TB": ("c.pdparams", b"\x80\x04\x8e" + struct.pack("<Q", 10**12) + b"a."),
-    "a `.pdparams` with 5 million operations": ("d.pdparams", b"\x80\x02" + b"N0" * 2_500_000 + b"}."),
-    "a `.pdparams` with a long list, copied often": (
-        "e.pdparams",
-        b"\x80\x02}](" + b"N" * 100_000 + b"eq\x01cbuiltins\ntuple\nq\x02" + b"h\x02h\x01\x85R" * 50_000 + b".",
-    ),
+    "a `.pdparams` that calls `os.system`": ("a.pdparams", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."),
 }
 
 _STEP = {"time": 1e9, "event": "step", "epoch": 0, "step_in_epoch": 3, "steps_in_epoch": 20, "loss": 0.5}

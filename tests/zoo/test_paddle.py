@@ -3,8 +3,7 @@
 import base64
 import os
 import pickle
-import subprocess
-import sys
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ from helpers.paddle_files import (
 from samestep.errors import DataError
 from samestep.recipes.weights import load_all, load_matching
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.paddle import NAMES, read_arrays, read_pdparams, timm_name
+from samestep.zoo.paddle import read_arrays, read_pdparams
 
 PROTOCOLS = [2, 3, 4, 5]
 # Output of PaddlePaddle 3.3.1: paddle.save(Sequential(Linear(3, 4), LayerNorm(4)).state_dict(), path).
@@ -181,12 +180,12 @@ FORBIDDEN = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), FORBIDDEN)
-def test_every_other_name_is_refused(tmp_path: Path, module: str, name: str) -> None:
+def test_every_other_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trap.pdparams"
-    path.write_bytes(named(module, name, TEXT))
-    with pytest.raises(DataError, match=f"refers to {module}.{name}".replace(".", r"\.")):
-        read_arrays(path)
+    for module, name in FORBIDDEN:
+        path.write_bytes(named(module, name, TEXT))
+        with pytest.raises(DataError, match=f"refers to {module}.{name}".replace(".", r"\.")):
+            read_arrays(path)
 
 
 def test_paddle_tensor_outside_of_a_model_is_refused(tmp_path: Path) -> None:
@@ -209,37 +208,36 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_odd_pickles_are_refused_without_side_effects(tmp_path: Path, kind: str) -> None:
+def test_odd_pickles_are_refused_without_side_effects(tmp_path: Path) -> None:
     path = tmp_path / "odd.pdparams"
-    path.write_bytes(ODD[kind])
-    with pytest.raises(DataError, match=str(path)):
-        read_arrays(path)
+    for content in ODD.values():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=str(path)):
+            read_arrays(path)
     assert read_arrays(save_state(tmp_path / "good.pdparams", vit_state()))[0]
 
 
 WRONG = {
-    "objects": ({"a": numpy.array([None, 1], dtype=object)}, "type 'O8'"),
-    "text": ({"a": numpy.array(["x"])}, "type 'U1'"),
-    "fields": ({"a": numpy.zeros(2, dtype=[("x", "<f4"), ("y", "<i4")])}, "type 'V8'"),
-    "dates": ({"a": numpy.array(["2020-01-01"], dtype="M8[D]")}, "type 'M8'"),
-    "complex": ({"a": numpy.ones(2, dtype=complex)}, "type 'c16'"),
-    "bfloat16": ({"a": numpy.ones(2, dtype=numpy.uint16)}, "bfloat16"),
-    "a list": ({"a": [1.0, 2.0]}, "'a' is a list"),
-    "a number": ({"a": 1.0}, "'a' is a float"),
-    "a nested model": ({"a": {"b": numpy.ones(1)}}, "'a' is a mapping"),
-    "an array alone": (numpy.ones(3), "the content is a "),
-    "a list of arrays": ([numpy.ones(3)], "the content is a list"),
-    "parts": ({"UnpackBigParamInfor@@": {}, "a@@.0": numpy.ones(1)}, "in parts"),
-    "a number for a name": ({3: numpy.ones(1)}, "3 is a"),
+    "objects": {"a": numpy.array([None, 1], dtype=object)},
+    "text": {"a": numpy.array(["x"])},
+    "fields": {"a": numpy.zeros(2, dtype=[("x", "<f4"), ("y", "<i4")])},
+    "dates": {"a": numpy.array(["2020-01-01"], dtype="M8[D]")},
+    "complex": {"a": numpy.ones(2, dtype=complex)},
+    "bfloat16": {"a": numpy.ones(2, dtype=numpy.uint16)},
+    "a list": {"a": [1.0, 2.0]},
+    "a nested model": {"a": {"b": numpy.ones(1)}},
+    "an array alone": numpy.ones(3),
+    "a list of arrays": [numpy.ones(3)],
+    "parts": {"UnpackBigParamInfor@@": {}, "a@@.0": numpy.ones(1)},
+    "a number for a name": {3: numpy.ones(1)},
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_other_values_are_refused(tmp_path: Path, kind: str) -> None:
-    value, message = WRONG[kind]
-    with pytest.raises(DataError, match=message):
-        read_arrays(written(tmp_path / "a.pdparams", value))
+    with pytest.raises(DataError) as error:
+        read_arrays(written(tmp_path / "a.pdparams", WRONG[kind]))
+    assert error.value.code == "E_UNREADABLE"
 
 
 class Forged:
@@ -267,10 +265,10 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_forged_arrays_are_refused(tmp_path: Path, forged: tuple[Any, Any, Any]) -> None:
-    with pytest.raises(DataError):
-        read_arrays(written(tmp_path / "a.pdparams", {"a": Forged(*forged)}))
+def test_forged_arrays_are_refused(tmp_path: Path) -> None:
+    for forged in FORGED:
+        with pytest.raises(DataError):
+            read_arrays(written(tmp_path / "a.pdparams", {"a": Forged(*forged)}))
 
 
 @settings(max_examples=300)
@@ -285,14 +283,6 @@ def test_damaged_file_raises_a_data_error(
     except DataError:
         return
     assert all(isinstance(array, numpy.ndarray) for array in arrays_read.values())
-
-
-def test_traps_work_with_the_plain_unpickler(tmp_path: Path) -> None:
-    """The plain unpickler runs the command, in another process."""
-    path = written(tmp_path / "trap.pdparams", {"a": Calls(os.system, f"touch {tmp_path / 'sprung'}")})
-    code = f"import pickle; pickle.load(open({str(path)!r}, 'rb'))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-    assert (tmp_path / "sprung").exists()
 
 
 def timm_vit(*, bias: bool = True, classes: int = CLASSES) -> torch.nn.Module:
@@ -341,32 +331,12 @@ def test_every_array_maps_to_one_tensor(tmp_path: Path) -> None:
         assert tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("pattern", NAMES)
-def test_names_of_the_table(pattern: str) -> None:
-    paddle, ours = pattern.replace("{}", "11"), NAMES[pattern].replace("{}", "11")
-    if ours in ("cls_token", "pos_embed"):
-        assert timm_name(paddle) == ours
-        assert timm_name(f"{paddle}.weight") is None
-    else:
-        assert [timm_name(f"{paddle}.{ending}") for ending in ("weight", "bias")] == [f"{ours}.weight", f"{ours}.bias"]
-        assert timm_name(f"{paddle}._mean") is None
-        assert timm_name(paddle) is None
-
-
-UNKNOWN = ["pre_logits.0.weight", "classifier.0.weight", "dist_token", "encoder.layers.0.gamma_1", "head.weight"]
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_array_is_refused(tmp_path: Path, name: str) -> None:
-    path = save_state(tmp_path / "vit.pdparams", {**vit_state(), name: numpy.ones((2, 2))})
-    with pytest.raises(DataError, match=f"timm's ViT has no {name}"):
-        read_pdparams(path)
-
-
-def test_two_arrays_of_one_name_are_refused(tmp_path: Path) -> None:
-    both = {**vit_state(), **vit_state(old_names=True)}
-    with pytest.raises(DataError, match="map to cls_token"):
-        read_pdparams(save_state(tmp_path / "vit.pdparams", both))
+def test_array_without_a_name_of_its_own_is_refused(tmp_path: Path) -> None:
+    for name in ("pre_logits.0.weight", "classifier.0.weight", "dist_token", "patch_embedding.cls_token"):
+        path = save_state(tmp_path / "vit.pdparams", {**vit_state(), name: numpy.ones((2, 2))})
+        with pytest.raises(DataError, match=re.escape(name)) as error:
+            read_pdparams(path)
+        assert error.value.code == "E_WEIGHTS"
 
 
 def test_pretrained_file_can_be_a_paddle_file(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Conversion of PaddleViT: YAML files of ViT, DeiT and Swin to recipes, .pdparams files of ViT to safetensors."""
+"""Conversion of YAML files of PaddleViT's ViT, DeiT and Swin to recipes; `paddle_keys.yaml` has the keys."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,16 +11,46 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from samestep.config.validation import require
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import make_recipe, read_yaml
-from samestep.tools.convert_keys import AUGMENT, DISTILLED_NAMES, FAMILIES, NUMBER, Family
 
-_MAX_INCLUDES = 10
-_LIST = (list, tuple)
-_COMPATIBLE_TYPES: Mapping[type, tuple[type, ...]] = {float: NUMBER, list: _LIST, tuple: _LIST}
+_TABLE = yaml.safe_load(Path(__file__).with_name("paddle_keys.yaml").read_text(encoding="utf-8"))
+AUGMENT: str = _TABLE["reasons"]["augment"]["reason"]
+_TYPES: Mapping[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+_COMPATIBLE: Mapping[type, tuple[type, ...]] = {float: (int, float), list: (list, tuple)}
 
 Values = Mapping[str, Any]
+
+
+class Key(NamedTuple):
+    """One key of a model family."""
+
+    default: Any = None
+    to: tuple[str, ...] = ()  # recipe keys that the key sets
+    reason: str = ""  # reason why it sets none
+    type: str = ""  # type of a key without a default
+
+
+class Family(NamedTuple):
+    """A model family of PaddleViT."""
+
+    model: str  # model of timm for other names
+    names: list[str]  # models with the same name in timm
+    augment: Values  # random crop and flip
+    keys: Mapping[str, Key]
+    old_names: Mapping[str, str]  # keys of older files
+    required: Values  # values of keys that nothing in a recipe corresponds to
+
+
+def _read_family(fields: dict[str, Any]) -> Family:
+    defaults, without = fields.pop("defaults", {}), fields.pop("without", ())
+    entries = {name: entry for name, entry in (_TABLE["keys"] | fields.pop("keys", {})).items() if name not in without}
+    keys = {name: Key(**entry) for name, entry in entries.items()}
+    keys |= {name: keys[name]._replace(default=default) for name, default in defaults.items()}
+    return Family(**{"required": {}, "keys": keys, **fields})
+
+
+FAMILIES = {name: _read_family(dict(fields)) for name, fields in _TABLE["families"].items()}
 
 
 class ConvertedKey(NamedTuple):
@@ -58,12 +87,24 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     Raises:
         RecipeError: the file is of another model, has no equivalent recipe, or `devices` is None.
     """
-    raw = _read_keys(file, [])
-    family = _family(file, raw)
-    _require_known(file, raw, family)
+    raw = _read_keys(file, 0)
+    kind, name = str(raw.get("MODEL.TYPE", "ViT")), str(raw.get("MODEL.NAME", "")).lower()
+    families = f"{', '.join(FAMILIES)}, without distillation"
+    if kind.lower() not in FAMILIES:
+        raise _refused(f"{file}: MODEL.TYPE is {kind}", families, "write a recipe with another model")
+    if "distilled" in name:
+        raise _refused(f"{file}: MODEL.NAME is {name}", families, f"samestep train images --set model.name=timm:{name}")
+    family = FAMILIES[kind.lower()]
+    known = [*family.keys, *family.old_names]
+    for key in raw:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else "remove the key if it has no effect"
+            expected = "keys of config.py in the family's folder; other models are not supported"
+            raise _refused(f"{file}: {key} is not a key of the model's family in PaddleViT", expected, fix)
     renamed = {family.old_names.get(key, key): value for key, value in raw.items()}
-    values = {name: key.default for name, key in family.keys.items()} | renamed
     _require_types(file, renamed, family)
+    values = {name: key.default for name, key in family.keys.items()} | renamed
     _require_convertible(file, values, family)
     if devices is None:
         size, steps = values["DATA.BATCH_SIZE"], values["TRAIN.ACCUM_ITER"]
@@ -73,92 +114,59 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
             fix=f"for example --devices-meant 8, for a batch_size of {size * steps * 8}",
             code="E_BATCH_SIZE",
         )
-    recipe = _recipe(values, devices, family)
+    settings = _settings(values, devices, family)
+    recipe = _nested(settings)
     make_recipe(recipe, (), origin=str(file))
-    return ConvertedRecipe(recipe, tuple(_converted_keys(raw, recipe, family)))
+    return ConvertedRecipe(recipe, tuple(_converted_keys(raw, settings, family)))
 
 
-def _read_keys(file: Path, including: list[Path]) -> dict[str, Any]:
+def _refused(problem: str, expected: str, fix: str = "change the value, or write a new recipe") -> RecipeError:
+    return RecipeError(problem, expected, fix, code="E_PADDLE_FILE")
+
+
+def _read_keys(file: Path, depth: int) -> dict[str, Any]:
     """Return the keys of a file, merged over those of the files in its BASE."""
-    is_cycle = file in including or len(including) >= _MAX_INCLUDES
-    require(not is_cycle, f"{file} includes itself through BASE", "no cycles", "remove the cycle", code="E_PADDLE_FILE")
-    expected = "a YAML file of PaddleViT"
-    require(file.is_file(), f"there is no file {file}", expected, "check the path", code="E_FILE_MISSING")
+    if depth > 10:
+        raise _refused(f"{file} includes itself through BASE", "no cycles", "remove the cycle")
     raw = dict(read_yaml(file))
     bases = raw.pop("BASE", None) or []
     keys: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
         if base:
-            keys |= _read_keys(file.parent / str(base), [*including, file])
+            keys |= _read_keys(file.parent / str(base), depth + 1)
     return keys | dict(_leaves(raw))
-
-
-def _family(file: Path, keys: Values) -> Family:
-    kind, name = str(keys.get("MODEL.TYPE", "ViT")), str(keys.get("MODEL.NAME", "")).lower()
-    expected = f"{', '.join(FAMILIES)}, without distillation; files of other models are not converted"
-    fix = "write a recipe with a model of timm, torchvision or your own"
-    require(kind.lower() in FAMILIES, f"{file}: MODEL.TYPE is {kind}", expected, fix, code="E_PADDLE_FILE")
-    fix = f"samestep train images --set model.name=timm:{name}, with the other values of the file"
-    require(name not in DISTILLED_NAMES, f"{file}: MODEL.NAME is {name}", expected, fix, code="E_PADDLE_FILE")
-    return FAMILIES[kind.lower()]
-
-
-def _require_known(file: Path, keys: Values, family: Family) -> None:
-    known = [*family.keys, *family.old_names]
-    for key in keys:
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            raise RecipeError(
-                f"{file}: {key} is not a key of the model's family in PaddleViT",
-                expected="keys of config.py in the family's folder; other models are not supported",
-                fix=f"did you mean {close[0]}?" if close else "remove the key if it has no effect",
-                code="E_UNKNOWN_KEY",
-            )
 
 
 def _leaves(raw: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _parse_literal(value)
-
-
-def _parse_literal(value: Any) -> Any:
-    """Parse text as a Python literal if possible, such as a tuple, as yacs does."""
-    with suppress(ValueError, SyntaxError):  # ValueError for values that are not text
-        return ast.literal_eval(value)
-    return value
+            continue
+        try:  # text is a Python literal if possible, such as a tuple, as in yacs
+            yield f"{prefix}{key}", ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            yield f"{prefix}{key}", value
 
 
 def _require_types(file: Path, values: Values, family: Family) -> None:
-    for key, value in values.items():
-        default, types = family.keys[key].default, family.keys[key].types
-        if default is not None:
-            types = _COMPATIBLE_TYPES.get(type(default), (type(default),))
-        elif not types:
+    for name, value in values.items():
+        key = family.keys[name]
+        kind = _TYPES.get(key.type) if key.default is None else type(key.default)
+        is_unset = value is None and (key.default is None or name == "TRAIN.GRAD_CLIP")
+        if kind is None or is_unset:
             continue
-        is_unset = value is None and (default is None or key == "TRAIN.GRAD_CLIP")
-        is_valid = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
-        require(
-            is_unset or is_valid,
-            f"{file}: {key} is {value!r}",
-            f"{' or '.join(type_.__name__ for type_ in types)}, as in PaddleViT's config.py",
-            "correct the file",
-            code="E_PADDLE_FILE",
-        )
+        if not isinstance(value, _COMPATIBLE.get(kind, kind)) or (isinstance(value, bool) and kind is not bool):
+            raise _refused(f"{file}: {name} is {value!r}", f"{kind.__name__}, as in config.py", "correct the file")
 
 
 def _require_convertible(file: Path, values: Values, family: Family) -> None:
     rate, heads, dim = values["TRAIN.BASE_LR"], values["MODEL.NUM_HEADS"], values["MODEL.EMBED_DIM"]
     head_size, decay = values.get("MODEL.ATTN_HEAD_SIZE"), values["TRAIN.MODEL_EMA_DECAY"]
     schedule, optimizer = values["TRAIN.LR_SCHEDULER.NAME"], values["TRAIN.OPTIMIZER.NAME"]
+    is_head_size = head_size is None or head_size * heads == dim
     rules = {
         "DATA.IMAGE_CHANNELS": (values["DATA.IMAGE_CHANNELS"] == 3, "3 channels"),
-        "MODEL.ATTN_HEAD_SIZE": (
-            head_size is None or head_size * heads == dim,
-            "MODEL.EMBED_DIM / MODEL.NUM_HEADS, or none",
-        ),
+        "MODEL.ATTN_HEAD_SIZE": (is_head_size, "MODEL.EMBED_DIM / MODEL.NUM_HEADS, or none"),
         "TRAIN.LR_SCHEDULER.NAME": (schedule in ("warmupcosine", "cosine"), "warmupcosine or cosine"),
         "TRAIN.OPTIMIZER.NAME": (optimizer in ("AdamW", "SGD"), "AdamW or SGD"),
         "TRAIN.BASE_LR": (rate > 0, "above 0"),
@@ -166,102 +174,72 @@ def _require_convertible(file: Path, values: Values, family: Family) -> None:
         "TRAIN.MODEL_EMA_DECAY": (not values["TRAIN.MODEL_EMA"] or decay is not None, "a number with TRAIN.MODEL_EMA"),
         **{key: (values[key] == value, str(value)) for key, value in family.required.items()},
     }
-    fix = "change the value in the file, or write a new recipe"
     for key, (is_valid, expected) in rules.items():
-        require(is_valid, f"{file}: {key} is {values.get(key)}", expected, fix, code="E_PADDLE_FILE")
+        if not is_valid:
+            raise _refused(f"{file}: {key} is {values.get(key)}", expected)
 
 
-def _recipe(values: Values, devices: int, family: Family) -> dict[str, Any]:
+def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
+    """Return the values of recipe keys: those that one key sets, and those that depend on several."""
+    keys = family.keys.items()
+    flat = {target: values[name] for name, key in keys for target in key.to if values[name] is not None}
     batch_size = values["DATA.BATCH_SIZE"] * values["TRAIN.ACCUM_ITER"] * devices
-    warms_up = values["TRAIN.LR_SCHEDULER.NAME"] == "warmupcosine"
-    recipe: dict[str, Any] = {
-        "data": _data(values, family),
-        "model": _model(values, family),
-        "loss": {"name": "cross_entropy", "options": {"label_smoothing": values["TRAIN.SMOOTHING"] or 0.0}},
-        "optimizer": _optimizer(values),
-        "schedule": {
-            "name": "cosine",
-            **({"warmup_epochs": values["TRAIN.WARMUP_EPOCHS"]} if warms_up else {}),
-            "final": values["TRAIN.END_LR"] / values["TRAIN.BASE_LR"],
-        },
+    flat |= {
+        "data.name": "images",
+        "data.options.interpolation": "bicubic",
+        "data.options.augment": dict(family.augment),
+        "model.name": f"timm:{values['MODEL.NAME'] if values['MODEL.NAME'] in family.names else family.model}",
+        "loss.name": "cross_entropy",
+        "loss.options.label_smoothing": values["TRAIN.SMOOTHING"] or 0.0,
+        "optimizer.name": values["TRAIN.OPTIMIZER.NAME"].lower(),
+        "schedule.name": "cosine",
+        "schedule.warmup_epochs": values["TRAIN.WARMUP_EPOCHS"],
+        "schedule.final": values["TRAIN.END_LR"] / values["TRAIN.BASE_LR"],
         "metrics": ["accuracy", "top5"],
         "batch_size": batch_size,
         "microbatches": min(batch_size, max(devices, 8)),
-        "epochs": values["TRAIN.NUM_EPOCHS"],
-        "step": {
-            "seed": values["SEED"],
-            "clip_norm": values["TRAIN.GRAD_CLIP"] or None,
-            "precision": "fp16" if values["AMP"] else "fp32",
-        },
+        "step.clip_norm": values["TRAIN.GRAD_CLIP"] or None,
+        "step.precision": "fp16" if values["AMP"] else "fp32",
     }
+    if values["DATA.DATA_PATH"] is not None:
+        root = Path(values["DATA.DATA_PATH"])
+        has_lists = (root / "train_list.txt").is_file()
+        train, validation = ("train_list.txt", "val_list.txt") if has_lists else ("train", "val")
+        flat |= {"data.options.path": str(root / train), "data.options.evaluation_path": str(root / validation)}
+        flat["data.name"] = "image_list" if has_lists else "images"
+    if values["MODEL.MLP_DIM"] is not None:
+        flat["model.options.mlp_ratio"] = values["MODEL.MLP_DIM"] / values["MODEL.EMBED_DIM"]
+    if values["MODEL.PRETRAINED"] is not None:
+        flat["model.pretrained"] = f"{values['MODEL.PRETRAINED'].removesuffix('.pdparams')}.pdparams"
     if values["TRAIN.LINEAR_SCALED_LR"] is not None:
-        recipe["learning_rate"] = {"rule": "linear", "base_batch_size": values["TRAIN.LINEAR_SCALED_LR"]}
-    if values["TRAIN.MODEL_EMA"]:
-        recipe["ema"] = {"decay": values["TRAIN.MODEL_EMA_DECAY"]}
+        flat["learning_rate.rule"] = "linear"
+    unused = {"ema"} if values["TRAIN.MODEL_EMA"] else {"ema", "ema.decay"}
+    unused |= {"schedule.warmup_epochs"} if values["TRAIN.LR_SCHEDULER.NAME"] == "cosine" else set()
+    is_sgd = flat["optimizer.name"] == "sgd"
+    unused |= {f"optimizer.options.{name}" for name in (("betas", "eps") if is_sgd else ("momentum",))}
+    return {target: value for target, value in flat.items() if target not in unused}
+
+
+def _nested(flat: Values) -> dict[str, Any]:
+    recipe: dict[str, Any] = {}
+    for target, value in flat.items():
+        *parents, name = target.split(".")
+        node = recipe
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = list(value) if isinstance(value, tuple) else value
     return recipe
 
 
-def _data(values: Values, family: Family) -> dict[str, Any]:
-    options = {
-        "image_size": values["DATA.IMAGE_SIZE"],
-        "crop_fraction": values["DATA.CROP_PCT"],
-        "interpolation": "bicubic",
-        "mean": list(values["DATA.IMAGENET_MEAN"]),
-        "std": list(values["DATA.IMAGENET_STD"]),
-        "augment": dict(family.crop),
-    }
-    root = values["DATA.DATA_PATH"]
-    if root is None:
-        return {"name": "images", "options": options}
-    has_lists = Path(root, "train_list.txt").is_file()
-    train, validation = ("train_list.txt", "val_list.txt") if has_lists else ("train", "val")
-    options |= {"path": str(Path(root, train)), "evaluation_path": str(Path(root, validation))}
-    return {"name": "image_list" if has_lists else "images", "options": options}
-
-
-def _model(values: Values, family: Family) -> dict[str, Any]:
-    name, prefix = values["MODEL.NAME"], "model.options."
-    options = {
-        target.removeprefix(prefix): values[key]
-        for key, description in family.keys.items()
-        for target in description.targets
-        if target.startswith(prefix) and values[key] is not None
-    }
-    if values["MODEL.MLP_DIM"] is not None:
-        options["mlp_ratio"] = values["MODEL.MLP_DIM"] / values["MODEL.EMBED_DIM"]
-    model = {"name": f"timm:{name if name in family.names else family.model}", "options": options}
-    if values["MODEL.PRETRAINED"]:
-        file = str(values["MODEL.PRETRAINED"])
-        model["pretrained"] = file if file.endswith(".pdparams") else f"{file}.pdparams"
-    return model
-
-
-def _optimizer(values: Values) -> dict[str, Any]:
-    options = {"lr": values["TRAIN.BASE_LR"], "weight_decay": values["TRAIN.WEIGHT_DECAY"]}
-    if values["TRAIN.OPTIMIZER.NAME"] == "SGD":
-        return {"name": "sgd", "options": {**options, "momentum": values["TRAIN.OPTIMIZER.MOMENTUM"]}}
-    betas = list(values["TRAIN.OPTIMIZER.BETAS"])
-    return {"name": "adamw", "options": {**options, "betas": betas, "eps": values["TRAIN.OPTIMIZER.EPS"]}}
-
-
-def _converted_keys(raw: Values, recipe: Values, family: Family) -> Iterator[ConvertedKey]:
+def _converted_keys(raw: Values, settings: Values, family: Family) -> Iterator[ConvertedKey]:
     """Yield every key of the file, then every default that sets something or would augment images."""
     keys = family.keys
-    targets = {name: tuple(target for target in key.targets if _contains(recipe, target)) for name, key in keys.items()}
+    is_set = {parent for target in settings for parent in (target, target.rpartition(".")[0])}
+    targets = {name: tuple(target for target in key.to if target in is_set) for name, key in keys.items()}
     for old, value in raw.items():
         name = family.old_names.get(old, old)
-        reason = keys[name].reason or "no effect with the other keys"
-        yield ConvertedKey(old, value, False, targets[name], reason)
+        yield ConvertedKey(old, value, False, targets[name], keys[name].reason or "no effect with the other keys")
     present = {family.old_names.get(key, key) for key in raw}
     for name, key in keys.items():
         if name not in present and key.default is not None and (targets[name] or key.reason == AUGMENT):
             yield ConvertedKey(name, key.default, True, targets[name], key.reason)
-
-
-def _contains(recipe: Values, target: str) -> bool:
-    node: Any = recipe
-    for part in target.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
