@@ -83,7 +83,7 @@ def start(
         strategy: parallel strategy; None for replication.
         run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
-            events too; also `tensorboard`, `wandb`, `mlflow` and `trackio` by name.
+            events too; also `tensorboard`, `wandb` and `mlflow` by name.
         checksum_every: with a run, steps between logged checksums of the state (`samestep diff`); 0 for none.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
         adopt: use the process group of another library in this process, if there is one, with its ranks and device;
@@ -193,7 +193,7 @@ def _with_loggers(
             f"the logger {names[0]!r} by its name, without a run",
             expected="a run, in whose directory the logger writes",
             fix='samestep.start(run="first", loggers=[...]), or an object such as WandbLogger(path)',
-            code="E_UNKNOWN_LOGGER",
+            code="E_UNKNOWN_NAME",
         )
     own = tuple(logger for logger in loggers if not isinstance(logger, str)) if world.is_main else ()
     with ExitStack() as stack:

@@ -7,8 +7,6 @@ import time
 
 from samestep.errors import InputError
 
-_BINARY_PREFIXES = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _DURATION_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.ASCII)
 _MISSING = "–"
@@ -25,24 +23,6 @@ def format_bytes(value: float | None) -> str:
     return f"{value:,.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
 
 
-def parse_bytes(option: str, text: str) -> int:
-    """Return the bytes of the text `512MiB`, `1.5g` or `4096` of a command-line option; KB means KiB.
-
-    Raises:
-        InputError: `text` is not a size of at least one byte.
-    """
-    match = _SIZE.fullmatch(text)
-    value = float(match[1]) * (1 << _BINARY_PREFIXES[match[2].lower()]) if match else 0.0
-    if not 1 <= value < float("inf"):
-        raise InputError(
-            f"{option} {text}",
-            expected="a number of bytes above 0, or one with KiB, MiB or GiB",
-            fix=f"{option} 1GiB",
-            code="E_SIZE",
-        )
-    return int(value)
-
-
 def parse_duration(option: str, text: str) -> float:
     """Return the seconds of the text `30`, `30s`, `1.5m` or `2h` of a command-line option.
 
@@ -56,7 +36,7 @@ def parse_duration(option: str, text: str) -> float:
             f"{option} {text}",
             expected="a duration above 0: a number of seconds, or one with s, m or h",
             fix=f"{option} 30s",
-            code="E_DURATION",
+            code="E_VALUE",
         )
     return value
 

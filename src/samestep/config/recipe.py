@@ -23,7 +23,7 @@ BatchNorm = Literal["microbatch", "sync"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
-LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow", "trackio")
+LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
 DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_KEEP = 2
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
@@ -361,7 +361,7 @@ class RunOptions(Constrained):
                 f"unknown logger {name!r}",
                 f"some of {', '.join(LOGGERS)}",
                 f"--loggers {','.join(RunOptions.loggers)}",
-                code="E_UNKNOWN_LOGGER",
+                code="E_UNKNOWN_NAME",
             )
 
     @classmethod

@@ -81,7 +81,7 @@ def read_log_level() -> int | None:
             f"{_LOG_LEVEL} is {name!r}",
             expected="DEBUG, INFO, WARNING, ERROR or CRITICAL",
             fix=f"{_LOG_LEVEL}=INFO",
-            code="E_LOG_LEVEL",
+            code="E_VALUE",
         )
     return level
 

@@ -162,14 +162,14 @@ def write_errors(*kinds: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def require_package(logger: str, package: str, *, fix: str = "pip install 'samestep[loggers]'") -> None:
+def require_package(logger: str, package: str) -> None:
     """Raise `InputError` if the package of an optional logger is not installed."""
     if find_spec(package) is None:
         raise InputError(
             f"the logger {logger} needs the package {package}, which is not installed",
             expected="packages of the selected loggers are installed",
-            fix=fix,
-            code="E_MISSING_LOGGER",
+            fix="pip install 'samestep[loggers]'",
+            code="E_NOT_INSTALLED",
         )
 
 

@@ -36,7 +36,8 @@ class ProgressLogger(Logger):
         )
         self._task: TaskID | None = None
         self._label = ""
-        self._line_seconds, self._last_line = line_seconds, time.monotonic()
+        self._line_seconds = line_seconds
+        self._last_line = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._print("  ".join([f"step {step}", *(f"{name} {value:.4g}" for name, value in values.items())]))

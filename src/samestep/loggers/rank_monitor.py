@@ -53,7 +53,8 @@ class RankMonitor:
 
     def __init__(self, run: Path, world: World, first_step: int = 0, interval: float = INTERVAL_SECONDS) -> None:
         self._path = run / "ranks" / f"rank-{world.rank}.jsonl"
-        self._world, self._interval = world, interval
+        self._world = world
+        self._interval = interval
         # Waits inside GPU collectives, and inside torch's communication for a split model, cannot be observed.
         self._observes_waits = world.device.type == "cpu" and not world.mesh_shape.splits_model
         self._host = socket.gethostname()
@@ -61,7 +62,8 @@ class RankMonitor:
         self._read_progress: Callable[[], RankProgress] = lambda: RankProgress(first_step, 0, 0.0)
         self._last = self._read()
         self._rates = self._rates_between(self._last, self._last)
-        self._ends_mid_line = self._has_warned = False
+        self._ends_mid_line = False
+        self._has_warned = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep-rank-monitor", daemon=True)
 

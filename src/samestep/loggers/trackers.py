@@ -1,4 +1,4 @@
-"""Loggers by name, and those for TensorBoard, Weights & Biases, MLflow and trackio.
+"""Loggers by name, and those for TensorBoard, Weights & Biases and MLflow.
 
 A missing package raises `InputError`.
 
@@ -8,13 +8,11 @@ The id of a run is stored in the run directory, so that a resumed run continues 
 from __future__ import annotations
 
 import logging
-import secrets
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +45,6 @@ def create_loggers(names: Sequence[str], run: Path, *, first_step: int = 0, quie
         "progress": lambda: ProgressLogger(Console(stderr=True, quiet=quiet)),
         "wandb": lambda: WandbLogger(run, resume=True),
         "mlflow": lambda: MLflowLogger(run, resume=True),
-        "trackio": lambda: TrackioLogger(run, resume=True),
     }
     return [create[name]() for name in names]
 
@@ -62,13 +59,15 @@ class TensorBoardLogger(MetricLogger):
     """
 
     def __init__(self, path: Path, first_step: int | None = None) -> None:
-        self._path, self._first_step = path, first_step
+        self._path = path
+        self._first_step = first_step
         self._writer: SummaryWriter | None = None
 
     def log_event(self, event: Event) -> None:
         if event["event"] == "resume" and self._first_step is not None:
             self.close()
-            self._writer, self._first_step = None, event["step"]
+            self._writer = None
+            self._first_step = event["step"]
         super().log_event(event)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -88,38 +87,46 @@ class TensorBoardLogger(MetricLogger):
                 self._writer.close()
 
 
-class _IdFile:
-    """File in a run directory with the id of the run of a tracker."""
-
-    def __init__(self, run: Path, tracker: str) -> None:
-        self._path = run / tracker / "run-id.txt"
-
-    def read(self) -> str | None:
-        return self._path.read_text(encoding="utf-8") if self._path.exists() else None
-
-    def write(self, run_id: str) -> None:
-        with write_errors(OSError):
-            self._path.parent.mkdir(exist_ok=True)
-            self._path.write_text(run_id, encoding="utf-8")
-
-
 def tensorboard_command(folder: Path) -> str:
     """Return the command that shows a folder in TensorBoard, with the path of a program that is not on PATH."""
     program = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
     return f"{program} --logdir {shlex.quote(str(folder))}"
 
 
-class WandbLogger(MetricLogger):
+class Tracker(MetricLogger):
+    """Base class of trackers, which store the id of their run in the run directory.
+
+    Args:
+        run: run directory; its name is the name of the run in the tracker.
+        name: name of the logger.
+        resume: continue the run that an earlier logger of this directory created.
+    """
+
+    def __init__(self, run: Path, name: str, *, resume: bool) -> None:
+        self._directory = run
+        self._id_path = run / name / "run-id.txt"
+        self._resume = resume
+
+    def _read_id(self) -> str | None:
+        return self._id_path.read_text(encoding="utf-8") if self._resume and self._id_path.exists() else None
+
+    def _write_id(self, run_id: str) -> None:
+        with write_errors(OSError):
+            self._id_path.parent.mkdir(exist_ok=True)
+            self._id_path.write_text(run_id, encoding="utf-8")
+
+
+class WandbLogger(Tracker):
     """Logs metrics and the recipe to Weights & Biases.
 
     Without a mode, WANDB_MODE decides; without the variable the mode is offline: files are written to `wandb/` in the
     run directory, and `wandb sync` uploads them.
 
     Args:
-        run: run directory; its name is the name of the run in Weights & Biases.
+        run: run directory.
         project: project in Weights & Biases.
         mode: `offline`, `online` or `disabled`.
-        resume: continue the run that an earlier logger of this directory created.
+        resume: continue the run of this directory.
     """
 
     def __init__(
@@ -131,7 +138,9 @@ class WandbLogger(MetricLogger):
         resume: bool = False,
     ) -> None:
         require_package("wandb", "wandb")
-        self._directory, self._project, self._mode, self._resume = run, project, mode, resume
+        super().__init__(run, "wandb", resume=resume)
+        self._project = project
+        self._mode = mode
         self._run: Any = None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -149,8 +158,7 @@ class WandbLogger(MetricLogger):
         if self._run is None:
             import wandb
 
-            id_file = _IdFile(self._directory, "wandb")
-            run_id = id_file.read() if self._resume else None
+            run_id = self._read_id()
             with write_errors(wandb.Error):
                 self._run = wandb.init(
                     project=self._project,
@@ -161,7 +169,7 @@ class WandbLogger(MetricLogger):
                     resume=None if run_id is None else "allow",
                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
                 )
-            id_file.write(self._run.id)
+            self._write_id(self._run.id)
         return self._run
 
 
@@ -170,17 +178,17 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100  # limits of one request to MLflow
 _MAX_PARAM_CHARACTERS = 6000
 
 
-class MLflowLogger(MetricLogger):
+class MLflowLogger(Tracker):
     """Logs metrics and the recipe to MLflow.
 
     Without a tracking URI, MLFLOW_TRACKING_URI decides; without the variable, metrics are stored in the SQLite file
     `mlflow.db` in the run directory. Metrics are sent about once per second.
 
     Args:
-        run: run directory; its name is the name of the run in MLflow.
+        run: run directory.
         experiment: experiment in MLflow.
         tracking_uri: URI of the tracking store.
-        resume: continue the run that an earlier logger of this directory created.
+        resume: continue the run of this directory.
     """
 
     def __init__(
@@ -188,7 +196,9 @@ class MLflowLogger(MetricLogger):
     ) -> None:
         for package in ("mlflow", "sqlalchemy", "alembic"):
             require_package("mlflow", package)
-        self._directory, self._experiment, self._uri, self._resume = run, experiment, tracking_uri, resume
+        super().__init__(run, "mlflow", resume=resume)
+        self._experiment = experiment
+        self._uri = tracking_uri
         self._client: Any = None
         self._run_id = ""
         self._pending: list[Any] = []
@@ -245,11 +255,10 @@ class MLflowLogger(MetricLogger):
                 client = mlflow.MlflowClient(tracking_uri=uri)
                 experiment = client.get_experiment_by_name(self._experiment)
                 experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
-                id_file = _IdFile(self._directory, "mlflow")
-                known = id_file.read() if self._resume else None
+                known = self._read_id()
                 self._run_id = known or client.create_run(experiment_id, run_name=directory.name).info.run_id
                 client.update_run(self._run_id, status="RUNNING")
-            id_file.write(self._run_id)
+            self._write_id(self._run_id)
             self._client = client
         return self._client
 
@@ -259,56 +268,6 @@ def _mlflow_error() -> type[Exception]:
 
     error: type[Exception] = MlflowException
     return error
-
-
-class TrackioLogger(MetricLogger):
-    """Logs metrics and the recipe to trackio.
-
-    trackio stores metrics in its own folder, which TRACKIO_DIR selects; TRACKIO_SPACE_ID selects a server instead.
-
-    Args:
-        run: run directory; the name of the run in trackio is its name with a random suffix.
-        project: project in trackio.
-        resume: continue the run that an earlier logger of this directory created.
-    """
-
-    def __init__(self, run: Path, *, project: str = "samestep", resume: bool = False) -> None:
-        require_package("trackio", "trackio", fix="pip install trackio")
-        self._directory, self._project, self._resume = run, project, resume
-        self._config: dict[str, Any] = {}
-        self._run: Any = None
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the recipe as the configuration of the run, if no metric has been logged."""
-        self._config = dict(config)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._open().log(dict(values), step=step)
-
-    def close(self) -> None:
-        if self._run is not None:
-            with redirect_stdout(sys.stderr):
-                self._run.finish()
-
-    def _open(self) -> Any:
-        if self._run is None:
-            import trackio  # type: ignore[import-not-found]
-
-            id_file = _IdFile(self._directory, "trackio")
-            name = id_file.read() if self._resume else None
-            name = name or f"{self._directory.resolve().name}-{secrets.token_hex(4)}"
-            id_file.write(name)
-            with redirect_stdout(sys.stderr):
-                self._run = trackio.init(
-                    project=self._project,
-                    name=name,
-                    config=self._config,
-                    resume="allow",
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-        return self._run
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

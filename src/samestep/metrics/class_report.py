@@ -89,7 +89,7 @@ def require_matplotlib(subject: str) -> None:
             f"a plot of the {subject} needs matplotlib",
             expected="matplotlib, an optional dependency of Samestep",
             fix="pip install 'samestep[zoo]'",
-            code="E_NO_MATPLOTLIB",
+            code="E_NOT_INSTALLED",
         )
 
 

@@ -127,7 +127,7 @@ def _require_trackers(loggers: Sequence[Logger | str]) -> None:
                 f"unknown logger {name!r}",
                 expected=f"some of {', '.join(_TRACKERS)}, or objects; events.jsonl is always written",
                 fix='loggers=["tensorboard"]',
-                code="E_UNKNOWN_LOGGER",
+                code="E_UNKNOWN_NAME",
             )
 
 

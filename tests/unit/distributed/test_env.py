@@ -61,7 +61,7 @@ def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "loud")
     with pytest.raises(InputError) as error:
         read_log_level()
-    assert error.value.code == "E_LOG_LEVEL"
+    assert error.value.code == "E_VALUE"
 
 
 def test_relevant_variables(monkeypatch: pytest.MonkeyPatch) -> None:

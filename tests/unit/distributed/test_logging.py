@@ -54,4 +54,4 @@ def test_unknown_level_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "loud")
     with pytest.raises(InputError, match="loud") as failure:
         read_log_level()
-    assert failure.value.code == "E_LOG_LEVEL"
+    assert failure.value.code == "E_VALUE"
