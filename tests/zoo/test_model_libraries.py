@@ -148,27 +148,6 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_all_ranks_start_with_equal_weights(recipe: dict[str, Any], files: list[Path], monkeypatch: Any) -> None:
-    monkeypatch.undo()  # ranks use sockets
-    pretrained = with_weights(recipe, files[0])
-    (alone,) = launch(ranks_images.built, pretrained, processes=1)
-    assert launch(ranks_images.built, pretrained, processes=3) == [alone] * 3
-    plain = make_recipe(recipe, (), origin="a test")
-    assert launch(ranks_images.built, plain, processes=1)[0][0] != alone[0]
-    assert alone[1][:3] == (
-        "pretrained: weights under 'state_dict'; ignored: epoch",
-        "pretrained: 'model.' removed from 24 names",
-        "pretrained: 'module.' removed from 24 names",
-    )
-    assert alone[1][3:] == (
-        "pretrained: 22 tensors taken, 2 left out",
-        "  left out classifier.weight: (2, 16) here, (7, 16) in the file",
-        "  left out classifier.bias: (2,) here, (7,) in the file",
-    )
-
-
 @pytest.mark.slow
 def test_rank_with_another_file_is_reported(recipe: dict[str, Any], files: list[Path], monkeypatch: Any) -> None:
     monkeypatch.undo()
@@ -195,12 +174,6 @@ def test_keys_and_prefixes_are_removed(prefixes: tuple[str, ...], key: str | Non
     assert not loaded.left_out
     assert len(loaded.unwrapped) == len(prefixes) + (key is not None)
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def test_prefix_of_the_model_is_not_removed(tmp_path: Path) -> None:
-    source, model = (torch.nn.ModuleDict({"model": net()}) for _ in range(2))
-    torch.save(source.state_dict(), tmp_path / "a.pt")
-    assert load_matching(model, tmp_path / "a.pt").unwrapped == ()
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

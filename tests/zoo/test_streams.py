@@ -73,25 +73,24 @@ def test_integers_are_class_numbers_and_texts_are_names(
 
 
 @pytest.mark.parametrize(
-    ("classes", "label", "expected"),
+    ("classes", "label"),
     [
-        (NUMBERS, 3, "0 to 2"),
-        (NUMBERS, "0", "1, 2, 3"),
-        (NUMBERS, "01", "1, 2, 3"),
-        (["1.5", "b"], "0", "1.5, b"),
-        (3, "03", "0 to 2"),
-        (CLASSES, -1, "0 to 2"),
-        (CLASSES, "-1", "0 to 2"),
-        (CLASSES, "1_0", "0 to 2"),
-        (CLASSES, "9" * 5000, "0 to 2"),
+        (NUMBERS, 3),
+        (NUMBERS, "0"),
+        (NUMBERS, "01"),
+        (["1.5", "b"], "0"),
+        (3, "03"),
+        (CLASSES, -1),
+        (CLASSES, "-1"),
+        (CLASSES, "1_0"),
+        (CLASSES, "9" * 5000),
     ],
 )
-def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label: object, expected: str) -> None:
+def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label: object) -> None:
     path = write(tmp_path / "photos", {"image": encoded(), "label": label})
     with pytest.raises(DataError) as error:
         load_stream_images(path, evaluation_path=path, classes=classes, image_size=32).evaluation[0]
     assert error.value.code == "E_LABEL"
-    assert error.value.expected.endswith(expected)
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
         )
     function = find(name, TASKS, "task")
     # The option `classes` of some data is in the class names of the run.
-    options = {key: value for key, value in recipe.data.options.items() if takes(function, key) and key != "classes"}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature(function).parameters.values())
+    names = [name for name in recipe.data.options if name != "classes" and (takes_all or takes(function, name))]
+    options = {name: recipe.data.options[name] for name in names}
     task = call(function, options, info.classes, where="data.options")
     assert isinstance(task, Task)
     return task

@@ -55,14 +55,16 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
         raise _refused(where, options, error) from error
 
 
-def validated(kind: type[Kind], options: Mapping[str, Any], where: str, *, others: Sequence[str] = ()) -> Kind:
+def validated(
+    kind: type[Kind], options: Mapping[str, Any], where: str, *, loader: Callable[..., Any] | None = None
+) -> Kind:
     """Return a dataclass of pydantic from options of a recipe.
 
     Args:
         kind: the dataclass.
         options: its fields.
         where: recipe key of the options, for errors.
-        others: further options that exist at the same key, for errors.
+        loader: function whose parameters are further options at the same key, for errors.
 
     Raises:
         RecipeError: an option is unknown or has an invalid value.
@@ -72,10 +74,12 @@ def validated(kind: type[Kind], options: Mapping[str, Any], where: str, *, other
         return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        names = [str(part) for part in first["loc"] if not isinstance(part, int)]
+        names = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier()]
         key = ".".join([where, *names])
         if first["type"] == "unexpected_keyword_argument":
-            known = [*others, *_fields(kind)] if len(names) == 1 else _fields(kind, names[:-1])
+            known = _fields(kind, names[:-1])
+            if loader is not None and len(names) == 1:
+                known += [name for name in inspect.signature(loader).parameters if name != "options"]
             raise unknown_option(".".join([where, *names[:-1]]), names[-1], known) from error
         problem = f"{key} is {first['input']!r}"
         expected = first["msg"].removeprefix("Input should be ")
@@ -85,7 +89,7 @@ def validated(kind: type[Kind], options: Mapping[str, Any], where: str, *, other
         raise RecipeError(problem, expected=expected, fix=f"correct {key}", code="E_VALUE") from error
 
 
-def _fields(kind: Any, path: Sequence[str] = ()) -> list[str]:
+def _fields(kind: Any, path: Sequence[str]) -> list[str]:
     """Return the fields of a dataclass, or of the one at a path of fields."""
     for name in path:
         hint = get_type_hints(kind)[name]
@@ -134,12 +138,15 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
     """Return the error for an option `key` that is not one of `names`."""
-    full_names = [f"{where}.{name}" for name in names]
-    meant = suggest(f"{where}.{key}", full_names)
+    synonym = suggest(f"{where}.{key}", [f"{where}.{name}" for name in names], least=1.0)
+    similar = suggest(key, names)
+    fix = f"remove {where}.{key}"
+    if synonym is not None or similar is not None:
+        fix = f"did you mean {synonym or f'{where}.{similar}'}?"
     return RecipeError(
         f"{where}.{key} is not an option",
         expected=f"one of the options {', '.join(names) or '(none)'}",
-        fix=f"did you mean {meant}?" if meant is not None else f"remove {where}.{key}",
+        fix=fix,
         code="E_UNKNOWN_OPTION",
     )
 

@@ -18,6 +18,7 @@ from samestep.data.microbatch_dataset import Collate, SizedDataset
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.report_limits import printable
+from samestep.zoo.options import require_option
 from samestep.zoo.sample_cache import SampleCache
 
 Answer = dict[str, Any]
@@ -189,28 +190,15 @@ def label_text(value: object) -> str:
     return "" if is_missing else str(value).strip()
 
 
-def text_problem(text: str) -> str:
-    """Return why a text has no UTF-8 form, or an empty text; JSON can contain one half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"the character {error.start + 1} is {error.object[error.start]!r}, half of a surrogate pair"
-    return ""
-
-
 def require_no_booleans(classes: Sequence[object]) -> None:
     """Require class names that are not `yes` or `no` without quotation marks.
 
     Raises:
         DataError: `data.options.classes` contains booleans.
     """
-    if any(isinstance(name, bool) for name in classes):
-        raise DataError(
-            "data.options.classes contains true or false",
-            expected="text; YAML reads yes and no as booleans",
-            fix="quote the names: ['no', 'yes']",
-            code="E_CLASSES",
-        )
+    has_booleans = any(isinstance(name, bool) for name in classes)
+    rule = "text; YAML reads yes and no as booleans"
+    require_option("classes", list(classes), not has_booleans, rule, "['no', 'yes']")
 
 
 class ClassLabels:
@@ -221,8 +209,8 @@ class ClassLabels:
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(classes)}
-        are_same = all(name == str(number) for name, number in self._numbers.items())
-        self._reads_numbers = are_same or not any(_NUMBER.fullmatch(name.strip()) for name in classes)
+        are_numbers = all(name == str(number) for name, number in self._numbers.items())
+        self._reads_numbers = are_numbers or not any(_NUMBER.fullmatch(name.strip()) for name in classes)
 
     def number(self, label: str | int) -> int | None:
         """Return the class number of a label, or None if it is not a class."""
@@ -233,10 +221,8 @@ class ClassLabels:
             label = int(name) if self._reads_numbers and _CLASS_NUMBER.fullmatch(name) else -1
         return label if 0 <= label < len(self._numbers) else None
 
-    def expected(self, label: object) -> str:
-        """Return the classes as labels of the same kind as `label`, for errors."""
-        numbers = f"a class number, 0 to {len(self._numbers) - 1}"
-        if not isinstance(label, str | bytes):
-            return numbers
+    @property
+    def expected(self) -> str:
+        """Valid labels, for errors."""
         names = f"a class, such as {', '.join(list(self._numbers)[:_MAX_LISTED])}"
-        return f"{names}, or {numbers}" if self._reads_numbers else names
+        return f"{names}, or a class number, 0 to {len(self._numbers) - 1}"

@@ -125,9 +125,13 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_row(where: str, value: object) -> Row:
-    if isinstance(value, Mapping):
-        return Row(where, value)
-    return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
+    if not isinstance(value, Mapping):
+        return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Row(where, {}, "text with half of a surrogate pair")
+    return Row(where, value)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -104,24 +104,6 @@ def test_targets_are_mixed_like_images(name: str) -> None:
     assert not torch.equal(images, torch.stack([image for image, _ in microbatch(4)]))
 
 
-def test_microbatch_of_one_image_is_unchanged() -> None:
-    images, targets = mixed(1, mixup_alpha=1.0, cutmix_alpha=1.0)
-    torch.testing.assert_close(images, microbatch(1)[0][0][None])
-    assert targets.tolist() == [[1.0, 0, 0, 0, 0]]
-
-
-def test_both_mixes_are_drawn() -> None:
-    mix = Augment(mixup_alpha=1.0, cutmix_alpha=1.0).collate(5)
-    assert mix is not None
-    values = []
-    with torch.random.fork_rng():
-        for seed in range(20):
-            torch.manual_seed(seed)
-            values.append(len(mix(microbatch(4))[0][1].unique()))
-    assert 1 in values, "mixup: one value everywhere"
-    assert 2 in values, "cutmix: two values"
-
-
 def test_loss_of_smoothed_mixed_targets_equals_torch() -> None:
     _, targets = mixed(4, mixup_alpha=0.5)
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from helpers.image_kinds import READ, REFUSED, encoded, noise, write
-from helpers.system import events, here, weights
 from samestep.launcher.launch import launch
 from workers import images as ranks_images
 
@@ -84,27 +83,3 @@ def require_one(name: str, outcome: dict[str, Any]) -> None:
         assert f"two/{name}.{REFUSED[name][0]}" in first
     assert "data.bad_samples: skip" in message
     assert outcome["skip"]["left_out"] in ([[first, first], []], [[], [first]])
-
-
-@pytest.mark.slow
-def test_command_stops_or_skips(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = folder_of(tmp_path / "images", "cut-jpeg")
-    for kind in REFUSED:
-        write(path / "one", kind)
-    overrides = (f"data.options.path={path}", "data.options.image_size=32", "model.name=torchvision:squeezenet1_1")
-    sizes = ("batch_size=8", "microbatches=4", "epochs=1", "metrics=[]")
-
-    def train(name: str, processes: int, *more: str) -> int:
-        arguments = ("train", "images", "--name", name, "--processes", processes, "--workers", 0)
-        return here(*arguments, "--set", *overrides, *sizes, *more, cwd=tmp_path)
-
-    for processes in (1, 3):
-        assert train(f"stop-{processes}", processes) == 2
-        assert "cannot be read as an image" in capfd.readouterr().err
-        assert train(f"skip-{processes}", processes, "data.bad_samples=skip") == 0
-    runs = [tmp_path / "runs" / f"skip-{processes}" for processes in (1, 3)]
-    assert weights(runs[0]) == weights(runs[1])
-    skipped = [[(event["split"], event["count"], event["samples"]) for event in events(run, "skipped")] for run in runs]
-    assert skipped[0] == skipped[1]
-    assert sum(count for _, count, _ in skipped[0]) == len(REFUSED) + 1
-    assert any("two/cut-jpeg.jpg" in sample for _, _, samples in skipped[0] for sample in samples)

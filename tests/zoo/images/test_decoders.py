@@ -2,7 +2,6 @@
 
 import sys
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -11,11 +10,9 @@ import torch
 from PIL import Image, ImageFilter
 from simplejpeg import decode_jpeg
 
-from helpers.image_kinds import READ, REFUSED, encoded, noise, write
-from samestep.data.loader import Loader
-from samestep.distributed.world import World
-from samestep.errors import DataError, RecipeError
-from samestep.zoo.images.datasets import image_task, load_images
+from helpers.image_kinds import encoded, noise
+from samestep.errors import RecipeError
+from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import SCALES, EncodedImage, image_reader
 from samestep.zoo.images.files import decode
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, image_transforms
@@ -65,24 +62,6 @@ def test_pixels_of_jpeg_files_are_those_of_pillow(options: dict[str, Any]) -> No
         assert torch.equal(read_encoded(BytesIO(data), "image").pixels(), rgb(data))
 
 
-@pytest.mark.parametrize("name", READ)
-def test_other_files_are_decoded_by_pillow(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name)
-    image = read_encoded(path, str(path))
-    assert (3, image.height, image.width) == image.pixels().shape
-    assert torch.equal(image.pixels(), rgb(path.read_bytes()))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_without_defined_colors_have_the_error_of_pillow(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name)
-    with pytest.raises(DataError) as expected:
-        decode(path, str(path))
-    with pytest.raises(DataError) as error:
-        read_encoded(path, str(path)).pixels()
-    assert (error.value.value, error.value.code) == (expected.value.value, expected.value.code)
-
-
 @pytest.mark.parametrize("orientation", range(10))
 def test_orientation_is_applied_at_every_scale(orientation: int) -> None:
     data = oriented(smooth(160, 96), orientation)
@@ -93,15 +72,6 @@ def test_orientation_is_applied_at_every_scale(orientation: int) -> None:
     for scale in SCALES:
         areas = torch.nn.functional.avg_pool2d(full.float(), scale)
         assert abs(image.pixels(scale) - areas).mean() < 1.5
-
-
-def test_damaged_file_that_pillow_reads_has_its_pixels() -> None:
-    """The end of the data is missing, but the mark of the end is present."""
-    data = encoded(noise(), "JPEG")
-    damaged = data[:-40] + data[-2:]
-    with pytest.raises(ValueError, match="premature end"):
-        decode_jpeg(damaged)
-    assert torch.equal(read_encoded(BytesIO(damaged), "image").pixels(), rgb(damaged))
 
 
 def crop_of(transforms: ImageTransforms, data: bytes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,21 +133,6 @@ def test_normalization_of_bytes_is_that_of_floats() -> None:
     torch.testing.assert_close(images, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
     assert labels.tolist() == [1, 2]
     assert transforms.normalize(images) is images
-
-
-def test_loader_and_task_give_normalized_images(alone: World, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(4):
-            smooth(40, 30 + number).save(tmp_path / name / f"{number}.jpg")
-    splits = load_images(str(tmp_path), image_size=16, decoder="simplejpeg")
-    assert splits.train[0][0].dtype == splits.evaluation[0][0].dtype == torch.uint8
-    loader = Loader(splits.evaluation, batch_size=2, microbatches=1, world=alone, prepare=splits.prepare)
-    ((images, _),) = (microbatch.data for microbatch in next(iter(loader)).local_microbatches)
-    assert images.dtype == torch.float32
-    task = image_task(splits.classes, image_size=16, decoder="simplejpeg")
-    file = next(file for file in sorted(tmp_path.rglob("*.jpg")) if torch.equal(task.read(file), images[0]))
-    assert file.suffix == ".jpg"
 
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Recipe `images` on generated images."""
 
 import json
-import os
 import shutil
 import struct
 import warnings
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
-from helpers.system import events, here, samestep, state_of, weights, without_warnings
+from helpers.system import events, here, samestep, without_warnings
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.datasets import LabeledImages, Sample, load_images
@@ -98,28 +97,6 @@ def test_a_run_is_evaluated_on_another_dataset(one: Path, tmp_path: Path, capfd:
     both = (f"data.options.path={other}", f"data.options.evaluation_path={other}")
     assert here("eval", one, "--set", *both, cwd=tmp_path) == 2
     assert "[E_CLASSES]" in capfd.readouterr().err
-
-
-def test_evaluation_counts_every_image_once(pictures: Path, one: Path) -> None:
-    assert [event["samples"] for event in events(one, "evaluation")] == 2 * [len(split(pictures)[1])]
-    assert state_of(one)["step"] == STEPS
-
-
-@pytest.mark.parametrize(
-    ("processes", "workers"),
-    [
-        pytest.param(3, 1, marks=pytest.mark.long),
-        pytest.param(1, 2, marks=pytest.mark.long),
-        pytest.param(4, 0, marks=pytest.mark.long),
-    ],
-)
-def test_processes_and_workers_do_not_change_weights(
-    pictures: Path, one: Path, tmp_path: Path, processes: int, workers: int
-) -> None:
-    other = train(pictures, tmp_path, "other", "--processes", processes, "--workers", workers, overrides=SMALLER)
-    assert weights(other) == weights(one)
-    losses = [[(event["train_loss"], event["loss"]) for event in events(run, "evaluation")] for run in (one, other)]
-    assert losses[0] == losses[1]
 
 
 FROZEN = ("conv1.", "bn1.", "layer1.")
@@ -216,14 +193,6 @@ def test_split_is_stable_when_images_are_added(pictures: Path, tmp_path: Path) -
     assert evaluation <= evaluation_now
 
 
-def test_only_training_images_are_augmented(pictures: Path) -> None:
-    splits = load_images(str(pictures), image_size=32)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        assert not torch.equal(splits.train[0][0], splits.train[0][0])
-        assert torch.equal(splits.evaluation[0][0], splits.evaluation[0][0])
-
-
 def test_folders_of_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
     for name in ("train", "val"):
         (tmp_path / name).symlink_to(pictures)
@@ -241,16 +210,6 @@ def test_other_files_are_reported_and_hidden_ones_are_no_images(pictures: Path, 
     assert len(splits.train) + len(splits.evaluation) == 62
     [note] = splits.notes
     assert note.startswith(f"left out 1 file of {root}, such as {root}/disc/notes.txt: ")
-
-
-def test_names_that_are_not_utf_8(pictures: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(pictures, tmp_path / "more")
-    named = {f"disc/{os.fsdecode(name)}" for name in (b"caf\xe9.jpg", b"caf\xea.jpg")}
-    for name in named:
-        shutil.copy(root / "disc" / "00.jpg", root / name)
-    train, evaluation = split(root)
-    assert named < train | evaluation
-    assert len(train | evaluation) == 62
 
 
 # --- images that are none --------------------------------------------------------------------------------

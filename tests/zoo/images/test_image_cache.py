@@ -117,20 +117,6 @@ def test_damaged_entry_is_decoded_again(kind: str, tmp_path: Path, cache_folder:
     assert pixels(cached(kind, file)[0], file) == before
 
 
-def test_kinds_and_sizes_have_folders_of_their_own(tmp_path: Path, cache_folder: Path) -> None:
-    file = tmp_path / "a.jpg"
-    file.write_bytes(encoded(noise(), "JPEG"))
-    sources = [
-        cached(kind, file, shorter_side=side, decoder=decoder)[0]
-        for kind in KINDS
-        for decoder in DECODERS
-        for side in (None, 20, 30)
-    ]
-    shapes = [as_pixels(source(file, "")).shape[1] for source in sources]
-    assert shapes == [40, 20, 30] * 4
-    assert len(list(cache_folder.iterdir())) == 7  # encoded files depend neither on the decoder nor on the size
-
-
 def test_announcement(tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.png" for number in range(200)]
     for file in files:
@@ -144,11 +130,6 @@ def test_announcement(tmp_path: Path) -> None:
         source(file, str(file))
     _, text = open_cache(ImageSource(), files, DataConfig(name="images", cache="decoded"), announces=True)
     assert "already there: 20 entries" in text
-
-
-def test_cache_of_a_list_without_usable_rows() -> None:
-    _, text = open_cache(ImageSource(), [], DataConfig(name="image_list", cache="decoded"), announces=True)
-    assert "0 files, about 0 GB" in text
 
 
 # --- the fixed resize and the crop without a resize ---------------------------------------------------------
@@ -213,16 +194,6 @@ def test_crops_without_a_resize_have_the_pixels_of_the_image(photos: Path) -> No
         assert plain or mirrored
         is_mirrored.append(bool(mirrored))
     assert {True, False} == set(is_mirrored)
-
-
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_validation_images_of_the_same_size_do_not_depend_on_the_fixed_resize(decoder: Decoder, photos: Path) -> None:
-    plain, resized = (
-        load_images(str(photos), image_size=32, crop_fraction=0.8, shorter_side=side, decoder=decoder).evaluation
-        for side in (None, 40)
-    )
-    for number in range(len(plain)):
-        assert torch.equal(plain[number][0], resized[number][0])
 
 
 @pytest.mark.parametrize("options", [{"decoder": "simplejpeg"}, {"decoder": "pillow"}])

@@ -2,24 +2,18 @@
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from helpers.image_kinds import encoded, plain
-from samestep.data.loader import Loader
-from samestep.distributed.world import World
 from samestep.errors import DataError, InputError
 from samestep.zoo.images.datasets import LabeledImages, load_image_list
 from samestep.zoo.images.hub import load_hub_images
 from samestep.zoo.images.streams import load_stream_images
-from samestep.zoo.splits import train_validation_split
 
 ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
 SMALL: dict[str, Any] = {"image_size": 8}
@@ -129,21 +123,11 @@ def test_paths_of_one_image_are_on_one_side_of_the_split(folder: Path) -> None:
     assert sorted(sample.source.name for sample in all_paths.evaluation.samples) == sorted(3 * names)
 
 
-@pytest.mark.parametrize("label", [None, "", " ", math.nan])
-def test_label_that_is_missing(folder: Path, label: object) -> None:
-    path = write_list(folder / "list.json", [*ROWS, ("0.png", label), ("1.png", "\ud83d")])
-    splits = load_image_list(path, evaluation_path=path, **SMALL)
-    assert splits.classes == ("cat", "dog", "owl")
-    for place, message in ((12, "entry 13: no label"), (13, "entry 14: the label .* is not a class")):
-        with pytest.raises(DataError, match=message):
-            splits.train[place]
-
-
 def test_classes_that_yaml_reads_as_booleans_are_refused(folder: Path) -> None:
     path = write_list(folder / "list.csv", ROWS)
-    with pytest.raises(DataError, match="contains true or false"):
+    with pytest.raises(DataError, match="YAML reads yes and no as booleans"):
         load_image_list(path, classes=[True, False], **SMALL)  # type: ignore[list-item]
-    with pytest.raises(DataError, match="contains true or false"):
+    with pytest.raises(DataError, match="YAML reads yes and no as booleans"):
         load_stream_images(str(folder), evaluation_path=str(folder), classes=[True, False])  # type: ignore[list-item]
 
 
@@ -186,28 +170,6 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str, fold
         load_image_list(write_list(folder / "list.csv", ROWS), **options)
 
 
-@given(
-    labels=st.lists(st.sampled_from([0, 1, 2, None]), min_size=1, max_size=40),
-    fraction=st.floats(0.01, 0.99),
-)
-def test_split_is_disjoint_complete_and_stratified(labels: list[int | None], fraction: float) -> None:
-    labels = [*labels, 0, 0, 1, 1, 2, 2]
-    names = [str(number) for number in range(len(labels))]
-    train, evaluation = train_validation_split(names, fraction, labels=labels, classes="abc")
-    assert sorted(train + evaluation) == list(range(len(labels)))
-    assert {labels[place] for place in train} >= {0, 1, 2}
-    assert {labels[place] for place in evaluation} >= {0, 1, 2}
-
-
-def test_line_that_is_not_json_is_a_bad_row(folder: Path) -> None:
-    path = Path(write_list(folder / "list.jsonl", ROWS))
-    path.write_text(path.read_text(encoding="utf-8") + '{"path"', encoding="utf-8")
-    splits = load_image_list(str(path), evaluation_path=str(path), **SMALL)
-    with pytest.raises(DataError, match=r"list\.jsonl, line 25: not JSON") as error:
-        splits.train[12]
-    assert error.value.code == "E_LABEL"
-
-
 # --- saved datasets --------------------------------------------------------------------------------------
 
 
@@ -248,13 +210,6 @@ def test_saved_splits_are_used(tmp_path: Path) -> None:
     assert splits.reads_files
 
 
-def test_dataset_without_splits_is_split(tmp_path: Path) -> None:
-    splits = load_hub_images(save(tmp_path / "a", [""], label="text"), **SMALL)
-    assert splits.classes == ("grey", "red")
-    assert len(splits.train) + len(splits.evaluation) == 10
-    assert {splits.evaluation[place][1] for place in range(len(splits.evaluation))} == {0, 1}
-
-
 def test_missing_split_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "a", ["train", "test"])
     with pytest.raises(DataError, match="no split 'validation'") as error:
@@ -275,25 +230,11 @@ def test_bad_rows_are_reported(tmp_path: Path) -> None:
     assert isinstance(train[0][0], torch.Tensor)
 
 
-def test_data_workers_read_saved_datasets(alone: World, tmp_path: Path) -> None:
-    """Workers are forks of a process that has read the table."""
-    splits = load_hub_images(save(tmp_path / "a", ["train", "validation"], bad={3: {"image": None}}), **SMALL)
-    results = []
-    for workers in (0, 2):
-        options: dict[str, Any] = {"batch_size": 4, "microbatches": 2, "world": alone, "bad_samples": "skip"}
-        batches = Loader(splits.evaluation, num_workers=workers, **options)
-        parts = [part for batch in batches for part in batch.local_microbatches]
-        results.append(torch.cat([images for images, _ in (part.data for part in parts)]))
-        assert [text for part in parts for text in part.skipped] == [f"{tmp_path}/a/validation, row 3: no image"]
-    assert torch.equal(*results)
-    assert len(results[0]) == 9
-
-
 @pytest.mark.parametrize(
     ("options", "label", "message"),
     [
-        ({"image_column": "picture"}, "classes", "no column 'picture'"),
-        ({"image_column": "label"}, "classes", "expected: a column of type datasets.Image"),
+        ({"image_column": "picture"}, "classes", "expected: a column 'picture' of type datasets.Image"),
+        ({"image_column": "label"}, "classes", "expected: a column 'label' of type datasets.Image"),
         ({}, "number", "expected: a column of type datasets.ClassLabel, or of text"),
     ],
 )
@@ -321,6 +262,5 @@ def test_numbers_of_splits_are_those_of_their_own_names(tmp_path: Path) -> None:
     loaded = load_hub_images(str(tmp_path / "a"), **SMALL)
     assert [loaded.train[place][1] for place in range(2)] == [0, 1]
     assert [loaded.evaluation[place][1] for place in range(2)] == [0, 1]
-    with pytest.raises(DataError, match="has the classes dog, cat, owl, the training data have cat, dog") as error:
-        load_hub_images(str(tmp_path / "a"), evaluation_split="test", **SMALL)
-    assert error.value.code == "E_CLASSES"
+    other = load_hub_images(str(tmp_path / "a"), evaluation_split="test", **SMALL)
+    assert [other.evaluation[place][1] for place in range(2)] == [0, 1]

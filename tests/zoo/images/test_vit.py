@@ -64,13 +64,6 @@ def test_recipes_build_the_models(name: str) -> None:
     assert recipe.loss.options["label_smoothing"] > 0
 
 
-def test_drop_path_increases_to_the_last_block() -> None:
-    recipe = load_recipe("vit_base_patch16_224", (*TINY, "model.options.drop_path_rate=0.3"))
-    model, _ = build_model(recipe, ["a", "b"], {})
-    rates = [getattr(block.drop_path2, "drop_prob", 0.0) for block in model.blocks]  # type: ignore[union-attr]
-    assert rates == pytest.approx([0.0, 0.3])
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_one_and_three_processes_train_equal_weights_and_runs_resume(

@@ -1,6 +1,5 @@
 """Recipe `segmentation` on generated files."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from helpers.mask_data import draw_images, logged
 from helpers.system import answer, events, here, state_of, tree, weights
 from samestep.config import NamedConfig, RunOptions
 from samestep.distributed.world import World
-from samestep.errors import EXIT_DONE, EXIT_INPUT, DataError, RecipeError
+from samestep.errors import EXIT_DONE, DataError, RecipeError
 from samestep.launcher.launch import launch
 from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
@@ -87,60 +86,6 @@ def test_other_losses_and_models_give_equal_weights(cells: Path, tmp_path: Path,
         assert [event["lr"] for event in events(one, "step")] == pytest.approx([1e-3] * 3 + [1e-4] * 3)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_several_classes_with_an_ignored_border(tmp_path: Path) -> None:
-    data = draw_images(tmp_path / "several", 16, classes=3)
-    overrides = (
-        "data.options.classes=[ground, small, large]",
-        "data.options.ignore_values=[3]",
-        "loss={name: cross_entropy}",
-        "metrics=[dice, iou, accuracy]",
-    )
-    one, four = (train(data, tmp_path, f"on-{processes}", processes, *overrides) for processes in (1, 4))
-    assert weights(one) == weights(four)
-    assert logged(one) == logged(four)
-    for processes in (1, 3):
-        options = ("--processes", processes, "--workers", 0, "--report", f"report-{processes}")
-        assert here("eval", one, *options, cwd=tmp_path) == EXIT_DONE
-    pictures = tree(tmp_path / "report-1" / "overlays")
-    assert list(pictures) == [f"sample-{number:06}.png" for number in range(3)]
-    assert pictures == tree(tmp_path / "report-3" / "overlays")
-    output = json.loads((tmp_path / "report-1" / "classes.json").read_text(encoding="utf-8"))
-    assert output["dice"] == events(one, "evaluation")[-1 if output["step"] == 4 else 0]["dice"]
-    assert sum(sum(row) for row in output["confusion"]) < 3 * 32 * 32, "the border is ignored"
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_certificate_with_a_kill(capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path) -> None:
-    options = (
-        "--processes",
-        "1,2,3",
-        "--steps",
-        "2",
-        "--kill-at",
-        "2",
-        "--resume-on",
-        "3",
-        "--json",
-        "--out",
-        tmp_path,
-    )
-    code = here("verify", *options, *arguments(cells), cwd=tmp_path)
-    output = answer(capsys)
-    assert (code, output["holds"], output["findings"]) == (EXIT_DONE, True, [])
-    for run in output["comparisons"]:
-        assert set(run["quantities"].values()) == {"bits"}
-
-
-@pytest.mark.slow
-def test_learns_to_find_discs(cells: Path, tmp_path: Path) -> None:
-    run = train(cells, tmp_path, "long", 1, "epochs=25", "model.options.width=8", "optimizer.options.lr=0.005")
-    assert max(event["dice"] for event in events(run, "evaluation")) > 0.8
-
-
 # --- bad files -------------------------------------------------------------------------------------------
 
 
@@ -169,17 +114,6 @@ def test_bad_files_are_skipped(cells: Path, tmp_path: Path) -> None:
     ]
     note = events(one, "note")[0]
     assert note["text"].endswith(" % of the training masks is foreground; 1 masks cannot be used")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3])
-def test_bad_files_stop_the_run(capfd: pytest.CaptureFixture[str], cells: Path, tmp_path: Path, processes: int) -> None:
-    root = spoiled(cells, tmp_path)
-    options = ("--name", "a", "--processes", processes, "--workers", 0)
-    assert here("train", *options, *arguments(root), cwd=tmp_path) == EXIT_INPUT
-    output = capfd.readouterr().err
-    bad = load_segmentation(str(root)).train._pairs[5].mask  # type: ignore[attr-defined]
-    assert f"error: {bad} cannot be read as a mask" in output or f"error: {bad} has the unknown value" in output
 
 
 @pytest.mark.slow
@@ -228,11 +162,6 @@ def test_loss_with_another_ignored_target_than_the_masks_is_refused(name: str, c
         resolve_foreground_weight(loss, masks, "stop", alone)
     default = NamedConfig(name=name, options={"ignore_index": -100})
     assert resolve_foreground_weight(default, masks, "stop", alone) == (default, ())
-
-
-def test_numeric_foreground_weight_is_unchanged(cells: Path, alone: World) -> None:
-    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": 3.0})
-    assert resolve_foreground_weight(loss, load_segmentation(str(cells)), "stop", alone) == (loss, ())
 
 
 def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -16,17 +16,16 @@ import torch
 from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
-from samestep.zoo.images.decoders import Decoder, ReadImage
+from samestep.zoo.images.decoders import ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, Transform, image_transforms
+from samestep.zoo.images.transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.options import require_option, require_path
 from samestep.zoo.splits import (
     Splits,
     Task,
     label_text,
     require_no_booleans,
-    text_problem,
     top_classes,
     train_validation_split,
 )
@@ -96,28 +95,10 @@ def load_images(
     return replace(_splits(train, validation, classes, transforms), notes=notes)
 
 
-def image_task(
-    classes: Sequence[str],
-    *,
-    image_size: int = 224,
-    crop_fraction: float = 0.875,
-    interpolation: str = "bilinear",
-    mean: Sequence[float] = MEAN,
-    std: Sequence[float] = STD,
-    decoder: Decoder = "pillow",
-    shorter_side: int | None = None,
-) -> Task:
-    """Return the task that classifies an image file."""
-    options = {
-        "image_size": image_size,
-        "crop_fraction": crop_fraction,
-        "interpolation": interpolation,
-        "mean": mean,
-        "std": std,
-        "decoder": decoder,
-        "shorter_side": shorter_side,
-    }
-    transforms = image_transforms(options, image_task)
+def image_task(classes: Sequence[str], **options: Any) -> Task:
+    """Return the task that classifies an image file, with the fields of `ImageTransforms` among `options`."""
+    names = {field.name for field in fields(ImageTransforms)} - {"augment"}
+    transforms = image_transforms({name: options[name] for name in names & options.keys()}, image_task)
     read = transforms.reader()
     transform = transforms.validation()
     return Task(
@@ -230,8 +211,7 @@ def _named_classes(classes: object) -> list[str]:
 def _classes_of(path: str, rows: list[Row], columns: tuple[str, str], is_numbered: bool) -> list[str]:
     """Return the sorted labels of a list, or the numbers from 0 to its largest one."""
     _require_columns(rows, path, columns)
-    labels = {label_text(row.values.get(columns[1])) for row in rows if not row.problem}
-    names = sorted(text for text in labels if text and not text_problem(text))
+    names = sorted({label_text(row.values.get(columns[1])) for row in rows if not row.problem} - {""})
     if is_numbered:
         numbers = [int(text) for text in names if re.fullmatch("[0-9]{1,6}", text)]
         names = [str(number) for number in range(max(numbers, default=-1) + 1)]

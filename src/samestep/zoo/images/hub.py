@@ -66,27 +66,32 @@ def load_hub_images(
     transforms = image_transforms(options, load_hub_images)
     columns = (image_column, label_column)
     tables = _load(path)
-    table = _table(tables, path, train_split, columns)
-    classes = _classes(table, label_column, path)
-    labels = _labels(table, label_column, classes, path)
-    name = path
-    if isinstance(tables, Mapping):
-        name = f"{path}/{train_split}"
+    table, name = _table(tables, path, train_split, columns)
+    names = _label_names(table, label_column, path)
+    classes = tuple(getattr(table.features[label_column], "names", sorted({text for text in names if text})))
+    if len(classes) < 2:
+        raise DataError(
+            f"{path} has {len(classes)} classes in column {label_column!r}",
+            expected="at least two classes",
+            fix="correct data.options.label_column",
+            code="E_CLASSES",
+        )
+    numbers = {label: number for number, label in enumerate(classes)}
+    labels = [numbers.get(label) for label in names]
     if evaluation_split is None or not isinstance(tables, Mapping):
         keys = [str(number) for number in range(len(table))]
         parts = train_validation_split(keys, evaluation_fraction, unit="image", labels=labels, classes=classes)
         train, validation = (HubSamples(table, labels, rows, name, columns) for rows in parts)
     else:
         train = HubSamples(table, labels, range(len(table)), name, columns)
-        table = _table(tables, path, evaluation_split, columns)
-        name = f"{path}/{evaluation_split}"
-        labels = _labels(table, label_column, classes, name)
-        validation = HubSamples(table, labels, range(len(table)), name, columns)
+        table, name = _table(tables, path, evaluation_split, columns)
+        labels_of_evaluation = [numbers.get(label) for label in _label_names(table, label_column, name)]
+        validation = HubSamples(table, labels_of_evaluation, range(len(table)), name, columns)
     return transforms.splits(
         LabeledImages(train, transforms.reader(), transforms.train()),
         LabeledImages(validation, transforms.reader(), transforms.validation()),
         classes,
-        fingerprint=fingerprint_of([str(train.labels[row]) for row in train.rows], []),
+        fingerprint=fingerprint_of([str(labels[row]) for row in train.rows], []),
     )
 
 
@@ -104,9 +109,8 @@ def _load(path: str) -> Any:
         ) from error
 
 
-def _table(tables: Any, path: str, split: str, columns: tuple[str, str]) -> Any:
-    """Return one split. Its images are decoded on access, so that errors name the damaged row."""
-    image = import_optional("datasets", "data.name hub_images").Image
+def _table(tables: Any, path: str, split: str, columns: tuple[str, str]) -> tuple[Any, str]:
+    """Return one split and its name. Its images are decoded on access, so that errors name the damaged row."""
     if isinstance(tables, Mapping):
         if split not in tables:
             raise DataError(
@@ -116,62 +120,28 @@ def _table(tables: Any, path: str, split: str, columns: tuple[str, str]) -> Any:
                 code="E_SPLIT",
             )
         tables = tables[split]
-    for name in columns:
-        if name not in tables.column_names:
-            raise _invalid_column(
-                f"{path} has no column {name!r}",
-                f"one of the columns {', '.join(tables.column_names)}",
-                "set data.options.image_column and data.options.label_column",
-            )
-    if not isinstance(tables.features[columns[0]], image):
-        raise _invalid_column(
-            f"the column {columns[0]!r} of {path} is {tables.features[columns[0]]}",
-            "a column of type datasets.Image",
-            "dataset.cast_column(NAME, datasets.Image()), and save the dataset again",
+        path = f"{path}/{split}"
+    image = import_optional("datasets", "data.name hub_images").Image
+    if not isinstance(tables.features.get(columns[0]), image) or columns[1] not in tables.features:
+        raise DataError(
+            f"{path} has the columns {dict(tables.features)}",
+            expected=f"a column {columns[0]!r} of type datasets.Image, and a column {columns[1]!r}",
+            fix="set data.options.image_column and data.options.label_column",
+            code="E_COLUMN",
         )
-    return tables.cast_column(columns[0], image(decode=False))
+    return tables.cast_column(columns[0], image(decode=False)), path
 
 
-def _invalid_column(problem: str, expected: str, fix: str) -> DataError:
-    return DataError(problem, expected=expected, fix=fix, code="E_COLUMN")
-
-
-def _classes(table: Any, column: str, path: str) -> tuple[str, ...]:
+def _label_names(table: Any, column: str, path: str) -> list[str | None]:
+    """Return the label of each row as text; None for an invalid one."""
     feature = table.features[column]
     if isinstance(feature, import_optional("datasets", "data.name hub_images").ClassLabel):
-        classes = tuple(feature.names)
-    elif feature.dtype in ("string", "large_string"):
-        classes = tuple(sorted({text for text in table[column] if text}))
-    else:
-        raise _invalid_column(
-            f"the column {column!r} of {path} is {feature}",
-            "a column of type datasets.ClassLabel, or of text",
-            "dataset.cast_column(NAME, datasets.ClassLabel(names=[...])), and save the dataset again",
-        )
-    if len(classes) < 2:
-        raise DataError(
-            f"{path} has {len(classes)} classes in column {column!r}",
-            expected="at least two classes",
-            fix="correct data.options.label_column",
-            code="E_CLASSES",
-        )
-    return classes
-
-
-def _labels(table: Any, column: str, classes: tuple[str, ...], path: str) -> list[int | None]:
-    """Return class numbers of labels that are names or numbers; None for other labels.
-
-    Numbers are those of the names of this table, whose order can differ from that of `classes`.
-    """
-    numbers: dict[Any, int] = {name: number for number, name in enumerate(classes)}
-    names = getattr(table.features[column], "names", classes)  # of a `ClassLabel`
-    unknown = [name for name in names if name not in numbers]
-    if unknown:
-        raise DataError(
-            f"{path} has the classes {', '.join(names)}, the training data have {', '.join(classes)}",
-            expected="classes of the training data, in any order",
-            fix=f"rename or remove the class {unknown[0]!r}, and save the dataset again",
-            code="E_CLASSES",
-        )
-    numbers |= {number: numbers[name] for number, name in enumerate(names)}
-    return [numbers.get(value) for value in table[column]]
+        return [feature.names[value] if value in range(len(feature.names)) else None for value in table[column]]
+    if feature.dtype in ("string", "large_string"):
+        return [text or None for text in table[column]]
+    raise DataError(
+        f"the column {column!r} of {path} is {feature}",
+        expected="a column of type datasets.ClassLabel, or of text",
+        fix="dataset.cast_column(NAME, datasets.ClassLabel(names=[...])), and save the dataset again",
+        code="E_COLUMN",
+    )

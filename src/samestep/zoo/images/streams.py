@@ -118,7 +118,7 @@ def _class_number(value: Any, place: str, labels: ClassLabels) -> int:
     if number is None:
         raise DataError(
             f"the label {value!r} of {place} is not a class",
-            expected=labels.expected(value),
+            expected=labels.expected,
             fix="correct data.options.classes or the files, or skip such samples: data.bad_samples: skip",
             code="E_LABEL",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -140,8 +139,7 @@ def image_transforms(options: Mapping[str, Any], loader: Callable[..., Any]) -> 
     Raises:
         RecipeError: an option is unknown or has an invalid value.
     """
-    others = [name for name in signature(loader).parameters if name != "options"]
-    return validated(ImageTransforms, options, "data.options", others=others)
+    return validated(ImageTransforms, options, "data.options", loader=loader)
 
 
 class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
@@ -176,17 +174,6 @@ class PlainCrop:
         top, left = (int(at * (length - self.size + 1)) for at, length in zip((top, left), pixels.shape, strict=False))
         crop = pixels[top : top + self.size, left : left + self.size]
         return (crop.flip(1) if side < self.flip else crop.clone()).permute(2, 0, 1)
-
-
-class RandomFlip:
-    """Horizontal flip of a tensor with torchvision's random number, in a third of the time of torchvision's class."""
-
-    def __init__(self, probability: float) -> None:
-        self._probability = probability
-
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the pixels or their mirror image."""
-        return pixels.flip(-1) if torch.rand(1).item() < self._probability else pixels
 
 
 class CenterCrop:
@@ -263,7 +250,7 @@ class ImageTransforms:
             steps = [as_image, crop, v2.RandomHorizontalFlip(augment.flip)]
         else:
             crop = RandomCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
-            steps = [crop, RandomFlip(augment.flip)]
+            steps = [crop, v2.RandomHorizontalFlip(augment.flip)]
         colors = augment.color_transforms()
         if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
             colors = [v2.ToPILImage(), *colors, v2.PILToTensor()]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy
 import torch
 from PIL import Image
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
@@ -20,7 +21,7 @@ from samestep.zoo.images.decoders import as_image
 from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.images.source import ImageSource, open_cache
 from samestep.zoo.images.transforms import MEAN, STD
-from samestep.zoo.options import require_option
+from samestep.zoo.options import validated
 from samestep.zoo.segmentation.masks import (
     IGNORED,
     ClassNumbers,
@@ -29,7 +30,6 @@ from samestep.zoo.segmentation.masks import (
     Value,
     as_target,
     read_mask,
-    require_sides,
     split_pairs,
 )
 from samestep.zoo.splits import Splits, Task
@@ -40,49 +40,61 @@ from torchvision import tv_tensors  # noqa: E402
 from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
-Fit = Literal["resize", "crop"]
-Flips = Literal["none", "horizontal", "both"]
+_Side = Annotated[int, Field(ge=1)]
+_Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True)
-class Augment:
-    """Augmentation of images and masks.
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class MaskTransforms:
+    """Joint transforms of images and masks: options of the dataset.
 
     Attributes:
+        image_size: height and width, or both.
+        fit: `resize` changes the size without keeping proportions. `crop` takes a random part with augmentation, else
+            the center; smaller images are padded with zeros, and their masks with `IGNORED`.
         flips: axes that are flipped with probability 0.5.
         scale: minimum and maximum area of a random crop with `fit: resize`, as fractions of the image.
         jitter: maximum relative change of brightness and contrast.
     """
 
-    flips: Flips = "none"
-    scale: Sequence[float] = (1.0, 1.0)
-    jitter: float = 0.0
+    image_size: _Side | tuple[_Side, _Side] = 256
+    fit: Literal["resize", "crop"] = "resize"
+    flips: Literal["none", "horizontal", "both"] = "horizontal"
+    scale: tuple[_Fraction, _Fraction] = (0.5, 1.0)
+    jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
 
-    def __post_init__(self) -> None:
-        scale, known = self.scale, get_args(Flips)
-        require_option("flips", self.flips, self.flips in known, f"one of {', '.join(known)}", "none")
-        is_range = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
-        require_option("scale", list(scale), is_range, "two fractions, 0 < first <= second <= 1", "[0.5, 1.0]")
-        require_option("jitter", self.jitter, 0 <= self.jitter <= 1, "0 <= jitter <= 1", "0.2")
+    def train(self) -> JointTransform:
+        """Return the transform of training images, with augmentation by torch's generator."""
+        if self.fit == "crop":
+            steps = [partial(_pad, size=self._sides), v2.RandomCrop(self._sides)]
+        elif self.scale[0] < 1:
+            steps = [v2.RandomResizedCrop(self._sides, scale=self.scale)]
+        else:
+            steps = [v2.Resize(self._sides)]
+        if self.flips != "none":
+            steps.append(v2.RandomHorizontalFlip())
+        if self.flips == "both":
+            steps.append(v2.RandomVerticalFlip())
+        if self.jitter > 0:
+            steps.append(v2.ColorJitter(brightness=self.jitter, contrast=self.jitter))
+        return JointTransform(v2.Compose(steps))
+
+    def validation(self) -> JointTransform:
+        """Return the transform of validation images."""
+        if self.fit == "crop":
+            return JointTransform(v2.Compose([partial(_pad, size=self._sides), v2.CenterCrop(self._sides)]))
+        return JointTransform(v2.Resize(self._sides))
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
 
 class JointTransform:
-    """Transform of an RGB image and its class numbers to tensors `(3, H, W)` and `(H, W)`.
+    """Transform of an RGB image and its class numbers to tensors `(3, H, W)` and `(H, W)`."""
 
-    Args:
-        size: height and width, or both.
-        fit: `resize` changes the size without keeping proportions. `crop` takes a random part with augmentation, else
-            the center; smaller images are padded with zeros, and their masks with `IGNORED`.
-        augment: augmentation for training, with torch's generator.
-
-    Raises:
-        DataError: an option is invalid.
-    """
-
-    def __init__(self, size: int | Sequence[int], fit: Fit = "resize", augment: Augment | None = None) -> None:
-        sides = require_sides("image_size", size, 2, "a number of pixels, or [height, width]", 256)
-        require_option("fit", fit, fit in get_args(Fit), f"one of {', '.join(get_args(Fit))}", "resize")
-        self._transform = _compose(sides, fit, augment)
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self._transform = transform
 
     def __call__(self, image: Image.Image, mask: ClassNumbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalized image and its class numbers."""
@@ -96,23 +108,10 @@ class JointTransform:
         return result
 
     def _apply(self, image: Image.Image, mask: ClassNumbers) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels, numbers = tv_tensors.Image(functional.pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(mask))
+        pixels = tv_tensors.Image(functional.pil_to_tensor(image))
+        numbers = tv_tensors.Mask(torch.from_numpy(mask))
         pixels, numbers = self._transform(pixels, numbers)
         return pixels.as_subclass(torch.Tensor), numbers.as_subclass(torch.Tensor)
-
-
-def _compose(size: tuple[int, ...], fit: Fit, augment: Augment | None) -> Callable[..., Any]:
-    if fit == "crop":
-        steps = [partial(_pad, size=size), v2.RandomCrop(size) if augment else v2.CenterCrop(size)]
-    elif augment and augment.scale[0] < 1:
-        steps = [v2.RandomResizedCrop(size, scale=tuple(augment.scale))]
-    else:
-        steps = [v2.Resize(size)]
-    if augment and augment.flips != "none":
-        steps += [v2.RandomHorizontalFlip(), *([v2.RandomVerticalFlip()] if augment.flips == "both" else [])]
-    if augment and augment.jitter > 0:
-        steps.append(v2.ColorJitter(brightness=augment.jitter, contrast=augment.jitter))
-    return v2.Compose(steps)  # type: ignore[no-any-return]
 
 
 def _pad(image: torch.Tensor, mask: torch.Tensor, *, size: tuple[int, ...]) -> tuple[Any, Any]:
@@ -172,11 +171,7 @@ def load_segmentation(
     mask_values: Sequence[Value] | None = None,
     ignore_values: Sequence[Value] = (),
     threshold: float | None = None,
-    image_size: int | Sequence[int] = 256,
-    fit: Fit = "resize",
-    flips: Flips = "horizontal",
-    scale: Sequence[float] = (0.5, 1.0),
-    jitter: float = 0.0,
+    **options: Any,
 ) -> Splits:
     """Return images and masks, with the options of `docs/guides/segmentation.md`.
 
@@ -184,15 +179,15 @@ def load_segmentation(
         DataError: a folder is missing, files have no partner, or options contradict each other.
     """
     code = MaskCode(classes, mask_values, ignore_values, threshold)
-    evaluation_transform = JointTransform(image_size, fit)
+    transforms = validated(MaskTransforms, options, "data.options", loader=load_segmentation)
     pairs, evaluation_pairs, notes = split_pairs(
         IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
     )
     source = ImageSource()
-    train = MaskedImages(pairs, source, code, JointTransform(image_size, fit, Augment(flips, scale, jitter)))
+    train = MaskedImages(pairs, source, code, transforms.train())
     return Splits(
         train=train,
-        evaluation=MaskedImages(evaluation_pairs, source, code, evaluation_transform),
+        evaluation=MaskedImages(evaluation_pairs, source, code, transforms.validation()),
         classes=code.classes,
         reads_files=True,
         notes=notes,
@@ -203,9 +198,11 @@ def load_segmentation(
     )
 
 
-def segmentation_task(classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Fit = "resize") -> Task:
+def segmentation_task(
+    classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Literal["resize", "crop"] = "resize"
+) -> Task:
     """Return the task that segments an image: the share of each class, and the image with colored classes."""
-    transform = JointTransform(image_size, fit)
+    transform = validated(MaskTransforms, {"image_size": image_size, "fit": fit}, "data.options").validation()
 
     def read(path: Path) -> torch.Tensor:
         image = read_image(path)

@@ -15,7 +15,7 @@ from PIL import Image
 from samestep.data.folder_files import by_suffix, files_below, left_out_notes
 from samestep.errors import DataError
 from samestep.zoo.images.files import file_errors, open_image
-from samestep.zoo.options import is_count, is_number, require_option, require_path
+from samestep.zoo.options import is_number, require_option, require_path
 from samestep.zoo.splits import train_validation_split
 
 IGNORED = -100  # target that losses and metrics ignore
@@ -157,31 +157,33 @@ class MaskCode:
         ignored: Sequence[Value] = (),
         threshold: float | None = None,
     ) -> None:
-        is_list = classes is None or isinstance(classes, list | tuple)
-        require_option("classes", classes, is_list, "a list of names, or null for binary masks", "[background, road]")
         self.is_binary = classes is None
         self.classes = tuple(classes or ("foreground",))
         self.has_colors = any(not isinstance(value, int) for value in values or ())
-        is_threshold = threshold is None or is_number(threshold)
-        require_option("threshold", threshold, is_threshold, "a number, or null", 128)
         self._threshold = threshold
         self._is_default_binary = self.is_binary and values is None
         count = 2 if self.is_binary else len(self.classes)
-        self._require_consistent(values, count)
+        self._require_valid(classes, values, count)
         codes = {self._packed(value): number for number, value in enumerate(range(count) if values is None else values)}
         if self._is_default_binary:
             codes[255] = 1
         self._ignored = [self._packed(value) for value in ignored]
-        if values is not None and len({*codes, *self._ignored}) < count + len(set(self._ignored)):
-            raise DataError(
-                f"data.options.mask_values is {list(values)} and ignore_values is {list(ignored)}",
-                expected="each value once in mask_values, and none of them in ignore_values",
-                fix="remove or correct the repeated value",
-                code="E_VALUE",
-            )
+        is_clear = values is None or len({*codes, *self._ignored}) == count + len(set(self._ignored))
+        require_option("mask_values", values, is_clear, "different values, none of them in ignore_values", [0, 255])
         codes |= dict.fromkeys(self._ignored, IGNORED)
         self._known = numpy.array(sorted(codes), dtype=numpy.int64)
         self._codes = numpy.array([codes[int(value)] for value in self._known], dtype=numpy.int16)
+
+    def _require_valid(self, classes: object, values: Sequence[Value] | None, count: int) -> None:
+        is_list = classes is None or (isinstance(classes, list | tuple) and count >= 2)
+        is_names = is_list and len(set(self.classes)) == len(self.classes)
+        names = "at least two different names, or null for binary masks"
+        require_option("classes", classes, is_names, names, "[background, road]")
+        is_complete = values is None or len(values) == count
+        require_option("mask_values", values, is_complete, f"one value for each of {count} classes", [0, 255])
+        is_threshold = is_number(self._threshold) and self._is_default_binary
+        rule = "a number, for binary masks without mask_values, or null"
+        require_option("threshold", self._threshold, self._threshold is None or is_threshold, rule, 128)
 
     def numbers(self, values: NDArray[Any], name: str) -> ClassNumbers:
         """Return the class numbers of mask values, `IGNORED` for ignored values.
@@ -210,9 +212,8 @@ class MaskCode:
                 fix=f"correct the mask, or set data.options.mask_values or ignore_values{threshold}",
                 code="E_MASK",
             )
-        if self._is_default_binary and all(
-            value not in self._ignored and (packed == value).any() for value in (1, 255)
-        ):
+        foreground = {1, 255} - set(self._ignored)
+        if self._is_default_binary and foreground == {1, 255} and all((packed == value).any() for value in foreground):
             raise DataError(
                 f"{name} has both of the values 1 and 255",
                 expected="0 and either 1 or 255 in a binary mask",
@@ -230,38 +231,12 @@ class MaskCode:
         """Return an integer, or a color as `0xRRGGBB`."""
         if isinstance(value, int) and not self.has_colors and abs(value) <= _MAX_VALUE:
             return value
-        if isinstance(value, int) or len(value) != 3 or not all(0 <= part <= 255 for part in value):
-            raise DataError(
-                f"data.options.mask_values or ignore_values contains {value}",
-                expected="integers of 64 bits only, or colors [R, G, B] of 0 to 255 only",
-                fix="set data.options.mask_values: [[0, 0, 0], [255, 0, 0]]",
-                code="E_VALUE",
-            )
+        is_color = not isinstance(value, int) and len(value) == 3 and all(0 <= part <= 255 for part in value)
+        rule = "integers of 64 bits only, or colors [R, G, B] of 0 to 255 only"
+        require_option("mask_values", value, is_color, rule, "[[0, 0, 0], [255, 0, 0]]")
+        assert not isinstance(value, int)
         red, green, blue = value
         return red << 16 | green << 8 | blue
-
-    def _require_consistent(self, values: Sequence[Value] | None, count: int) -> None:
-        if len(set(self.classes)) < len(self.classes) or (not self.is_binary and count < 2):
-            raise DataError(
-                f"data.options.classes is {list(self.classes)}",
-                expected="at least two different names, or null for binary masks",
-                fix="set data.options.classes: [background, road, car]",
-                code="E_CLASSES",
-            )
-        if values is not None and len(values) != count:
-            raise DataError(
-                f"data.options.mask_values has {len(values)} values for {count} classes",
-                expected="one value per class, starting with the background",
-                fix="set data.options.mask_values: [0, 255] for a binary mask",
-                code="E_VALUE",
-            )
-        if self._threshold is not None and not self._is_default_binary:
-            raise DataError(
-                f"data.options.threshold is {self._threshold}",
-                expected="a threshold only for binary masks without mask_values",
-                fix="remove data.options.threshold, or data.options.classes and mask_values",
-                code="E_VALUE",
-            )
 
 
 def read_mask(path: Path, code: MaskCode) -> ClassNumbers:
@@ -294,15 +269,3 @@ def _integers(image: Image.Image) -> NDArray[Any]:
 def as_target(numbers: torch.Tensor, *, is_binary: bool) -> torch.Tensor:
     """Return class numbers as the target of a loss for one output channel, or for several."""
     return numbers.to(torch.float32).unsqueeze(0) if is_binary else numbers.to(torch.int64)
-
-
-def require_sides(name: str, size: int | Sequence[int], count: int, expected: str, default: int) -> tuple[int, ...]:
-    """Return `count` sides from an option with one number for all of them, or a number for each.
-
-    Raises:
-        DataError: `size` is something else.
-    """
-    sides = (size,) * count if isinstance(size, int) else tuple(size)
-    is_valid = len(sides) == count and all(map(is_count, sides))
-    require_option(name, size, is_valid, expected, default)
-    return sides

@@ -6,25 +6,26 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
-from samestep.zoo.options import import_optional, is_number, require_count, require_option
+from samestep.zoo.options import import_optional, validated
 from samestep.zoo.segmentation.masks import (
     IGNORED,
     ClassNumbers,
     MaskCode,
     Pair,
     as_target,
-    require_sides,
     split_pairs,
 )
 from samestep.zoo.splits import Splits, Task
@@ -32,6 +33,7 @@ from samestep.zoo.splits import Splits, Task
 VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy", ".npz")
 
 Voxels = NDArray[numpy.float32]
+_Count = Annotated[int, Field(ge=1)]
 Sample = tuple[torch.Tensor, torch.Tensor]
 # Start of a patch along one axis, and the first voxel that earlier patches do not cover.
 Interval = tuple[int, int]
@@ -149,19 +151,45 @@ def normalize(volume: Voxels, window: Sequence[float] | None) -> Voxels:
     return scaled
 
 
-class RandomPatches:
-    """Random patches, a fixed number per volume, drawn again in each epoch.
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class PatchOptions:
+    """Patches of volumes: options of the dataset.
 
-    Args:
+    Attributes:
+        patch_size: side of a patch in voxels, or three sides.
+        patches: random patches per training volume.
         foreground_share: probability that a patch is centered on a foreground voxel, if the volume has any.
         flips: flip each axis with probability 0.5.
+        window: minimum and maximum; values outside are clipped.
+        kept_volumes: number of cached volumes; changes time and memory but not the results.
     """
 
-    def __init__(
-        self, volumes: Volumes, size: tuple[int, ...], patches: int, foreground_share: float, *, flips: bool
-    ) -> None:
-        self._volumes, self._size, self._patches = volumes, size, patches
-        self._share, self._flips = foreground_share, flips
+    patch_size: _Count | tuple[_Count, _Count, _Count] = 64
+    patches: _Count = 4
+    foreground_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    flips: bool = True
+    window: tuple[float, float] | None = None
+    kept_volumes: Annotated[int, Field(ge=0)] = 4
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not self.window[0] < self.window[1]:
+            raise ValueError("window is not a minimum and a maximum")
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Sides of a patch."""
+        return (self.patch_size,) * 3 if isinstance(self.patch_size, int) else self.patch_size
+
+
+class RandomPatches:
+    """Random patches, a fixed number per volume, drawn again in each epoch."""
+
+    def __init__(self, volumes: Volumes, options: PatchOptions) -> None:
+        self._volumes = volumes
+        self._size = options.sides
+        self._patches = options.patches
+        self._share = options.foreground_share
+        self._flips = options.flips
 
     def __len__(self) -> int:
         return len(self._volumes.pairs) * self._patches
@@ -248,35 +276,25 @@ def load_volumes(
     classes: Sequence[str] | None = None,
     mask_values: Sequence[int] | None = None,
     ignore_values: Sequence[int] = (),
-    patch_size: int | Sequence[int] = 64,
-    patches: int = 4,
-    foreground_share: float = 0.5,
-    flips: bool = True,
-    window: Sequence[float] | None = None,
-    kept_volumes: int = 4,
+    **options: Any,
 ) -> Splits:
     """Return volumes and masks, with the options of `docs/guides/segmentation.md`.
 
     Raises:
         DataError: a folder is missing, files have no partner, or options contradict each other.
     """
-    require_count("patches", patches, 1, 4)
-    require_option("flips", flips, isinstance(flips, bool), "true or false", "true")
-    is_share = 0 <= foreground_share <= 1
-    require_option("foreground_share", foreground_share, is_share, "0 <= foreground_share <= 1", 0.5)
-    is_pair = isinstance(window, list | tuple) and len(window) == 2 and all(map(is_number, window))
-    is_window = window is None or (is_pair and window[0] < window[1])
-    require_option("window", window, is_window, "[minimum, maximum], or null", "null")
-    require_count("kept_volumes", kept_volumes, 0, 4)
-    size = require_sides("patch_size", patch_size, 3, "a number of voxels, or three", 64)
+    chosen = validated(PatchOptions, options, "data.options", loader=load_volumes)
     code = MaskCode(classes, mask_values, ignore_values)
     pairs, evaluation_pairs, notes = split_pairs(
         VOLUME_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
     )
-    train = RandomPatches(Volumes(pairs, code, window, kept_volumes), size, patches, foreground_share, flips=flips)
+    train_volumes, volumes = (
+        Volumes(part, code, chosen.window, chosen.kept_volumes) for part in (pairs, evaluation_pairs)
+    )
+    train = RandomPatches(train_volumes, chosen)
     return Splits(
         train=train,
-        evaluation=Tiles(Volumes(evaluation_pairs, code, window, kept_volumes), size),
+        evaluation=Tiles(volumes, chosen.sides),
         classes=code.classes,
         reads_files=True,
         notes=notes,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from samestep.checkpoint.files import replacing
 from samestep.data.folder_files import by_suffix, files_below
 from samestep.data.streams.source import fingerprint_of
-from samestep.errors import DataError, InputError
+from samestep.errors import DataError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (
     Answer,
@@ -117,9 +117,7 @@ def load_language(
     )
 
 
-def language_task(
-    classes: tuple[str, ...], *, tokenizer: str | None = None, block_size: int = 64, **others: Any
-) -> Task:
+def language_task(classes: tuple[str, ...], *, tokenizer: str | None = None, block_size: int = 64) -> Task:
     """Return the task that continues a prompt, and predicts the token after a file."""
     encoder = read_tokenizer(tokenizer)
 
@@ -182,8 +180,7 @@ def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
 def _note(path: str | None, documents: Sequence[Document], targets: str) -> str:
     source = f"source of Python {platform.python_version()}'s library" if path is None else path
     digest = hashlib.sha256("".join(sorted(document.digest for document in documents)).encode()).hexdigest()[:16]
-    size = sum(document.size for document in documents)
-    return f"text: {source}: {len(documents)} files, {size:,} bytes, hash {digest}; target tokens: {targets}"
+    return f"text: {source}: {len(documents)} files, hash {digest}; target tokens: {targets}"
 
 
 def complete(model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Tokenizer, block_size: int) -> str:
@@ -218,17 +215,7 @@ def generate(
         top_k: number of most probable tokens to sample from; None for all tokens.
         seed: seed of the random draws.
         end: token that ends the generation.
-
-    Raises:
-        InputError: a number is out of range.
     """
-    if count < 0 or temperature < 0 or (top_k is not None and top_k < 1):
-        raise InputError(
-            f"count is {count}, temperature is {temperature}, top_k is {top_k}",
-            expected="count >= 0, temperature >= 0, top_k >= 1",
-            fix="use temperature 0 for the most probable token, top_k None for all tokens",
-            code="E_VALUE",
-        )
     generator = torch.Generator().manual_seed(seed)  # of the CPU: the same numbers for every device of the model
     device = next(model.parameters()).device
     model.eval()
@@ -264,13 +251,11 @@ class Document(NamedTuple):
     name: str  # path below the dataset's folder, equal on all machines
     path: Path
     digest: str  # SHA-256 of the content
-    size: int  # size in bytes
 
 
 def read_document(path: Path, name: str) -> Document:
     """Return name, size and hash of a file."""
-    content = path.read_bytes()
-    return Document(name, path, hashlib.sha256(content).hexdigest(), len(content))
+    return Document(name, path, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> Tokens:
@@ -280,26 +265,18 @@ def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     another name and renamed, so processes can write it at the same time without waiting: their contents are equal.
 
     Raises:
-        DataError: a document is not text, the tokenizer has no end token, or `folder` is not writable.
+        DataError: a document is not text, or the tokenizer has no end token.
     """
     dtype = numpy.dtype("<u2" if tokenizer.size <= _MAX_2_BYTES else "<u4")
     key = [_CACHE_FORMAT, tokenizer.digest, tokenizer.end, [(document.name, document.digest) for document in documents]]
     path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.{dtype.str[1:]}"
     if not path.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                for row in _encoded(documents, tokenizer):
-                    file.write(numpy.array(row, dtype=dtype).tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be written: {error.strerror}",
-                expected="a writable folder for tokens",
-                fix="--set data.options.cache=FOLDER",
-                code="E_OUTPUT",
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            for row in _encoded(documents, tokenizer):
+                file.write(numpy.array(row, dtype=dtype).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
     if not path.stat().st_size:
         return numpy.zeros(0, dtype=dtype)  # an empty file cannot be mapped
     return numpy.memmap(path, dtype=dtype, mode="r")

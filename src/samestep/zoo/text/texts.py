@@ -21,7 +21,6 @@ from samestep.zoo.splits import (
     label_text,
     require_fraction,
     require_no_booleans,
-    text_problem,
     top_classes,
     train_validation_split,
 )
@@ -67,7 +66,7 @@ class Texts:
         if number is None:
             raise DataError(
                 f"{row.where}: the label {row.label!r} is not a class",
-                expected=self._labels.expected(row.label),
+                expected=self._labels.expected,
                 fix=_FIX,
                 code="E_LABEL",
             )
@@ -173,12 +172,8 @@ def _labeled_text(row: Row, text_column: str, label_column: str) -> LabeledText:
     label = label_text(row.values.get(label_column))
     if row.problem:
         return LabeledText(row.where, "", "", row.problem)
-    if problem := text_problem(label):
-        return LabeledText(row.where, "", "", f"the label is not valid: {problem}")
     if not isinstance(text, str) or not text.strip():
         return LabeledText(row.where, "", label, f"the text is {text!r}")
-    if problem := text_problem(text):
-        return LabeledText(row.where, "", label, f"the text is not valid: {problem}")
     return LabeledText(row.where, text, label)
 
 
