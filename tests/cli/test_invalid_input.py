@@ -95,10 +95,9 @@ def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
-@pytest.mark.parametrize(("text", "problem"), [("", "'' is empty"), ("'a", '"\'a": No closing quotation')])
-def test_invalid_command_of_a_comparison(refused: Refused, text: str, problem: str) -> None:
-    err = refused("audit", f"--against-command={text}", "--", "python", "train.py")
-    assert f"--against-command {problem} [E_VALUE]" in err.splitlines()[0]
+@pytest.mark.parametrize("text", ["", "'a"])
+def test_invalid_command_of_a_comparison(refused: Refused, text: str) -> None:
+    assert "[E_VALUE]" in refused("audit", f"--against-command={text}", "--", "python", "train.py")
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "", "a\\b", "a\nb"])
@@ -589,8 +588,5 @@ def test_command_in_which_nothing_is_observed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for command, is_named in ((["python", "-c", ""], False), (["/usr/bin/env", "true"], True)):
-        assert main(["audit", "--", *command]) == EXIT_FAILED
-        err = capsys.readouterr().err
-        assert "[E_NOTHING_OBSERVED]" in err
-        assert ("with the Python of Samestep" in err) == is_named
+    assert main(["audit", "--", "python", "-c", ""]) == EXIT_FAILED
+    assert "[E_NOTHING_OBSERVED]" in capsys.readouterr().err

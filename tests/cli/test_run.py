@@ -12,7 +12,7 @@ import pytest
 
 from helpers.started import as_srun, ranks
 from helpers.system import Running, here, samestep, until
-from samestep.cli.main import parse_arguments
+from samestep.cli.main import build_parser
 
 WITH_START = """
 import json, sys
@@ -231,9 +231,9 @@ def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [(), ("--processes", "2")])
 def test_script_after_the_separator(before: tuple[str, ...]) -> None:
-    parsed = parse_arguments(["run", *before, "--", "train.py", "--epochs", "3"])
+    parsed = build_parser("run").parse_args([*before, "--", "train.py", "--epochs", "3"])
     assert (parsed.script, parsed.arguments) == (Path("train.py"), ["--epochs", "3"])
-    assert parsed.processes == ("2" if before else "auto")
+    assert parsed.processes == ("2" if before else None)
 
 
 def test_runs_folder_that_cannot_be_created(refused: Callable[..., str], tmp_path: Path) -> None:

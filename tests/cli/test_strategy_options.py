@@ -1,80 +1,15 @@
-"""`--strategy` and `--mesh`: runs, resumption with another strategy, and errors that suggest a valid mesh."""
+"""`--strategy` and `--mesh`: runs, and resumption with another strategy."""
 
 import json
-import re
-from itertools import product
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from helpers.system import answer, events, here, tree, weights
-from samestep.cli.main import main
-from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
-from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError
+from samestep.errors import EXIT_DONE, EXIT_INPUT
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
-STRATEGIES = ("ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp")
-MESHES = (
-    "",
-    "tensor=2",
-    "shard=2",
-    "replicate=3",
-    "pipeline=2",
-    "tensor=2,shard=2",
-    "pipeline=2,shard=2",
-    "replicate=2",
-)
-
-
-def axes(text: str) -> dict[str, int]:
-    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(",") if part)}
-
-
-def is_invalid(strategy: str, mesh: str, processes: int) -> bool:
-    try:
-        resolve_mesh(StrategyConfig(name=strategy, mesh=MeshConfig(**axes(mesh))), processes)  # type: ignore[arg-type]
-    except InputError:
-        return True
-    return False
-
-
-INVALID = [case for case in product(STRATEGIES, MESHES, (3, 4)) if is_invalid(*case)]
-
-
-def test_there_are_enough_invalid_combinations() -> None:
-    assert len(INVALID) >= 40
-    assert {strategy for strategy, _, _ in INVALID} == set(STRATEGIES)
-
-
-@pytest.mark.parametrize(("strategy", "mesh", "processes"), INVALID)
-def test_invalid_combination_is_an_error_that_suggests_a_valid_one(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    strategy: str,
-    mesh: str,
-    processes: int,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    chosen = ["--strategy", strategy, *(["--mesh", mesh] if mesh else []), "--processes", str(processes)]
-    assert main(["train", str(RECIPE), *chosen]) == EXIT_INPUT
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert len(re.findall(r"^  expected: \S", error, re.MULTILINE)) == 1
-    (fix,) = re.findall(r"^  fix:      (\S.*)", error, re.MULTILINE)
-    assert tree(tmp_path) == {}
-    assert not is_invalid(*suggested(fix, strategy, mesh, processes)), fix
-
-
-def suggested(fix: str, strategy: str, mesh: str, processes: int) -> tuple[str, str, int]:
-    """Return the combination that a fix suggests; of alternatives, the last."""
-    other, sizes = (re.search(pattern, fix) for pattern in (r"--strategy (\w+)", r"--mesh ([\w=,]+)"))
-    if not other and not sizes:
-        match = re.search(r"--processes (\d+)", fix)
-        assert match, fix
-        return strategy, mesh, int(match[1])
-    return other[1] if other else strategy, sizes[1] if sizes else mesh, processes
 
 
 @pytest.mark.parametrize("mesh", ["tensor", "tensor=0", "tensor=x", "rows=2", "tensor=2,tensor=2", "tensor=2;shard=2"])

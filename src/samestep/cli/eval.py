@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from samestep.cli.external_launcher import reported_by_rank_0, run_as_rank
-from samestep.cli.launch_options import LaunchOptions, launch_ranks
+from samestep.cli.external_launcher import run_as_rank
+from samestep.cli.launch_options import LoaderOptions
 from samestep.cli.options import (
-    add_machine_options,
-    add_options,
+    JsonOption,
+    SetOption,
+    argument,
+    option,
     option_conflict,
+    options_of,
     output_errors,
     print_json,
-    run_options,
 )
-from samestep.cli.recipe_options import add_strategy_options, all_overrides, with_microbatches
+from samestep.cli.recipe_options import StrategyOptions, with_microbatches
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, reading
+from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, RunError
 from samestep.launcher.launch import LaunchConfig
 from samestep.launcher.watchdog import HANG_AFTER
@@ -28,67 +30,60 @@ from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
 
 
-def add_eval(add_parser: Any) -> None:
-    """Add `samestep eval`."""
-    parser = add_parser(
-        description="Evaluate a checkpoint of a run, or a file of weights with a recipe. Every sample counts once, on "
-        "any number of processes.",
-        epilog="example: samestep eval runs/first --checkpoint best",
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, StrategyOptions, LoaderOptions, SetOption):
+    """Evaluate a checkpoint of a run, or a file of weights with a recipe.
+
+    Every sample counts once, on any number of processes.
+    """
+
+    example: ClassVar = "samestep eval runs/first --checkpoint best"
+
+    folder: Path = argument("RUN", "directory of the run; with --pretrained, a recipe")
+    checkpoint: str | None = option("best, last, epoch-N, or a step (default best)", "WHICH")
+    trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
+    pretrained: str | None = option(
+        "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe given as RUN", "FILE"
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run; with --pretrained, a recipe")
-    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last, epoch-N, or a step (default best)")
-    add_options(parser, "--set", "--trust")
-    text = "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe given as RUN"
-    parser.add_argument("--pretrained", metavar="FILE", help=text)
-    text = "write precision, recall and F1 per class: classes.json and confusion.png in DIR"
-    parser.add_argument("--report", type=Path, metavar="DIR", help=text)
-    add_machine_options(parser)
-    add_strategy_options(parser)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_evaluate)
+    report: Path | None = option(
+        "write precision, recall and F1 per class: classes.json and confusion.png in DIR", "DIR"
+    )
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Evaluate and print `loss`, `samples` and the metrics."""
-    with reported_by_rank_0():
-        overrides = all_overrides(arguments)
-        launch, options = LaunchOptions.parse(arguments), run_options(arguments)
-    file = arguments.pretrained
+    run_options = options_of(RunOptions, options, quiet=options.json)
+    is_rank = options.rendezvous is not None
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        if arguments.report is not None:
-            with output_errors(f"--report {arguments.report}", "a writable folder", "--report with another folder"):
-                arguments.report.mkdir(parents=True, exist_ok=True)
-        is_other_data = file is None and bool(arguments.overrides)
-        classes = read_dataset_info(arguments.folder).classes if is_other_data else None
-        return plan.recipe, options, plan.checkpoint, arguments.report, classes
+        if options.report is not None:
+            with output_errors(f"--report {options.report}", "a writable folder", "--report with another folder"):
+                options.report.mkdir(parents=True, exist_ok=True)
+        is_other_data = options.pretrained is None and bool(options.overrides)
+        classes = read_dataset_info(options.folder).classes if is_other_data else None
+        return plan.recipe, run_options, plan.checkpoint, options.report, classes
 
     def make_plan(restarts: int = 0) -> RunPlan:
-        plan, is_rank = _plan(arguments, overrides), launch.rendezvous is not None
+        plan = _plan(options)
         recipe, _ = with_microbatches(plan.recipe, is_rank=is_rank)
         return replace(plan, recipe=recipe)
 
-    if launch.rendezvous is not None:
-        plan, values = run_as_rank(launch, launch.rendezvous, "evaluate", make_plan, rank_arguments)
-        if launch.rendezvous.rank != 0:
+    if options.rendezvous is not None:
+        plan, values = run_as_rank(options, options.rendezvous, "evaluate", make_plan, rank_arguments)
+        if options.rendezvous.rank != 0:
             return EXIT_DONE
     else:
         plan = make_plan()
-        processes = launch.process_range(plan.recipe)[1]
+        processes = options.process_range(plan.recipe)[1]
+        config = LaunchConfig(HANG_AFTER)
         with reading(plan.checkpoint):
-            values = launch_ranks(
-                "evaluate",
-                *rank_arguments(plan),
-                processes=processes,
-                launch_config=LaunchConfig(HANG_AFTER),
-                options=launch,
-            ).value
+            values = options.launch("evaluate", *rank_arguments(plan), processes=processes, config=config).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
     report: list[str] = []
-    if by_class is not None and arguments.report is not None:
-        report = _write_class_report(arguments.report, by_class, result)
-    if arguments.json:
+    if by_class is not None and options.report is not None:
+        report = _write_class_report(options.report, by_class, result)
+    if options.json:
         print_json(result)
         return EXIT_DONE
     width = max(12, *(len(name) + 2 for name in values))
@@ -98,15 +93,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
-    """Return the plan of an evaluation with these overrides, after a check of all options."""
-    folder, which, file = arguments.folder, arguments.checkpoint, arguments.pretrained
-    if arguments.report is not None:
+def _plan(options: Options) -> RunPlan:
+    """Return the plan of an evaluation, after a check of all options."""
+    folder, file = options.folder, options.pretrained
+    if options.report is not None:
         from samestep.metrics.class_report import require_matplotlib
 
         require_matplotlib("confusion matrix")
+    layout = options.strategy_overrides()
     if file is None:
-        for override in arguments.overrides:
+        for override in options.overrides:
             if not override.startswith("data."):
                 raise option_conflict(
                     f"--set {override} with a run",
@@ -115,14 +111,14 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> RunPlan:
                     "--pretrained FILE",
                 )
         # The evaluating machine can differ from the training machine: the strategy of the run does not apply.
-        layout = ["strategy={}", *(text for text in overrides if text not in arguments.overrides)]
-        plan = plan_from_checkpoint(folder, which or "best", layout, trust=arguments.trust)
-        recipe = make_recipe(recipe_data(plan.recipe), arguments.overrides, origin=str(folder))
+        layout = ["strategy={}", *layout]
+        plan = plan_from_checkpoint(folder, options.checkpoint or "best", layout, trust=options.trust)
+        recipe = make_recipe(recipe_data(plan.recipe), options.overrides, origin=str(folder))
         return replace(plan, recipe=recipe)
-    if which is not None:
-        value = f"--checkpoint {which} with --pretrained {file}"
+    if options.checkpoint is not None:
+        value = f"--checkpoint {options.checkpoint} with --pretrained {file}"
         raise option_conflict(value, "weights from a checkpoint or from a file")
-    recipe = load_recipe(str(folder), overrides)
+    recipe = load_recipe(str(folder), [*layout, *options.overrides])
     # Without a run, the file replaces the folder. A file is not a directory, so no logs are written.
     return RunPlan(replace(recipe, model=replace(recipe.model, pretrained=None)), Path(file), Path(file))
 

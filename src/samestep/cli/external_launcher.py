@@ -120,9 +120,9 @@ def exit_now(code: int) -> NoReturn:
 def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
     """Require options that leave the launch to the other launcher."""
     launcher, size = rendezvous.launcher, rendezvous.world_size
-    if options.processes != str(size):
+    if options.size != str(size):
         raise InputError(
-            f"--processes {options.processes}, but {launcher} has started {size} processes",
+            f"--processes {options.size}, but {launcher} has started {size} processes",
             expected="one rank per process of the launcher",
             fix=f"leave --processes out, or start the command without {launcher}",
             code="E_LAUNCHER",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.options import option_conflict, options_of
-from samestep.config import DeviceKind, Recipe, resolve_mesh
+from samestep.cli.options import DeviceOption, count, option, option_conflict, options_of, positive
+from samestep.config import DEFAULT_PREFETCH, Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
 from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
 from samestep.distributed.launcher_detection import Rendezvous
@@ -28,63 +27,48 @@ from samestep.launcher.watchdog import HANG_AFTER
 from samestep.units import parse_duration
 
 
-def add_fault_options(parser: argparse.ArgumentParser, *, requeue: bool = False) -> None:
-    """Add `--max-restarts`, `--hang-after`, `--grace`, and `--requeue` on request."""
-    group = parser.add_argument_group("faults (results do not depend on these options)")
-    text = "restart up to K times from the newest complete checkpoint after ranks failed (default 0)"
-    group.add_argument("--max-restarts", type=int, default=0, metavar="K", help=text)
-    group.add_argument(
-        "--hang-after",
-        type=partial(parse_duration, "--hang-after"),
-        default=f"{HANG_AFTER:g}s",
-        metavar="TIME",
-        help="end the run, with the stacks of all ranks, after this time without progress, such as 90s or 10m "
-        "(default 10m)",
-    )
-    group.add_argument(
-        "--grace",
-        type=partial(parse_duration, "--grace"),
-        metavar="TIME",
-        help="limit of step and checkpoint after a request to stop (Ctrl-C, SIGTERM, SIGUSR1, closed terminal); "
-        "afterwards ranks are killed (default: no limit)",
-    )
-    if requeue:
-        group.add_argument(
-            "--requeue",
-            action="store_true",
-            help="under Slurm: after a stop by SIGUSR1 (sbatch --signal) and the checkpoint, requeue the job, which "
-            "continues the run of the same --name",
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Options that decide how the ranks of a command start."""
+class LaunchOptions(DeviceOption):
+    """Ranks and devices of a command."""
 
-    processes: str  # `N`, `auto`, `MIN:MAX` or `MIN:auto`
-    devices: str | None = None
-    share_gpu: bool = False
-    device: DeviceKind = "auto"
-    max_restarts: int = 0
-    hang_after: float = HANG_AFTER  # seconds without progress after which ranks count as hung
-    grace: float | None = None  # seconds between a request to stop and the kill; None for no limit
-    requeue: bool = False
-    rendezvous: Rendezvous | None = None  # rank of this process under another launcher, or None
+    group: ClassVar = "machine (results do not depend on these options)"
+
+    processes: str | None = option(
+        "number of ranks, or auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX for fewer ranks "
+        "after failures (default 1)",
+        "N",
+    )
+    devices: str | None = option(
+        "GPUs of the ranks, as positions among the visible GPUs; one rank per GPU unless --processes is smaller "
+        "(default: the first ones)",
+        "I,J,...",
+    )
+    share_gpu: bool = option(
+        "let several ranks use one GPU; they communicate through host memory (not with pp)", default=False
+    )
 
     @classmethod
-    def parse(cls, arguments: argparse.Namespace) -> LaunchOptions:
-        """Return the options among the arguments of a command.
+    def parse(cls, arguments: Any) -> LaunchOptions:
+        """Legacy."""
+        return options_of(cls, arguments)
 
-        `processes` defaults to the size of another launcher's job, the number of `--devices`, or 1.
+    max_restarts: int = 0
+    hang_after: float = HANG_AFTER
+    grace: float | None = None
 
-        Raises:
-            InputError: an option or the launcher's variables are invalid.
-        """
-        rendezvous, processes = read_rendezvous(), arguments.processes
-        if processes is None:
-            count = arguments.devices.count(",") + 1 if arguments.devices else 1
-            processes = str(rendezvous.world_size if rendezvous is not None else count)
-        return options_of(cls, arguments, processes=processes, rendezvous=rendezvous)
+    @cached_property
+    def rendezvous(self) -> Rendezvous | None:
+        """Rank of this process under another launcher, or None."""
+        return read_rendezvous()
+
+    @cached_property
+    def size(self) -> str:
+        """`N`, `auto`, `MIN:MAX` or `MIN:auto`; default: the size of another launcher's job or of `--devices`, or 1."""
+        if self.processes is not None:
+            return self.processes
+        if self.rendezvous is not None:
+            return str(self.rendezvous.world_size)
+        return str(self.devices.count(",") + 1 if self.devices else 1)
 
     @cached_property
     def selected_devices(self) -> tuple[str, ...] | None:
@@ -113,15 +97,15 @@ class LaunchOptions:
         """Return the minimum number of ranks after failures, and the initial number of ranks.
 
         Raises:
-            InputError: `processes` is invalid, there are fewer devices than ranks, or the recipe's strategy has no mesh
-                of this size.
+            InputError: `--processes` is invalid, there are fewer devices than ranks, or the recipe's strategy has no
+                mesh of this size.
         """
-        text, colon, maximum = self.processes.partition(":")
+        text, colon, maximum = self.size.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
         if self.selected_devices is not None and count > len(self.selected_devices) and not self.share_gpu:
             raise InputError(
-                f"--processes {self.processes} with {len(self.selected_devices)} devices",
+                f"--processes {self.size} with {len(self.selected_devices)} devices",
                 expected="one GPU per rank",
                 fix="leave --processes out for one rank per device, name more devices, or add --share-gpu",
                 code="E_PROCESSES",
@@ -145,6 +129,97 @@ class LaunchOptions:
         if strategy.name == "device_map":
             available = max(1, available // (strategy.devices or available))
         return min(recipe.microbatch_count * strategy.ranks_per_model, available)
+
+    def launch(self, function: str, *arguments: Any, processes: int, config: LaunchConfig) -> LaunchResult:
+        """Run a function of `samestep.recipes.run` in `processes` ranks."""
+        call = ByName("samestep.recipes.run", function)
+        return run_workers(
+            call,
+            *arguments,
+            processes=processes,
+            launch_config=config,
+            preload=PRELOAD,
+            environment=self.environment,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(LaunchOptions):
+    """Ranks, devices and loader processes of a command with a recipe."""
+
+    group: ClassVar = "loader (results do not depend on these options)"
+
+    workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
+    prefetch: int | None = option(
+        f"microbatches that each loader process prepares in advance (default {DEFAULT_PREFETCH})", "N", type=positive
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions(LaunchOptions):
+    """Reaction to failures and to requests to stop."""
+
+    group: ClassVar = "faults (results do not depend on these options)"
+
+    max_restarts: int = option(
+        "restart up to K times from the newest complete checkpoint after ranks failed (default 0)",
+        "K",
+        default=0,
+        type=count,
+    )
+    hang_after: float = option(
+        "end the run, with the stacks of all ranks, after this time without progress, such as 90s or 10m (default 10m)",
+        "TIME",
+        default=HANG_AFTER,
+        type=partial(parse_duration, "--hang-after"),
+    )
+    grace: float | None = option(
+        "limit of step and checkpoint after a request to stop (Ctrl-C, SIGTERM, SIGUSR1, closed terminal); afterwards "
+        "ranks are killed (default: no limit)",
+        "TIME",
+        type=partial(parse_duration, "--grace"),
+    )
+
+    def launch_with_restarts(
+        self,
+        process_range: tuple[int, int],
+        attempt: Callable[[int, LaunchConfig], LaunchResult],
+        *,
+        log_dir: Path,
+        first_step: int = 0,
+        newest_step: Callable[[], int] | None = None,
+    ) -> LaunchResult:
+        """Launch ranks, restart them after failures, and return the result of the successful attempt.
+
+        Args:
+            process_range: minimum number of ranks after failures, and initial number.
+            attempt: launches a number of ranks; after a failure, from the newest complete checkpoint.
+            log_dir: folder of the ranks' output.
+            first_step: optimizer steps done before the first attempt.
+            newest_step: returns the optimizer steps of the newest complete checkpoint, if known.
+
+        Raises:
+            RankError: a rank failed, and no restart is left or useful.
+        """
+        restarts = RestartPolicy(self.max_restarts, *process_range)
+        start_step = first_step
+        while True:
+            config = LaunchConfig(self.hang_after, self.grace, stop_at_checkpoint=restarts.is_short, log_dir=log_dir)
+            try:
+                result = attempt(restarts.processes, config)
+            except RankError as error:
+                message = restarts.restart(error, start_step + error.steps)
+                if message is None:
+                    raise
+            else:
+                is_stopped = isinstance(result.value, dict) and bool(result.value.get("stopped"))
+                if result.stop_signal is not None or not config.stop_at_checkpoint or not is_stopped:
+                    return result
+                message = restarts.grow()
+            if newest_step is not None:
+                start_step = newest_step()
+                message = f"{message}; resuming after step {start_step}"
+            logger.warning(message)
 
 
 def parse_process_count(text: str, others: str = ", auto, or MIN:MAX") -> int:
@@ -170,69 +245,6 @@ def call_in_worker(module: str, function: str, *arguments: Any) -> Any:
     """Return the result of a function that needs torch, computed in one worker process."""
     config = LaunchConfig(HANG_AFTER)
     return run_workers(ByName(module, function), *arguments, processes=1, launch_config=config, preload=PRELOAD).value
-
-
-def launch_ranks(
-    function: str,
-    *arguments: Any,
-    processes: int,
-    launch_config: LaunchConfig,
-    options: LaunchOptions,
-) -> LaunchResult:
-    """Run a function of `samestep.recipes.run` in `processes` ranks."""
-    return run_workers(
-        ByName("samestep.recipes.run", function),
-        *arguments,
-        processes=processes,
-        launch_config=launch_config,
-        preload=PRELOAD,
-        environment=options.environment,
-    )
-
-
-def launch_with_restarts(
-    options: LaunchOptions,
-    process_range: tuple[int, int],
-    attempt: Callable[[int, LaunchConfig], LaunchResult],
-    *,
-    log_dir: Path,
-    first_step: int = 0,
-    newest_step: Callable[[], int] | None = None,
-) -> LaunchResult:
-    """Launch ranks, restart them after failures, and return the result of the successful attempt.
-
-    Args:
-        options: options of the launch.
-        process_range: minimum number of ranks after failures, and initial number.
-        attempt: launches a number of ranks; after a failure, from the newest complete checkpoint.
-        log_dir: folder of the ranks' output.
-        first_step: optimizer steps done before the first attempt.
-        newest_step: returns the optimizer steps of the newest complete checkpoint, if known.
-
-    Raises:
-        RankError: a rank failed, and no restart is left or useful.
-    """
-    restarts = RestartPolicy(options.max_restarts, *process_range)
-    start_step = first_step
-    while True:
-        launch_config = LaunchConfig(
-            options.hang_after, options.grace, stop_at_checkpoint=restarts.is_short, log_dir=log_dir
-        )
-        try:
-            result = attempt(restarts.processes, launch_config)
-        except RankError as error:
-            message = restarts.restart(error, start_step + error.steps)
-            if message is None:
-                raise
-        else:
-            is_stopped = isinstance(result.value, dict) and bool(result.value.get("stopped"))
-            if result.stop_signal is not None or not launch_config.stop_at_checkpoint or not is_stopped:
-                return result
-            message = restarts.grow()
-        if newest_step is not None:
-            start_step = newest_step()
-            message = f"{message}; resuming after step {start_step}"
-        logger.warning(message)
 
 
 def slurm_restarts(requeue: bool) -> int:

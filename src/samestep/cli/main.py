@@ -8,13 +8,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import NoReturn, Self
 
 from samestep.cli.commands import COMMANDS, PRELOAD, help_text
 from samestep.cli.external_launcher import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
+from samestep.cli.options import add_fields, options_of
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
@@ -70,15 +72,22 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def build_parser(name: str) -> CommandParser:
-    """Return the parser of a command."""
+    """Return the parser of a command, with the options of the class `Options` of its module."""
+    module = import_module(f"samestep.cli.{name}")
     parser = CommandParser(prog=f"samestep {name}")
-    add = getattr(import_module(f"samestep.cli.{name}"), f"add_{name}")
-    add(parser.describe)
+    if not hasattr(module, "Options"):
+        getattr(module, f"add_{name}")(parser.describe)
+        return parser
+    kind = module.Options
+    parser.description = " ".join(kind.__doc__.split())
+    parser.epilog = f"example: {kind.example}"
+    parser.usage = getattr(kind, "usage", None)
+    add_fields(parser, kind)
     return parser
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed arguments of a command.
+def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
+    """Return a call of the command with its options.
 
     Raises:
         InputError: the command or an option is unknown, or an argument is invalid.
@@ -87,8 +96,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise _unknown_command(arguments)
     name, *rest = arguments
     parser = build_parser(name)
+    module = import_module(f"samestep.cli.{name}")
     script_arguments: list[str] = []
-    if "--" in rest and parser.get_default("script_arguments") is not None:
+    is_legacy = not hasattr(module, "Options")
+    passes_on = parser.get_default("script_arguments") is not None or hasattr(
+        getattr(module, "Options", None), "script_arguments"
+    )
+    if passes_on and "--" in rest:
         position = rest.index("--")
         script_arguments = rest[position + 1 :]
         rest = rest[:position]
@@ -97,9 +111,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parsed, unknown = parse(rest)
     if unknown:
         raise parser.unknown(unknown)
-    parsed.command = name
     parsed.script_arguments = script_arguments
-    return parsed
+    if is_legacy:
+        return partial(parsed.run, parsed)
+    return partial(module.run, options_of(module.Options, parsed))
 
 
 def _version() -> str:
@@ -132,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _early_start(arguments):
             with reported_by_rank_0():
-                parsed = parse_arguments(arguments)
+                run = parse_arguments(arguments)
             configure_logging()
-            code: int = parsed.run(parsed)
-        _check_output(parsed.command)
+            code = run()
+        _check_output(arguments[0])
     except ReportedError as error:
         exit_now(error.exit_code)
     except SamestepError as error:

@@ -1,16 +1,17 @@
-"""Options, checks of input and output that several commands share."""
+"""Options of commands, declared as fields of frozen dataclasses; checks of input and output of several commands."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from itertools import count
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from samestep.checkpoint.files import replacing
 from samestep.config import DeviceKind, RunOptions
@@ -19,6 +20,228 @@ from samestep.loggers.logger import to_json_line
 from samestep.recipes.recipe_files import shipped_recipes
 
 Options = TypeVar("Options")
+
+
+# --- declarations of options ---
+
+
+def option(help: str, metavar: str | None = None, *, default: Any = None, **settings: Any) -> Any:
+    """Declare an option of a command; `settings` are further arguments of `add_argument`, and the `flag`."""
+    if metavar is not None:
+        settings["metavar"] = metavar
+    return field(default=default, metadata={"help": help, **settings})
+
+
+def argument(metavar: str, help: str, **settings: Any) -> Any:
+    """Declare a positional argument of a command."""
+    return field(metadata={"help": help, "metavar": metavar, "flag": None, **settings})
+
+
+def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """Add the declared options of a class, each in the group of the class that declares it.
+
+    Types of fields select the conversion: numbers, paths, `Literal` choices, and switches for `bool`.
+    """
+    hints = get_type_hints(kind)
+    owners = {name: base for base in reversed(kind.__mro__) for name in vars(base).get("__annotations__", ())}
+    groups: dict[str | None, Any] = {None: parser}
+    for entry in fields(kind):
+        if not entry.metadata:
+            continue
+        title = vars(owners[entry.name]).get("group")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        settings = {**_conversion(hints[entry.name]), **entry.metadata}
+        flag = settings.pop("flag", f"--{entry.name.replace('_', '-')}")
+        if flag is None:
+            groups[title].add_argument(entry.name, **settings)
+        else:
+            groups[title].add_argument(flag, dest=entry.name, **settings)
+
+
+def _conversion(hint: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for the type of a field."""
+    kind = hint
+    if NoneType in get_args(hint):
+        kind = get_args(hint)[0]
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    return {"type": kind} if kind in (int, float, Path) else {}
+
+
+def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:
+    """Return a dataclass of options; options that the command lacks, or that are None, keep their defaults."""
+    values = {entry.name: getattr(arguments, entry.name, None) for entry in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if value is not None} | others)
+
+
+def positive(text: str) -> int:
+    """Return the integer above 0 of an option."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """Return the integer of at least 0 of an option."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Return the number above 0 of an option."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list."""
+    return tuple(filter(None, text.split(",")))
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Return the integers above 0 of a comma-separated list."""
+    return tuple(map(positive, text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """Output as JSON."""
+
+    json: bool = option("print the result as one JSON object on standard output", default=False)
+
+    def note(self, text: str) -> None:
+        """Print a line on standard error; with `--json`, nothing."""
+        if not self.json:
+            print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOption:
+    """Type of the device."""
+
+    device: DeviceKind = option("device type (default auto)", default="auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetOption:
+    """Overrides of a recipe."""
+
+    overrides: Sequence[str] = option(
+        "override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
+        "KEY=VALUE",
+        default=(),
+        flag="--set",
+        action="extend",
+        nargs="+",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgument:
+    """Directory of a run, with a checkpoint."""
+
+    folder: Path = argument("RUN", "directory of the run")
+    checkpoint: str = option("best, last, epoch-N, or a step (default best)", "WHICH", default="best")
+    trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
+
+
+# --- input and output ---
+
+
+def option_conflict(value: str, expected: str, fix: str = "leave one of the two options out") -> InputError:
+    """Return the error of options that exclude each other, or that need each other."""
+    return InputError(value, expected, fix, code="E_OPTION_CONFLICT")
+
+
+def require_file(path: Path, option: str = "") -> None:
+    """Raise an `InputError` unless the path is a file."""
+    problem = "is not a file"
+    try:
+        is_file = path.is_file()
+    except OSError as error:
+        is_file, problem = False, f"cannot be read: {error.strerror}"
+    if not is_file:
+        value = f"{f'{option} ' if option else ''}{path} {problem}"
+        raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
+
+
+def require_new_file(path: Path) -> None:
+    """Raise an `InputError` if the output path exists, or is not in a folder."""
+    expected, fix = "a new file: no file is overwritten", "--out with another name, or remove the file"
+    with output_errors(f"{path} cannot be written", expected, fix):
+        if path.exists():
+            raise InputError(f"{path} exists", expected, fix, code="E_OUTPUT")
+    if not path.parent.is_dir():
+        value, expected = f"there is no folder {path.parent}", "--out in an existing folder"
+        raise InputError(value, expected, "create the folder", code="E_OUTPUT")
+
+
+@contextmanager
+def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
+    """Report an `OSError` of the block as an `InputError` about the output."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
+
+
+def write_output(text: str, out: Path, option: str, mark: str, kind: str) -> None:
+    """Write a file atomically; only an earlier file of the kind, which begins with `mark`, is overwritten."""
+    with output_errors(f"{out} cannot be written", "a file in a writable folder", f"{option} with another path"):
+        if out.exists():
+            with out.open("rb") as file:
+                is_earlier = file.read(len(mark)) == mark.encode()
+            if not is_earlier:
+                raise InputError(
+                    f"{out} is not a {kind}",
+                    expected=f"a new file, or an earlier {kind}",
+                    fix=f"{option} with another name, or remove the file",
+                    code="E_OUTPUT",
+                )
+        with replacing(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def timed_name(runs: Path, stem: str) -> str:
+    """Return `stem` with date and time, and a number if several runs start within one second."""
+    return unused_name(runs, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def unused_name(runs: Path, name: str) -> str:
+    """Return `name`, or the name with the first number from 2 that no folder in `runs` has."""
+    candidates = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    return next(candidate for candidate in candidates if not (runs / candidate).exists())
+
+
+@contextmanager
+def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
+    """Create the folder of an option, by default `runs/STEM-TIME`; remove new folders that stay empty."""
+    folder = out or Path("runs") / timed_name(Path("runs"), stem)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        for path in created:
+            if path.exists() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object on standard output."""
+    print(to_json_line(value), flush=True)
+
+
+# --- legacy ---
 
 
 def number(
@@ -173,12 +396,6 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefetch", type=int, metavar="N", help=text)
 
 
-def options_of(kind: type[Options], arguments: argparse.Namespace, **others: Any) -> Options:
-    """Return a dataclass of options; options that the command lacks, or that are None, keep their defaults."""
-    values = {field.name: getattr(arguments, field.name, None) for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if value is not None} | others)
-
-
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """Return the run options among the arguments; `--json` leaves only the summary."""
     return options_of(RunOptions, arguments, quiet=arguments.json)
@@ -193,86 +410,6 @@ def parse_integers(option: str, text: str, minimum: int = 1) -> list[int]:
     return list(map(int, parts))
 
 
-def option_conflict(value: str, expected: str, fix: str = "leave one of the two options out") -> InputError:
-    """Return the error of options that exclude each other, or that need each other."""
-    return InputError(value, expected, fix, code="E_OPTION_CONFLICT")
-
-
-def require_file(path: Path, option: str = "") -> None:
-    """Raise an `InputError` unless the path is a file."""
-    problem = "is not a file"
-    try:
-        is_file = path.is_file()
-    except OSError as error:
-        is_file, problem = False, f"cannot be read: {error.strerror}"
-    if not is_file:
-        value = f"{f'{option} ' if option else ''}{path} {problem}"
-        raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
-
-
-def require_new_file(path: Path) -> None:
-    """Raise an `InputError` if the output path exists, or is not in a folder."""
-    expected, fix = "a new file: no file is overwritten", "--out with another name, or remove the file"
-    with output_errors(f"{path} cannot be written", expected, fix):
-        if path.exists():
-            raise InputError(f"{path} exists", expected, fix, code="E_OUTPUT")
-    if not path.parent.is_dir():
-        value, expected = f"there is no folder {path.parent}", "--out in an existing folder"
-        raise InputError(value, expected, "create the folder", code="E_OUTPUT")
-
-
-@contextmanager
-def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
-    """Report an `OSError` of the block as an `InputError` about the output."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
-
-
-def write_output(text: str, out: Path, option: str, mark: str, kind: str) -> None:
-    """Write a file atomically; only an earlier file of the kind, which begins with `mark`, is overwritten."""
-    with output_errors(f"{out} cannot be written", "a file in a writable folder", f"{option} with another path"):
-        if out.exists():
-            with out.open("rb") as file:
-                is_earlier = file.read(len(mark)) == mark.encode()
-            if not is_earlier:
-                raise InputError(
-                    f"{out} is not a {kind}",
-                    expected=f"a new file, or an earlier {kind}",
-                    fix=f"{option} with another name, or remove the file",
-                    code="E_OUTPUT",
-                )
-        with replacing(out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-
-def timed_name(runs: Path, stem: str) -> str:
-    """Return `stem` with date and time, and a number if several runs start within one second."""
-    return unused_name(runs, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def unused_name(runs: Path, name: str) -> str:
-    """Return `name`, or the name with the first number from 2 that no folder in `runs` has."""
-    candidates = (name if n == 1 else f"{name}-{n}" for n in count(1))
-    return next(candidate for candidate in candidates if not (runs / candidate).exists())
-
-
-@contextmanager
-def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
-    """Create the folder of an option, by default `runs/STEM-TIME`; remove new folders that stay empty."""
-    folder = out or Path("runs") / timed_name(Path("runs"), stem)
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    finally:
-        for path in created:
-            if path.exists() and not any(path.iterdir()):
-                path.rmdir()
-
-
 def progress(arguments: argparse.Namespace) -> Callable[[str], None]:
     """Return a function that prints a line on standard error; with `--json`, nothing is printed."""
 
@@ -281,8 +418,3 @@ def progress(arguments: argparse.Namespace) -> Callable[[str], None]:
             print(text, file=sys.stderr, flush=True)
 
     return show
-
-
-def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on standard output."""
-    print(to_json_line(value), flush=True)

@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import call_in_worker
-from samestep.cli.options import add_number, add_options, add_run_argument, option_conflict, print_json, require_file
+from samestep.cli.options import (
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    argument,
+    option,
+    option_conflict,
+    positive,
+    print_json,
+    require_file,
+)
 from samestep.cli.run_plans import plan_from_checkpoint, reading
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE
 from samestep.recipes.recipe_files import read_dataset_info
 
 
-def add_predict(add_parser: Any) -> None:
-    """Add `samestep predict`."""
-    parser = add_parser(
-        description="Predict with the model of a run for files (images or texts, depending on the recipe), or complete "
-        "a prompt with a language model. The training data is not needed.",
-        epilog="example: samestep predict runs/first picture.png",
-    )
-    add_run_argument(parser, checkpoint="best")
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="input files")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for predicted masks, for segmentation")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to complete, for language models")
-    add_number(parser, "--tokens", default=100, metavar="N", help="tokens to generate (default 100)")
-    add_options(parser, "--device", "--json")
-    parser.set_defaults(run=_predict)
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, DeviceOption, RunArgument):
+    """Predict with the model of a run for files, or complete a prompt with a language model.
+
+    The files are images or texts, depending on the recipe. The training data is not needed.
+    """
+
+    example: ClassVar = "samestep predict runs/first picture.png"
+
+    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
+    out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
+    prompt: str | None = option("text to complete, for language models", "TEXT")
+    tokens: int = option("tokens to generate (default 100)", "N", default=100, type=positive)
 
 
-def _predict(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print one prediction per file, or the completed text."""
     require_single_process("predict")
-    prompt: str | None = arguments.prompt
-    if (prompt is None) == (not arguments.files):
+    if (options.prompt is None) == (not options.files):
         raise option_conflict(
-            f"predict with {'neither files nor' if prompt is None else 'both files and'} a prompt",
+            f"predict with {'neither files nor' if options.prompt is None else 'both files and'} a prompt",
             "input files, or --prompt for a language model",
             "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT",
         )
-    for file in arguments.files:
+    for file in options.files:
         require_file(file)
-    plan = plan_from_checkpoint(arguments.folder, arguments.checkpoint, [], trust=arguments.trust)
-    options = RunOptions(device=arguments.device, quiet=True)
-    model = (plan.recipe, options, read_dataset_info(arguments.folder), plan.checkpoint)
-    if prompt is not None:
-        with reading(plan.checkpoint):
-            completion = call_in_worker("samestep.recipes.run", "complete", *model, prompt, arguments.tokens)
-        print_json(completion) if arguments.json else print(completion["text"])
-        return EXIT_DONE
-    files = tuple(arguments.files)
+    plan = plan_from_checkpoint(options.folder, options.checkpoint, [], trust=options.trust)
+    run_options = RunOptions(device=options.device, quiet=True)
+    model = (plan.recipe, run_options, read_dataset_info(options.folder), plan.checkpoint)
     with reading(plan.checkpoint):
-        predictions = call_in_worker("samestep.recipes.run", "predict", *model, files, arguments.out)
+        if options.prompt is not None:
+            text = call_in_worker("samestep.recipes.run", "complete", *model, options.prompt, options.tokens)
+            print_json(text) if options.json else print(text["text"])
+            return EXIT_DONE
+        predictions = call_in_worker("samestep.recipes.run", "predict", *model, tuple(options.files), options.out)
     for prediction in predictions:
-        print_json(prediction) if arguments.json else print("\n".join(_prediction_lines(prediction)))
+        print_json(prediction) if options.json else print("\n".join(_prediction_lines(prediction)))
     return EXIT_DONE
 
 

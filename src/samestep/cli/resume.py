@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.cli.new_run import TrainingOptions, add_training_options
-from samestep.cli.options import add_options, add_run_argument
+from samestep.cli.options import RunArgument, SetOption, option
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, plan_to_resume
-from samestep.cli.train import run_training
+from samestep.cli.training import TrainingOptions, run_training
 
 
-def add_resume(add_parser: Any) -> None:
-    """Add `samestep resume`."""
-    parser = add_parser(
-        description="Resume a run from a checkpoint, on any number of processes, with the same result.",
-        epilog="example: samestep resume runs/first --processes 3",
+@dataclass(frozen=True, kw_only=True)
+class Options(TrainingOptions, SetOption, RunArgument):
+    """Resume a run from a checkpoint, on any number of processes, with the same result."""
+
+    example: ClassVar = "samestep resume runs/first --processes 3"
+
+    checkpoint: str = option("best, last, epoch-N, or a step (default last)", "WHICH", default="last")
+    accept_changes: bool = option(
+        "continue although the training data or the user's Python modules have changed since the run began",
+        default=False,
     )
-    add_run_argument(parser, checkpoint="last")
-    add_options(parser, "--set")
-    text = "continue although the training data or the user's Python modules have changed since the run began"
-    parser.add_argument("--accept-changes", action="store_true", help=text)
-    add_training_options(parser)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_resume)
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Resume; return the exit codes of `train`."""
-    options = TrainingOptions.parse(arguments)
+    overrides = [*options.strategy_overrides(), *options.overrides]
 
     def make_plan(restarts: int) -> RunPlan:
-        is_new = not CheckpointFolder(arguments.folder / "checkpoints").steps()
-        if (restarts or is_new) and arguments.checkpoint == "last":
-            plan = plan_to_resume(arguments.folder, options.overrides, trust=arguments.trust)
+        is_new = not CheckpointFolder(options.folder / "checkpoints").steps()
+        if (restarts or is_new) and options.checkpoint == "last":
+            plan = plan_to_resume(options.folder, overrides, trust=options.trust)
         else:
-            plan = plan_from_checkpoint(
-                arguments.folder, arguments.checkpoint, options.overrides, trust=arguments.trust
-            )
-        accepts = arguments.accept_changes and not restarts
+            plan = plan_from_checkpoint(options.folder, options.checkpoint, overrides, trust=options.trust)
+        accepts = options.accept_changes and not restarts
         return replace(plan, recipe=options.with_microbatches(plan.recipe), accept_changes=accepts)
 
     return run_training(options, make_plan)

@@ -1,64 +1,52 @@
-"""`samestep train`: training of a recipe on any number of processes, also for `samestep resume`."""
+"""`samestep train`: training of a recipe on any number of processes."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
-from collections.abc import Callable
-from functools import partial
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import ClassVar
 
-from samestep.checkpoint.store import CheckpointFolder, read_state
-from samestep.cli.external_launcher import run_as_rank
-from samestep.cli.launch_options import launch_ranks, launch_with_restarts, requeue_after, slurm_restarts
-from samestep.cli.new_run import NewRun, TrainingOptions, add_training_options
-from samestep.cli.options import add_options, add_recipe_argument, option_conflict, print_json
-from samestep.cli.run_plans import RunPlan
+from samestep.cli.options import option, option_conflict, output_errors, timed_name, unused_name
+from samestep.cli.recipe_options import BatchOptions, RecipeOptions, microbatch_size
+from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
+from samestep.cli.training import TrainingOptions, run_training
+from samestep.config import Recipe
 from samestep.distributed.disk_operations import HeldFolder
-from samestep.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    InputError,
-    NonFiniteError,
-    SamestepError,
-    WitnessError,
-)
-from samestep.launcher.failure import E_DISK_HANG, RankError
-from samestep.launcher.launch import LaunchConfig, LaunchResult
-from samestep.loggers.logger import format_metric
-from samestep.loggers.trackers import tensorboard_command
-from samestep.recipes.recipe_files import make_saved_recipe, with_saved_weight
+from samestep.distributed.logging import logger
+from samestep.errors import EXIT_STOPPED, InputError, SamestepError
+from samestep.microbatches import require_enough_microbatches
+from samestep.recipes.recipe_files import load_recipe, write_recipe
+from samestep.recipes.trust import sign
+from samestep.runs import require_run_name
 from samestep.units import plural
 
 
-def add_train(add_parser: Any) -> None:
-    """Add `samestep train`."""
-    parser = add_parser(
-        description="Train a recipe on any number of processes, with the same result.",
-        epilog="example: samestep train digits --processes 2 --set epochs=5 --name first",
-    )
-    add_recipe_argument(parser)
-    add_options(parser, "--per-device-batch-size", "--accumulate")
-    add_training_options(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--name", help="name of the run (default: recipe, date and time)")
-    group.add_argument("--or-resume", action="store_true", help="resume the run of this --name if it exists")
-    add_options(group, "--runs")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_train)
+@dataclass(frozen=True, kw_only=True)
+class Options(TrainingOptions, BatchOptions, RecipeOptions):
+    """Train a recipe on any number of processes, with the same result."""
+
+    example: ClassVar = "samestep train digits --processes 2 --set epochs=5 --name first"
+    group: ClassVar = "output"
+
+    name: str | None = option("name of the run (default: recipe, date and time)")
+    or_resume: bool = option("resume the run of this --name if it exists", default=False)
+    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """Overrides of the recipe, without those of the batch."""
+        return [*self.strategy_overrides(), *self.overrides]
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
-    options = TrainingOptions.parse(arguments)
-    if arguments.or_resume and not arguments.name:
+    if options.or_resume and not options.name:
         raise option_conflict("--or-resume without --name", "the name of the run", "--name NAME")
-    batch = (arguments.per_device_batch_size, arguments.accumulate)
-    new_run = NewRun(arguments.recipe, arguments.name, arguments.runs, *batch, or_resume=arguments.or_resume)
+    new_run = NewRun(options)
     try:
-        return run_training(options, partial(new_run.plan, options))
+        return run_training(options, new_run.plan)
     except KeyboardInterrupt:
         new_run.remove_without_checkpoint()
         raise
@@ -68,107 +56,71 @@ def _train(arguments: argparse.Namespace) -> int:
         raise
 
 
-def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
-    """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
-    rendezvous = options.launch.rendezvous
-    if rendezvous is None:
-        return _launch(options, make_plan(slurm_restarts(options.launch.requeue)))
+class NewRun:
+    """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
 
-    def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        return plan.recipe, options.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._folder: HeldFolder | None = None
+        self._creates_parent = False
 
-    plan, summary = run_as_rank(options.launch, rendezvous, "train", make_plan, rank_arguments)
-    if rendezvous.rank == 0:
-        return _finish(options, summary, plan.folder)
-    if summary["stopped"]:
-        # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
-        return EXIT_DONE if options.launch.requeue else EXIT_STOPPED
-    return EXIT_FAILED if summary["has_failed"] else EXIT_DONE
+    def plan(self, restarts: int) -> RunPlan:
+        """Create the run; with `--or-resume`, or after a restart by a launcher, resume the run of this name."""
+        options = self._options
+        if options.name is not None:
+            require_run_name(options.name, "--name first, or --runs DIR for another folder")
+        if (restarts or options.or_resume) and options.name is not None and (options.runs / options.name).exists():
+            trusted = load_recipe(options.recipe, options.all_overrides)
+            plan = plan_to_resume(options.runs / options.name, options.all_overrides, trust=trusted)
+            if not restarts:
+                require_same_recipe(plan, trusted)
+            return plan
+        overrides = options.batch_overrides(options.all_overrides, options.size)
+        recipe = options.with_microbatches(load_recipe(options.recipe, overrides))
+        has_batch = options.per_device_batch_size is not None or options.accumulate is not None
+        if has_batch:
+            require_enough_microbatches(recipe.microbatch_count, int(options.size), recipe.batch_size)
+        folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))
+        self._create(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+        sign(folder, recipe)
+        if restarts:
+            logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
+        if has_batch and not options.json:
+            logger.info(_batch_text(recipe, int(options.size)))
+        return RunPlan(recipe, folder)
 
+    def _create(self, folder: Path) -> None:
+        self._creates_parent = not folder.parent.exists()
+        with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError as error:
+                name = quote(unused_name(folder.parent, folder.name))
+                raise InputError(
+                    f"the run {folder} exists",
+                    expected="a new name for a new run: no run is overwritten",
+                    fix=f"--name {name}, or samestep resume {quote(str(folder))}",
+                    code="E_OUTPUT",
+                ) from error
+        self._folder = HeldFolder(folder)
 
-def _launch(options: TrainingOptions, plan: RunPlan) -> int:
-    folder, recipe, start = plan.folder, plan.recipe, (plan.checkpoint, plan.step, plan.accept_changes)
-    held = HeldFolder(folder)
-    processes = options.launch.process_range(plan.recipe)
-
-    def attempt(count: int, launch_config: LaunchConfig) -> LaunchResult:
-        arguments = (recipe, options.run, folder, *start)
-        return launch_ranks("train", *arguments, processes=count, launch_config=launch_config, options=options.launch)
-
-    def newest_step() -> int:
-        nonlocal recipe, start
-        held.require_in_place()
-        checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
-        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
-        if checkpoint is not None:
-            saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
-            recipe = with_saved_weight(recipe, saved)
-        return start[1]
-
-    try:
-        result = launch_with_restarts(
-            options.launch, processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
-        )
-    except RankError as error:
-        # To read the folder could take without end; and the newest checkpoint can contain wrong values.
-        if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
-            raise
-        steps = CheckpointFolder(folder / "checkpoints").steps()
-        command = _command("resume", folder)
-        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: {command}" if steps else ""
-        raise error.with_next_step(hint) from None
-    return _finish(options, result.value, folder, stop_signal=result.stop_signal)
-
-
-def _command(name: str, folder: Path) -> str:
-    return shlex.join(["samestep", name, str(folder)])
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("step-")[2])  # also `.replaced-step-N`
-
-
-def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
-    """Print the summary, requeue the Slurm job if requested, and return the exit code."""
-    own_signal, has_failed = summary.pop("stop_signal"), summary.pop("has_failed")
-    if options.run.quiet:
-        print_json({**summary, "run": str(folder)})
-    else:
-        _print_summary(summary, folder)
-    if not summary["stopped"]:
-        if has_failed:
-            raise NonFiniteError(
-                f"the run skipped {_skipped_steps(summary)}",
-                expected="most steps update the weights",
-                fix="lower the learning rate, set step.clip_norm, or find the first such step with "
-                "step.non_finite=stop, in a new run",
-            )
-        return EXIT_DONE
-    if options.launch.requeue:
-        requeue_after(stop_signal or own_signal)
-    return EXIT_STOPPED
+    def remove_without_checkpoint(self) -> None:
+        """Remove the directory, so that the name is free, unless the run has a checkpoint."""
+        if self._folder is None or not self._folder.is_in_place():  # another run can have the path by now
+            return
+        path = self._folder.path
+        if not (path / "checkpoints").exists():
+            shutil.rmtree(path)
+            if self._creates_parent and not any(path.parent.iterdir()):
+                path.parent.rmdir()
 
 
-def _skipped_steps(summary: dict[str, Any]) -> str:
-    return f"{summary['skipped_steps']} of {plural(summary['step'], 'step')}, because loss or gradient was not finite"
-
-
-def _print_summary(summary: dict[str, Any], folder: Path) -> None:
-    evaluation = summary["evaluation"]
-    values = {name: value for name, value in evaluation.items() if name not in ("loss", "samples")}
-    lines = [(name, format_metric(name, value)) for name, value in values.items()]
-    if evaluation:
-        lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
-    if summary["samples_per_second"]:
-        lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
-    if summary["skipped_steps"]:
-        lines.append(("skipped", _skipped_steps(summary)))
-    lines.append(("run", str(folder)))
-    if summary["stopped"]:
-        lines.append(("stopped", f"after step {summary['step']}; resume with: {_command('resume', folder)}"))
-    else:
-        if (folder / "tensorboard").exists():
-            lines.append(("curves", tensorboard_command(folder / "tensorboard")))
-        lines.append(("evaluate", _command("eval", folder)))
-    width = max(12, *(len(name) + 2 for name, _ in lines))
-    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
+def _batch_text(recipe: Recipe, processes: int) -> str:
+    """Return the effect of `--per-device-batch-size` and `--accumulate`, in one line."""
+    microbatches = plural(recipe.microbatch_count, "microbatch")
+    each = recipe.microbatch_count // processes
+    return (
+        f"global batch {recipe.batch_size} = {microbatches} of {microbatch_size(recipe)}: {each} per step on each of "
+        f"{plural(processes, 'process')}, saved in the recipe"
+    )

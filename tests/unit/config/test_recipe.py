@@ -39,31 +39,19 @@ def optimizer(**changes: Any) -> OptimizerConfig:
 
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, Any]] = [
-    (StepConfig, "step.seed", -1),
     (StepConfig, "step.seed", 2**64),
-    (StepConfig, "step.threads", 0),
     (StepConfig, "step.threads", "2"),
-    (StepConfig, "step.clip_norm", 0.0),
     (StepConfig, "step.clip_norm", math.nan),
     (ScheduleConfig, "schedule.warmup_epochs", -0.5),
-    (ScheduleConfig, "schedule.warmup_epochs", math.inf),
     (ScheduleConfig, "schedule.step_epochs", math.inf),
-    (ScheduleConfig, "schedule.final", 1.5),
-    (ScheduleConfig, "schedule.step_epochs", 0),
-    (ScheduleConfig, "schedule.gamma", 0),
     (optimizer, "optimizer.layer_decay", 1.5),
     (EmaConfig, "ema.decay", 1.0),
     (recipe, "batch_size", 0),
-    (recipe, "batch_size", -4),
     (recipe, "epochs", 0),
     (recipe, "microbatches", 0),
-    (RunOptions, "--keep", 0),
     (RunOptions, "--workers", -1),
-    (RunOptions, "--prefetch", 0),
-    (RunOptions, "--checkpoint-every", 0),
-    (RunOptions, "--check-every", 0),
-    (RunOptions, "--witness-every", 0),
-    *((RunOptions, "--max-lost-work", seconds) for seconds in (0.0, -1.0, math.inf, math.nan)),
+    (RunOptions, "--keep", 0),
+    (RunOptions, "--max-lost-work", math.nan),
 ]
 
 
@@ -94,16 +82,7 @@ def test_bounds_belong_to_the_range(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("make", "field"),
-    [
-        (StepConfig, "reduction"),
-        (StepConfig, "batch_norm"),
-        (StepConfig, "gather"),
-        (StepConfig, "non_finite"),
-        (StepConfig, "precision"),
-        (ScheduleConfig, "name"),
-        (LearningRateConfig, "rule"),
-        (RunOptions, "device"),
-    ],
+    [(StepConfig, "reduction"), (ScheduleConfig, "name"), (LearningRateConfig, "rule"), (RunOptions, "device")],
 )
 def test_unknown_choice_is_an_error_with_the_choices(make: Callable[..., Any], field: str) -> None:
     with pytest.raises(RecipeError, match=f"{field} is 'other'") as caught:
@@ -175,11 +154,6 @@ def test_configuration_is_immutable(config: Any) -> None:
         setattr(config, field, None)
 
 
-def test_recipe_has_the_default_step_config() -> None:
-    assert recipe().step == StepConfig()
-    assert StepConfig().reduction == "exact"
-
-
 @pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
 def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
     assert default_workers(cores, processes) == workers
@@ -204,7 +178,3 @@ def test_pattern_without_a_match_is_an_error_with_similar_names() -> None:
         match(["head.*", "block.0.weight"])
     assert caught.value.code == "E_PATTERN"
     assert "blocks.0.weight" in str(caught.value)
-
-
-def test_no_pattern_matches_nothing() -> None:
-    assert match([]) == []

@@ -1,0 +1,205 @@
+"""Training that `samestep train` and `resume` share: options, launch, summary."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.cli.external_launcher import run_as_rank
+from samestep.cli.launch_options import FaultOptions, LoaderOptions, requeue_after, slurm_restarts
+from samestep.cli.options import JsonOption, count, names, option, options_of, positive, print_json
+from samestep.cli.recipe_options import StrategyOptions, with_microbatches
+from samestep.cli.run_plans import RunPlan
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
+from samestep.distributed.disk_operations import HeldFolder
+from samestep.distributed.logging import logger
+from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, NonFiniteError, WitnessError
+from samestep.launcher.failure import E_DISK_HANG, RankError
+from samestep.launcher.launch import LaunchConfig, LaunchResult
+from samestep.loggers.logger import format_metric
+from samestep.loggers.trackers import tensorboard_command
+from samestep.recipes.recipe_files import make_saved_recipe, with_saved_weight
+from samestep.units import parse_duration, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints of a run."""
+
+    group: ClassVar = "checkpoints"
+
+    checkpoint_every: int | None = option(
+        "steps between checkpoints within epochs (default: none)", "STEPS", type=positive
+    )
+    max_lost_work: float | None = option(
+        "limit of the work that a kill can cost, such as 30s, 5m, 1h",
+        "TIME",
+        type=partial(parse_duration, "--max-lost-work"),
+    )
+    keep: int | None = option(
+        f"newest checkpoints to keep (default {DEFAULT_KEEP}; for a resumed run, that of its last start)",
+        "K",
+        type=positive,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Checks and loggers of a run."""
+
+    group: ClassVar = "checks and logging (results do not depend on these options)"
+
+    check_every: int | None = option(
+        "steps between comparisons of the ranks' weights; also checks every collective", "STEPS", type=positive
+    )
+    checksum_every: int = option(
+        f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})",
+        "STEPS",
+        default=DEFAULT_CHECKSUM_EVERY,
+        type=count,
+    )
+    witness_every: int | None = option(
+        "steps between steps in which a second rank repeats a microbatch of each rank and compares the bits",
+        "STEPS",
+        type=positive,
+    )
+    loggers: tuple[str, ...] = option(
+        f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",
+        "NAME,...",
+        default=RunOptions.loggers,
+        type=names,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions):
+    """Options that `train` and `resume` share."""
+
+    requeue: bool = option(
+        "under Slurm: after a stop by SIGUSR1 (sbatch --signal) and the checkpoint, requeue the job, which continues "
+        "the run of the same --name",
+        default=False,
+    )
+
+    @property
+    def run(self) -> RunOptions:
+        """Options of the run; with `--json`, only the summary is printed."""
+        return options_of(RunOptions, self, quiet=self.json)
+
+    def with_microbatches(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with a number of microbatches, and print the choice of `auto`."""
+        resolved, text = with_microbatches(recipe, is_rank=self.rendezvous is not None)
+        if text is not None and not self.json:
+            logger.info(text)
+        return resolved
+
+
+def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
+    """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
+    rendezvous = options.rendezvous
+    if rendezvous is None:
+        return _launch(options, make_plan(slurm_restarts(options.requeue)))
+
+    def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
+        return plan.recipe, options.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
+
+    plan, summary = run_as_rank(options, rendezvous, "train", make_plan, rank_arguments)
+    if rendezvous.rank == 0:
+        return _finish(options, summary, plan.folder)
+    if summary["stopped"]:
+        # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
+        return EXIT_DONE if options.requeue else EXIT_STOPPED
+    return EXIT_FAILED if summary["has_failed"] else EXIT_DONE
+
+
+def _launch(options: TrainingOptions, plan: RunPlan) -> int:
+    folder, recipe = plan.folder, plan.recipe
+    start = (plan.checkpoint, plan.step, plan.accept_changes)
+    held = HeldFolder(folder)
+    processes = options.process_range(plan.recipe)
+
+    def attempt(count: int, config: LaunchConfig) -> LaunchResult:
+        return options.launch("train", recipe, options.run, folder, *start, processes=count, config=config)
+
+    def newest_step() -> int:
+        nonlocal recipe, start
+        held.require_in_place()
+        checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
+        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
+        if checkpoint is not None:
+            saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
+            recipe = with_saved_weight(recipe, saved)
+        return start[1]
+
+    try:
+        result = options.launch_with_restarts(
+            processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
+        )
+    except RankError as error:
+        # To read the folder could take without end; and the newest checkpoint can contain wrong values.
+        if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
+            raise
+        steps = CheckpointFolder(folder / "checkpoints").steps()
+        command = _command("resume", folder)
+        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: {command}" if steps else ""
+        raise error.with_next_step(hint) from None
+    return _finish(options, result.value, folder, stop_signal=result.stop_signal)
+
+
+def _command(name: str, folder: Path) -> str:
+    return shlex.join(["samestep", name, str(folder)])
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("step-")[2])  # also `.replaced-step-N`
+
+
+def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
+    """Print the summary, requeue the Slurm job if requested, and return the exit code."""
+    own_signal, has_failed = summary.pop("stop_signal"), summary.pop("has_failed")
+    if options.json:
+        print_json({**summary, "run": str(folder)})
+    else:
+        _print_summary(summary, folder)
+    if not summary["stopped"]:
+        if has_failed:
+            raise NonFiniteError(
+                f"the run skipped {_skipped_steps(summary)}",
+                expected="most steps update the weights",
+                fix="lower the learning rate, set step.clip_norm, or find the first such step with "
+                "step.non_finite=stop, in a new run",
+            )
+        return EXIT_DONE
+    if options.requeue:
+        requeue_after(stop_signal or own_signal)
+    return EXIT_STOPPED
+
+
+def _skipped_steps(summary: dict[str, Any]) -> str:
+    return f"{summary['skipped_steps']} of {plural(summary['step'], 'step')}, because loss or gradient was not finite"
+
+
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+    evaluation = summary["evaluation"]
+    values = {name: value for name, value in evaluation.items() if name not in ("loss", "samples")}
+    lines = [(name, format_metric(name, value)) for name, value in values.items()]
+    if evaluation:
+        lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
+    if summary["samples_per_second"]:
+        lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
+    if summary["skipped_steps"]:
+        lines.append(("skipped", _skipped_steps(summary)))
+    lines.append(("run", str(folder)))
+    if summary["stopped"]:
+        lines.append(("stopped", f"after step {summary['step']}; resume with: {_command('resume', folder)}"))
+    else:
+        if (folder / "tensorboard").exists():
+            lines.append(("curves", tensorboard_command(folder / "tensorboard")))
+        lines.append(("evaluate", _command("eval", folder)))
+    width = max(12, *(len(name) + 2 for name, _ in lines))
+    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
