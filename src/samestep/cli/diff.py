@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.options import add_number, add_options, option_conflict, options_of, print_json, progress
+from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of, positive, print_json
 from samestep.cli.run_plans import plan_to_replay, reading
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
@@ -25,52 +24,50 @@ if TYPE_CHECKING:
     from samestep.tools.report.run import Run
 
 
-def add_diff(add_parser: Any) -> None:
-    """Add `samestep diff`."""
-    parser = add_parser(
-        description="Compare recipes and environments of two runs, find the first step with different checksums of the "
-        "state, and compute this step of both runs again to find the first different tensor. With --step, compute a "
-        "step of one run or of two runs again, and compare it with the log. The runs are only read.",
-        epilog="example: samestep diff runs/first runs/second. "
-        "Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.",
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, LaunchOptions):
+    """Find the first difference of two runs, or compute a step again.
+
+    The recipes, environments and checksums of two runs are compared; the first step with different checksums of both
+    runs is computed again to find the first different tensor. With --step, a step of one run or of two runs is computed
+    again and compared with the log. The runs are only read. Exit codes: 0 equal, 1 failed run, 2 invalid input, 3
+    different.
+    """
+
+    example: ClassVar = "samestep diff runs/first runs/second"
+
+    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    step: int | None = option("step to compute again (needed with one run)", "N", type=positive)
+    no_replay: bool = option("compare the logs only", default=False)
+    trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
+    accept_changes: bool = option(
+        "replay although the user's Python modules have changed since the last start of the run", default=False
     )
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="directory of a run")
-    add_number(parser, "--step", metavar="N", help="step to compute again (needed with one run)")
-    parser.add_argument("--no-replay", action="store_true", help="compare the logs only")
-    group = parser.add_argument_group("machine (results do not depend on these options)")
-    group.add_argument("--processes", metavar="N", help="number of ranks (default: as in the run)")
-    add_options(group, "--devices", "--share-gpu", "--device")
-    group = parser.add_argument_group("code of the run")
-    add_options(group, "--trust")
-    text = "replay although the user's Python modules have changed since the last start of the run"
-    group.add_argument("--accept-changes", action="store_true", help=text)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_diff)
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Compare and print; return 0 without a difference, otherwise 3."""
     from samestep.tools.replay.diff import compare_logs
     from samestep.tools.report.run import read_runs
 
     require_single_process("diff")
-    if len(arguments.folders) > 2 or (len(arguments.folders) == 1 and arguments.step is None):
+    if len(options.folders) > 2 or (len(options.folders) == 1 and options.step is None):
         fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
-        raise option_conflict(f"{plural(len(arguments.folders), 'run')} without --step", "two runs", fix)
-    runs = read_runs(arguments.folders)
+        raise option_conflict(f"{plural(len(options.folders), 'run')} without --step", "two runs", fix)
+    runs = read_runs(options.folders)
     replays: list[Replayed] = []
     logs, finding, note = None, None, None
-    if arguments.step is not None:
-        replays, finding = _replay(runs, arguments.step - 1, arguments.step, arguments)
+    if options.step is not None:
+        replays, finding = _replay(runs, options.step - 1, options.step, options)
     else:
         logs = compare_logs(*runs)
         has_two_kinds = len({(run.folder / LOOP).is_file() for run in runs}) > 1
-        if logs.recipe or has_two_kinds or arguments.no_replay:
+        if logs.recipe or has_two_kinds or options.no_replay:
             note = "not replayed: --no-replay, different recipes, or a recipe and a script"
         elif logs.first_different is not None:
-            replays, finding = _replay(runs, logs.last_equal, logs.first_different, arguments)
+            replays, finding = _replay(runs, logs.last_equal, logs.first_different, options)
     equal = finding is None if logs is None else logs.first_different is None and logs.compared > 0
-    if arguments.json:
+    if options.json:
         data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
         data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
         print_json(data | ({} if logs is None else asdict(logs)))
@@ -107,7 +104,7 @@ def _show(title: str, lines: list[str]) -> None:
         print(f"{'' if number else title:<14}{printable(line)}")
 
 
-def _replay(runs: list[Run], after: int, step: int, arguments: argparse.Namespace) -> Replays:
+def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays:
     """Compute one or two runs again, from a checkpoint before the last checksum up to `step`."""
     from samestep.tools.replay.diff import no_checksum, replay_and_compare
     from samestep.tools.replay.launch import ReplayOptions
@@ -117,14 +114,13 @@ def _replay(runs: list[Run], after: int, step: int, arguments: argparse.Namespac
         logged = max((number for number in run.events.checksums if number <= step), default=None)
         if logged is None:
             raise no_checksum(f"{run.folder} has no checksum up to step {step}")
-        subjects.append(_subject(run, min(after, logged - 1), step, arguments))
-    environment = LaunchOptions.parse(arguments).environment
-    options = options_of(ReplayOptions, arguments, preload=PRELOAD, environment=environment)
+        subjects.append(_subject(run, min(after, logged - 1), step, options))
+    replay_options = options_of(ReplayOptions, options, preload=PRELOAD, environment=options.environment)
     with reading(*(subject.checkpoint for subject in subjects)):
-        return replay_and_compare(subjects, after, step, options, progress(arguments))
+        return replay_and_compare(subjects, after, step, replay_options, options.note)
 
 
-def _subject(run: Run, begin: int, step: int, arguments: argparse.Namespace) -> Subject:
+def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
     """Return a run to compute from a checkpoint at or before `begin`, on the ranks of `step` unless set.
 
     Raises:
@@ -135,20 +131,20 @@ def _subject(run: Run, begin: int, step: int, arguments: argparse.Namespace) -> 
     starts = [start for start in run.starts if start.get("from_step", 0) < step]
     start = starts[-1] if starts else {}
     processes = start.get("processes", 1)
-    is_chosen = arguments.processes is not None or arguments.devices is not None
+    is_chosen = options.processes is not None or options.devices is not None
     if (run.folder / LOOP).is_file():
-        command = _script_command(run, start, arguments)
+        command = _script_command(run, start, options)
         if is_chosen:
-            processes = LaunchOptions.parse(arguments).process_range()[1]
+            processes = options.process_range()[1]
         return Subject(run.folder, command, None, begin, processes, run.events.checksums)
-    plan = plan_to_replay(run.folder, begin, trust=arguments.trust)
+    plan = plan_to_replay(run.folder, begin, trust=options.trust)
     if is_chosen:
-        processes = LaunchOptions.parse(arguments).process_range(plan.recipe)[1]
+        processes = options.process_range(plan.recipe)[1]
     resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count, plan.recipe.batch_size)
     return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
 
 
-def _script_command(run: Run, start: Mapping[str, Any], arguments: argparse.Namespace) -> ScriptCommand:
+def _script_command(run: Run, start: Mapping[str, Any], options: Options) -> ScriptCommand:
     """Return the command of a start.
 
     Raises:
@@ -156,7 +152,7 @@ def _script_command(run: Run, start: Mapping[str, Any], arguments: argparse.Name
     """
     from samestep.tools.replay.launch import ScriptCommand
 
-    if arguments.device != "auto":
+    if options.device != "auto":
         expected = "options that the script does not set"
         raise option_conflict("--device with the run of a script", expected, "leave it out")
     script, values, folder = (start.get(key) for key in ("script", "arguments", "directory"))
@@ -168,7 +164,7 @@ def _script_command(run: Run, start: Mapping[str, Any], arguments: argparse.Name
             fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps",
             code="E_SCRIPT",
         )
-    if not arguments.trust:
+    if not options.trust:
         raise InputError(
             f"{run.folder} is the run of a script, {Path(folder, script)}",
             expected="--trust: a replay executes the script that the run directory names",

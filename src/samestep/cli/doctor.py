@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import ClassVar, get_args
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
-from samestep.cli.options import add_options, options_of, print_json
+from samestep.cli.options import JsonOption, count, option, print_json
 from samestep.config import default_workers
 from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import read_processors
@@ -21,41 +20,26 @@ from samestep.tools.doctor.findings import Finding, Plan, Verdict
 from samestep.units import format_bytes, format_count
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Options of `samestep doctor`."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption):
+    """Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short self-test.
 
-    runs: Path
-    processes: str = "auto"
-    workers: int | None = None
-    quick: bool = False
-    caches: bool = False
-    clear_caches: bool = False
-    json: bool = False
+    Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit codes: 0 no failure,
+    2 invalid input, 3 at least one failure.
+    """
 
+    example: ClassVar = "samestep doctor --processes 8 --workers 4"
 
-def add_doctor(add_parser: Any) -> None:
-    """Add `samestep doctor`."""
-    parser = add_parser(
-        description="Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short "
-        "self-test. Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed.",
-        epilog="examples: samestep doctor; samestep doctor --processes 8 --workers 4; samestep doctor --caches. Exit "
-        "codes: 0 no failure, 2 invalid input, 3 at least one failure.",
-    )
-    group = parser.add_argument_group("planned run")
-    group.add_argument("--processes", metavar="N", help="ranks on this machine (default: one per GPU, else per core)")
-    add_options(group, "--workers", "--runs")
-    parser.add_argument("--quick", action="store_true", help="skip the self-test; torch is not imported")
-    group = parser.add_argument_group("caches of images, data.cache")
-    group.add_argument("--caches", action="store_true", help="list the caches in ~/.cache/samestep")
-    group.add_argument("--clear-caches", action="store_true", help="list and remove them; runs that use one continue")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_doctor)
+    processes: str = option("ranks on this machine (default: one per GPU, else per core)", "N", default="auto")
+    workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
+    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    quick: bool = option("skip the self-test; torch is not imported", default=False)
+    caches: bool = option("list the caches of images in ~/.cache/samestep", default=False)
+    clear_caches: bool = option("list and remove the caches; runs that use one continue", default=False)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Check and print; return 0 without failures and 3 otherwise."""
-    options = options_of(DoctorOptions, arguments)
     if options.caches or options.clear_caches:
         _show_caches(options)
         return EXIT_DONE
@@ -88,7 +72,7 @@ def _print(findings: Sequence[Finding]) -> None:
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict)))
 
 
-def _show_caches(options: DoctorOptions) -> None:
+def _show_caches(options: Options) -> None:
     from samestep.zoo.sample_cache import list_caches, remove_cache
 
     caches = list_caches()

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import (
-    add_number,
-    add_options,
-    add_subject_argument,
+    JsonOption,
+    argument,
+    count,
+    option,
     option_conflict,
     options_of,
+    positive,
     print_json,
-    script_of,
     timed_name,
 )
-from samestep.cli.recipe_options import load_with_microbatches
+from samestep.cli.recipe_options import SubjectOptions, load_resolved
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DONE, InputError, RunError
 from samestep.recipes.recipe_files import shipped_recipes
@@ -31,70 +32,73 @@ from samestep.tools.submit import Job, Submission, kubernetes_submission, slurm_
 _OPTIONS = {"time": "slurm", "image": "kubernetes", "volume": "kubernetes"}
 
 
-def add_submit(add_parser: Any) -> None:
-    """Add `samestep submit`."""
-    parser = add_parser(
-        description="Write the file of a job on several machines, and submit it with the command of the system. A "
-        "restarted job continues its run.",
-        epilog="example: samestep submit slurm digits --nodes 2 --gpus 4 --dry-run",
+@dataclass(frozen=True, kw_only=True)
+class _System:
+    system: Literal["slurm", "kubernetes"] = argument("SYSTEM", "slurm or kubernetes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, SubjectOptions, _System):
+    """Write the file of a job on several machines, and submit it with the command of the system.
+
+    A restarted job continues its run.
+    """
+
+    example: ClassVar = "samestep submit slurm digits --nodes 2 --gpus 4 --dry-run"
+    group: ClassVar = "job (results do not depend on these options)"
+
+    nodes: int = option("machines, at most", "N", type=positive, required=True)
+    gpus: int = option("GPUs of each machine; 0 for ranks on CPUs", "G", type=count, required=True)
+    processes: str | None = option(
+        "number of ranks, or MIN:MAX for a job that continues on fewer (default: one per GPU; one per machine without "
+        "GPUs)",
+        "N",
     )
-    parser.add_argument("system", choices=("slurm", "kubernetes"), help="system that starts the job")
-    add_subject_argument(parser)
-    group = parser.add_argument_group("resources (results do not depend on these options)")
-    add_number(group, "--nodes", required=True, metavar="N", help="machines, at most")
-    add_number(group, "--gpus", zero=True, required=True, metavar="G", help="GPUs of each machine; 0 for ranks on CPUs")
-    text = "number of ranks, or MIN:MAX for a job that continues on fewer (default: one per GPU; one per machine "
-    group.add_argument("--processes", metavar="N", help=f"{text}without GPUs)")
-    group.add_argument("--time", metavar="LIMIT", help="limit of the time, as for sbatch (slurm)")
-    group.add_argument("--image", help="container image with Samestep (kubernetes)")
-    group.add_argument("--volume", metavar="NAME", help="persistent volume claim of the runs (kubernetes)")
-    group = parser.add_argument_group("output")
-    group.add_argument("--name", help="name of the job and of the run (default: recipe, date and time)")
-    add_options(group, "--runs")
-    group.add_argument("--dry-run", action="store_true", help="print file and command; write and submit nothing")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_submit)
+    time: str | None = option("limit of the time, as for sbatch (slurm)", "LIMIT")
+    image: str | None = option("container image with Samestep (kubernetes)", "IMAGE")
+    volume: str | None = option("persistent volume claim of the runs (kubernetes)", "NAME")
+    name: str | None = option("name of the job and of the run (default: recipe, date and time)", "NAME")
+    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    dry_run: bool = option("print file and command; write and submit nothing", default=False)
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print or submit the job."""
     require_single_process("submit")
     for name, system in _OPTIONS.items():
-        if getattr(arguments, name) is not None and arguments.system != system:
-            raise option_conflict(f"--{name} with {arguments.system}", f"--{name} with {system}", f"leave --{name} out")
-    write = slurm_submission if arguments.system == "slurm" else kubernetes_submission
-    submission = write(_job(arguments))
-    output = "" if arguments.dry_run else _run(submission)
-    if arguments.json:
+        if getattr(options, name) is not None and options.system != system:
+            raise option_conflict(f"--{name} with {options.system}", f"--{name} with {system}", f"leave --{name} out")
+    write = slurm_submission if options.system == "slurm" else kubernetes_submission
+    submission = write(_job(options))
+    output = "" if options.dry_run else _run(submission)
+    if options.json:
         files = {submission.file: submission.text}
-        print_json(
-            {"files": files, "command": submission.command, "submitted": not arguments.dry_run, "output": output}
-        )
-    elif arguments.dry_run:
+        print_json({"files": files, "command": submission.command, "submitted": not options.dry_run, "output": output})
+    elif options.dry_run:
         print(f"# {submission.file}\n{submission.text}\n# command\n{shlex.join(submission.command)}")
     else:
         print(output, end="")
     return EXIT_DONE
 
 
-def _job(arguments: argparse.Namespace) -> Job:
-    script, path = script_of(arguments), Path(arguments.recipe)
-    minimum, colon, maximum = (arguments.processes or str(arguments.nodes * max(1, arguments.gpus))).partition(":")
+def _job(options: Options) -> Job:
+    script, path = options.script(), Path(options.recipe)
+    minimum, colon, maximum = (options.processes or str(options.nodes * max(1, options.gpus))).partition(":")
     counts = [parse_process_count(text, " or MIN:MAX") for text in (minimum, maximum if colon else minimum)]
     if script is None:
-        recipe = load_with_microbatches(arguments, arguments.overrides)
-        for count in counts:
-            resolve_mesh(recipe.strategy, count, recipe.microbatch_count, recipe.batch_size)
+        recipe = load_resolved(options.recipe, options.overrides, options.note)
+        for number in counts:
+            resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
     return options_of(
         Job,
-        arguments,
-        subject=arguments.recipe,
-        text=shipped_recipes().get(arguments.recipe, path).read_text(encoding="utf-8"),
-        parameters=tuple(arguments.overrides if script is None else arguments.script_arguments),
-        name=arguments.name or timed_name(arguments.runs, path.stem),
+        options,
+        subject=options.recipe,
+        text=shipped_recipes().get(options.recipe, path).read_text(encoding="utf-8"),
+        parameters=tuple(options.overrides if script is None else options.script_arguments),
+        name=options.name or timed_name(options.runs, path.stem),
         minimum=counts[0],
         maximum=counts[1],
-        runs=str(arguments.runs.absolute()),
+        runs=str(options.runs.absolute()),
         folder=str(Path.cwd()),
         python=sys.executable,
     )
