@@ -127,18 +127,18 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
             fix=f"leave --processes out, or start the command without {launcher}",
             code="E_LAUNCHER",
         )
-    devices = "; CUDA_VISIBLE_DEVICES selects the visible devices"
-    restarts = "; give the option to torchrun, or let Slurm requeue the job"
-    grace = f" and configure {launcher}"
-    for option, value, expected, advice in (
-        ("--devices", options.devices, "devices assigned by the launcher", devices),
-        ("--max-restarts", options.max_restarts or None, "restarts by the launcher", restarts),
-        ("--grace", options.grace, "the launcher's own limit for stopping ranks", grace),
+    for option, value in (
+        ("--devices", options.devices),
+        ("--max-restarts", options.max_restarts),
+        ("--grace", options.grace),
     ):
-        if value is not None:
-            text = f"{option} {value:g}s" if isinstance(value, float) else f"{option} {value}"
-            fix = f"leave {option} out{advice}"
-            raise InputError(f"{text}, but {launcher} has started this process", expected, fix, code="E_LAUNCHER")
+        if value:
+            raise InputError(
+                f"{option} {value}, but {launcher} has started this process",
+                expected=f"this setting in the configuration of {launcher}",
+                fix=f"leave {option} out, and configure {launcher}",
+                code="E_LAUNCHER",
+            )
 
 
 def _share(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:

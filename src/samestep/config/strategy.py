@@ -201,19 +201,22 @@ def resolve_mesh(
             microbatches, or an option has no effect.
     """
     name = "ddp" if strategy.name == "auto" else strategy.name
-    axes, sizes = _AXES_OF_STRATEGY[name], strategy.mesh.sizes
-    _require_axes(name, sizes, processes)
-    if name == "hsdp" and not sizes and processes > 1:
-        fix = _fitting(name, processes)
-        raise InputError("hsdp without sizes of the axes", "sizes of the axes shard and replicate", fix, code="E_MESH")
-    fixed, free = math.prod(sizes.values()), next((axis for axis in axes if axis not in sizes), None)
-    if processes % fixed or (free is None and fixed != processes):
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items()) or "of one rank"
+    axes = _AXES_OF_STRATEGY[name]
+    sizes = strategy.mesh.sizes
+    fixed = math.prod(sizes.values())
+    free = next((axis for axis in axes if axis not in sizes), None)
+    has_other_axes = any(size > 1 for axis, size in sizes.items() if axis not in axes)
+    has_other_size = processes % fixed > 0 or (free is None and fixed != processes)
+    lacks_sizes = name == "hsdp" and not sizes and processes > 1
+    if has_other_axes or has_other_size or lacks_sizes:
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items()) or "without sizes"
+        expected = "one process"
+        if axes:
+            expected = f"sizes of the axes {', '.join(axes)} that multiply to the number of processes"
         raise InputError(
-            f"strategy {name} with the mesh {mesh} has {plural(fixed, 'rank')}"
-            f"{', or a multiple of this number' if free else ''}; there are {processes}",
-            expected="the sizes of the axes multiply to the number of processes",
-            fix=f"--processes {max(1, processes // fixed) * fixed if free else fixed}, or {_fitting(name, processes)}",
+            f"strategy {name} with the mesh {mesh} on {plural(processes, 'rank')}",
+            expected=expected,
+            fix=f"--mesh {axes[0]}={processes}" if axes else f"--strategy ddp --mesh replicate={processes}",
             code="E_MESH",
         )
     resolved = dict.fromkeys(AXES, 1) | sizes | ({free: processes // fixed} if free else {})
@@ -241,39 +244,6 @@ def _combined_name(name: str, sizes: dict[str, int]) -> str:
     parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]
     parts += ["pp" if sizes["pipeline"] > 1 else None, "tp" if sizes["tensor"] > 1 else None]
     return " x ".join(part for part in parts if part) or "single"
-
-
-def _require_axes(name: str, sizes: dict[str, int], processes: int) -> None:
-    axes = _AXES_OF_STRATEGY[name]
-    unused = [axis for axis, size in sizes.items() if axis not in axes and size > 1]
-    if unused:
-        others = [other for other in _AXES_OF_STRATEGY if _has_mesh(other, sizes, processes)]
-        raise InputError(
-            f"strategy {name} with a {unused[0]} axis of {sizes[unused[0]]}",
-            expected=f"{name} uses {'the axes ' + ', '.join(axes) if axes else 'no axis and one process'}",
-            fix=f"--strategy {others[0]}" if others else f"--strategy ddp --mesh replicate={processes}",
-            code="E_MESH",
-        )
-
-
-def _has_mesh(name: str, sizes: dict[str, int], processes: int) -> bool:
-    """Return whether a strategy has a mesh with these sizes on this number of ranks."""
-    fixed, axes = math.prod(sizes.values()), _AXES_OF_STRATEGY[name]
-    fits = processes == fixed if all(axis in sizes for axis in axes) else processes % fixed == 0
-    return fits and all(axis in axes for axis, size in sizes.items() if size > 1)
-
-
-def _fitting(name: str, processes: int) -> str:
-    """Return options of a mesh of `processes` ranks, with this strategy if possible."""
-    axes = _AXES_OF_STRATEGY[name]
-    if not axes:
-        return f"--strategy ddp --mesh replicate={processes}"
-    if len(axes) == 1:
-        return f"--mesh {axes[0]}={processes}"
-    # Sizes of the first two axes, as equal as possible.
-    divisors = (size for size in range(1, processes + 1) if processes % size == 0)
-    first = min(divisors, key=lambda size: (abs(size - processes // size), -size))
-    return f"--mesh {axes[0]}={first},{axes[1]}={processes // first}"
 
 
 def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
