@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-from difflib import get_close_matches
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.checkpoint.files import replacing
 from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import gpu_names
 from samestep.cli.options import (
-    add_number,
-    add_options,
-    add_recipe_argument,
+    DeviceOption,
+    JsonOption,
+    count,
+    counts,
+    integers,
+    names,
+    option,
     option_conflict,
     output_folder,
-    parse_integers,
+    positive,
     print_json,
-    progress,
-    refuse_script,
 )
-from samestep.cli.recipe_options import load_with_microbatches, parse_strategy
+from samestep.cli.recipe_options import RecipeOptions, load_resolved, parse_strategy
 from samestep.config import RunOptions
+from samestep.config.key_suggestions import suggest
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
@@ -33,141 +35,126 @@ from samestep.tools.bench_workers import WORKERS
 from samestep.tools.timing import describe_machine
 
 
-def add_bench(add_parser: Any) -> None:
-    """Add `samestep bench`."""
-    parser = add_parser(
-        description="Train a recipe on one device, with nn.DataParallel and with DDP on several devices, with several "
-        "microbatches per rank, in bf16, with compressed gradients, with sync batch norm and with additional "
-        "strategies; then time all of them in turn. Variants that cannot run here are listed with the reason. With "
-        "--workers, compare numbers of loader processes instead.",
-        epilog="examples: samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2; "
-        "samestep bench digits --workers 0,1,2",
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, DeviceOption, RecipeOptions):
+    """Compare the ways to train a recipe on this machine, or numbers of loader processes.
+
+    The ways are one device, nn.DataParallel and DDP on several devices, several microbatches per rank, bf16, compressed
+    gradients, sync batch norm and additional strategies. All are trained, then timed in turn. Ways that cannot run here
+    are listed with the reason.
+    """
+
+    example: ClassVar = "samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2"
+
+    devices: tuple[int, ...] | None = option(
+        "numbers of devices, one rank each (default 1,2,4; with --workers, 1)", "N,N,...", type=integers
     )
-    add_recipe_argument(parser)
-    group = parser.add_argument_group("variants")
-    group.add_argument(
-        "--devices",
-        type=partial(parse_integers, "--devices"),
-        metavar="N,N,...",
-        help="numbers of devices, one rank each (default 1,2,4; with --workers, 1)",
+    layout: Sequence[str] = option(
+        "additional strategy, such as fsdp or hsdp:shard=2 (docs/guides/strategies/index.md); can be repeated",
+        "NAME[:AXIS=N,...]",
+        default=(),
+        action="append",
     )
-    text = "additional strategy, such as fsdp or hsdp:shard=2 (docs/guides/strategies/index.md); can be repeated"
-    group.add_argument("--layout", action="append", default=[], metavar="NAME[:AXIS=N,...]", help=text)
-    group.add_argument(
-        "--ways",
-        type=_parse_ways,
-        metavar="NAME,...",
-        help=f"variants next to one device and the layouts (default {','.join(WAYS)})",
+    ways: tuple[str, ...] = option(
+        f"ways next to one device and the layouts (default {','.join(WAYS)})", "NAME,...", default=WAYS, type=names
     )
-    group.add_argument(
-        "--accumulate",
-        type=partial(parse_integers, "--accumulate"),
-        metavar="K,K,...",
-        help="microbatches of a rank in a step, each a variant with the same batch size (default "
+    accumulate: tuple[int, ...] | None = option(
+        "microbatches of a rank in a step, each a way with the same batch size (default "
         f"{','.join(map(str, ACCUMULATE))})",
+        "K,K,...",
+        type=integers,
     )
-    text = "training epochs before the evaluation of each variant (default: the recipe's; 0: no evaluation)"
-    add_number(group, "--epochs", zero=True, metavar="E", help=text)
-    group.add_argument(
-        "--workers",
+    epochs: int | None = option(
+        "training epochs before the evaluation of each way (default: the recipe's; 0: no evaluation)", "E", type=count
+    )
+    workers: tuple[int, ...] | None = option(
+        "numbers of loader processes per rank to compare, with the recipe as it is (without numbers: "
+        f"{','.join(map(str, WORKERS))}); a single number: for all ways",
+        "N,N,...",
         nargs="?",
-        const=",".join(map(str, WORKERS)),
-        type=partial(parse_integers, "--workers", minimum=0),
-        metavar="N,N,...",
-        help="numbers of loader processes per rank to compare, with the recipe as it is, in place of the variants "
-        "(without numbers: %(const)s); a single number: for all variants",
+        const=WORKERS,
+        type=counts,
     )
-    group = parser.add_argument_group("timing")
-    add_number(group, "--rounds", default=5, help="trials of each variant, interleaved (default 5)")
-    add_number(group, "--steps", default=20, help="steps per trial, after three warm-up steps (default 20)")
-    group = parser.add_argument_group("machine")
-    add_options(group, "--device")
-    text = "folder for bench.json and bench.png (default runs/bench-...)"
-    group.add_argument("--out", type=Path, metavar="DIR", help=text)
-    group.add_argument("--no-picture", action="store_true", help="write no bench.png")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_bench)
+    rounds: int = option("trials of each way, interleaved (default 5)", "N", default=5, type=positive)
+    steps: int = option("steps per trial, after three warm-up steps (default 20)", "N", default=20, type=positive)
+    out: Path | None = option("folder for bench.json and bench.png (default runs/bench-...)", "DIR")
+    no_picture: bool = option("write no bench.png", default=False)
 
 
-def _parse_ways(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in WAYS:
-            close = get_close_matches(name.replace("-", "_").replace(" ", "_"), WAYS, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"--ways {WAYS[0]}"
-            raise InputError(f"--ways {text}: unknown {name!r}", f"some of {', '.join(WAYS)}", fix, code="E_VALUE")
-    return names
-
-
-def _bench(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Compare and print."""
     require_single_process("bench")
-    refuse_script(
-        arguments,
-        "bench",
-        f"samestep run --processes N {arguments.recipe}, for each number N; the script can measure its own steps",
-    )
-    if arguments.workers is not None and len(arguments.workers) > 1:
-        return _bench_workers(arguments)
-    return _bench_ways(arguments)
+    if options.recipe.endswith(".py"):
+        raise InputError(
+            f"samestep bench {options.recipe} is a script",
+            expected="a recipe: samestep bench changes settings that a script sets itself",
+            fix=f"samestep run --processes N {options.recipe}, for each number N",
+            code="E_SCRIPT",
+        )
+    for name in options.ways:
+        if name not in WAYS:
+            fix = f"did you mean {suggest(name, WAYS) or WAYS[0]}?"
+            raise InputError(f"--ways: unknown {name!r}", f"some of {', '.join(WAYS)}", fix, code="E_VALUE")
+    if options.workers is not None and len(options.workers) > 1:
+        return _bench_workers(options, options.workers)
+    return _bench_ways(options)
 
 
-def _bench_ways(arguments: argparse.Namespace) -> int:
+def _bench_ways(options: Options) -> int:
     # Imported here: the other commands do not need these modules.
     from samestep.metrics.class_report import require_matplotlib
     from samestep.tools.bench import compare, contenders, draw, show
 
-    recipe = load_with_microbatches(arguments, arguments.overrides)
-    strategies = [parse_strategy(text) for text in arguments.layout]
-    if not arguments.no_picture:
+    recipe = load_resolved(options.recipe, options.overrides, options.note)
+    strategies = [parse_strategy(text) for text in options.layout]
+    if not options.no_picture:
         require_matplotlib("comparison")
-    gpus = _gpus(arguments)
-    ways = arguments.ways or WAYS
-    if arguments.accumulate is not None:
+    gpus = _gpus(options)
+    ways = options.ways
+    if options.accumulate is not None:
         ways = (*ways, "accumulate")  # the option selects its variants also without their name
     variants, absent = contenders(
         recipe,
-        arguments.devices or DEVICES,
+        options.devices or DEVICES,
         strategies,
         len(gpus) or None,
         ways=ways,
-        accumulate=arguments.accumulate or ACCUMULATE,
+        accumulate=options.accumulate or ACCUMULATE,
     )
-    plan = _plan(arguments, recipe.epochs if arguments.epochs is None else arguments.epochs)
-    stem = Path(arguments.recipe).stem
-    with output_folder(arguments.out, f"bench-{stem}") as folder:
+    plan = _plan(options, recipe.epochs if options.epochs is None else options.epochs)
+    stem = Path(options.recipe).stem
+    with output_folder(options.out, f"bench-{stem}") as folder:
         machine = describe_machine(gpus)  # before the load of the comparison
         facts = {"recipe": recipe_data(recipe), "machine": machine}
 
         def save(results: dict[str, Any]) -> None:
             _write(folder, {**facts, **results})
 
-        data = {**facts, **compare(variants, absent, plan, progress(arguments), save)}
-        if not arguments.no_picture:
+        data = {**facts, **compare(variants, absent, plan, options.note, save)}
+        if not options.no_picture:
             draw(data["ways"], f"{stem} on {machine['device']}", folder / "bench.png")
-    if arguments.json:
+    if options.json:
         print_json({**data, "folder": str(folder)})
     else:
         show(data)
-        print(f"written     {folder / 'bench.json'}{'' if arguments.no_picture else ', bench.png'}")
+        print(f"written     {folder / 'bench.json'}{'' if options.no_picture else ', bench.png'}")
     return EXIT_DONE if data["complete"] else EXIT_STOPPED
 
 
-def _bench_workers(arguments: argparse.Namespace) -> int:
+def _bench_workers(options: Options, workers: tuple[int, ...]) -> int:
     from samestep.tools.bench_workers import compare_workers, show_workers
 
-    for option in ("ways", "layout", "accumulate", "epochs"):
-        if getattr(arguments, option):
-            raise option_conflict(f"--workers with several numbers and --{option}", "one of them")
-    recipe = load_with_microbatches(arguments, arguments.overrides)
-    plan = _plan(arguments, epochs=0)
-    with output_folder(arguments.out, f"bench-{Path(arguments.recipe).stem}") as folder:
-        facts = {"recipe": recipe_data(recipe), "machine": describe_machine(_gpus(arguments))}
-        devices = arguments.devices or (1,)
-        results = compare_workers(recipe, arguments.workers, devices, plan, progress(arguments))
+    if options.layout or options.accumulate or options.epochs or options.ways != WAYS:
+        raise option_conflict("--workers with several numbers, and an option of the ways", "one of them")
+    recipe = load_resolved(options.recipe, options.overrides, options.note)
+    plan = _plan(options, epochs=0)
+    with output_folder(options.out, f"bench-{Path(options.recipe).stem}") as folder:
+        facts = {"recipe": recipe_data(recipe), "machine": describe_machine(_gpus(options))}
+        devices = options.devices or (1,)
+        results = compare_workers(recipe, workers, devices, plan, options.note)
         data = {**facts, **results}
         _write(folder, data)
-    if arguments.json:
+    if options.json:
         print_json({**data, "folder": str(folder)})
     else:
         show_workers(data)
@@ -175,14 +162,14 @@ def _bench_workers(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _gpus(arguments: argparse.Namespace) -> list[str]:
-    return [] if arguments.device == "cpu" else gpu_names()
+def _gpus(options: Options) -> list[str]:
+    return [] if options.device == "cpu" else gpu_names()
 
 
-def _plan(arguments: argparse.Namespace, epochs: int) -> Plan:
-    single = arguments.workers[0] if arguments.workers else None
-    options = RunOptions(device=arguments.device, workers=single, quiet=arguments.json)
-    return Plan(rounds=arguments.rounds, steps=arguments.steps, epochs=epochs, options=options, preload=PRELOAD)
+def _plan(options: Options, epochs: int) -> Plan:
+    single = options.workers[0] if options.workers else None
+    run_options = RunOptions(device=options.device, workers=single, quiet=options.json)
+    return Plan(rounds=options.rounds, steps=options.steps, epochs=epochs, options=run_options, preload=PRELOAD)
 
 
 def _write(folder: Path, data: dict[str, Any]) -> None:

@@ -111,6 +111,11 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Return the integers of at least 0 of a comma-separated list."""
+    return tuple(map(count, text.split(",")))
+
+
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
     """Output as JSON."""
