@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.options import DeviceOption, count, option, option_conflict, options_of, positive
+from samestep.cli.options import DeviceOption, count, option, option_conflict, positive
 from samestep.config import DEFAULT_PREFETCH, Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
 from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
@@ -46,11 +46,6 @@ class LaunchOptions(DeviceOption):
     share_gpu: bool = option(
         "let several ranks use one GPU; they communicate through host memory (not with pp)", default=False
     )
-
-    @classmethod
-    def parse(cls, arguments: Any) -> LaunchOptions:
-        """Legacy."""
-        return options_of(cls, arguments)
 
     max_restarts: int = 0
     hang_after: float = HANG_AFTER

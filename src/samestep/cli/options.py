@@ -6,7 +6,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,10 +14,9 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from samestep.checkpoint.files import replacing
-from samestep.config import DeviceKind, RunOptions
+from samestep.config import DeviceKind
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
-from samestep.recipes.recipe_files import shipped_recipes
 
 Options = TypeVar("Options")
 
@@ -249,177 +248,11 @@ def print_json(value: Mapping[str, Any]) -> None:
 # --- legacy ---
 
 
-def number(
-    option: str, *, type: Callable[[str], float] = int, zero: bool = False, has_default: bool = True
-) -> Callable[[str], float]:
-    """Return a parser of numbers above 0, or of at least 0 if `zero` is set."""
-    fix = f"leave {option} out for its default" if has_default else f"{option} 1"
-
-    def parse(text: str) -> float:
-        value = type(text)
-        if not (value > 0 or (zero and value == 0)):
-            expected = f"{option} {'>=' if zero else '>'} 0"
-            raise InputError(f"{option} {value:g}", expected, fix, code="E_VALUE")
-        return value
-
-    parse.__name__ = type.__name__  # argparse prints this name for text that is not a number
-    return parse
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "--set": {
-        "dest": "overrides",
-        "action": "extend",
-        "nargs": "+",
-        "default": [],
-        "metavar": "KEY=VALUE",
-        "help": "override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
-    },
-    "--devices": {
-        "metavar": "I,J,...",
-        "help": "GPUs of the ranks, as positions among the visible GPUs; one rank per GPU unless --processes is "
-        "smaller (default: the first ones)",
-    },
-    "--share-gpu": {
-        "action": "store_true",
-        "help": "let several ranks use one GPU; they communicate through host memory (not with pp)",
-    },
-    "--device": {
-        "choices": get_args(DeviceKind),
-        "default": "auto",
-        "help": "device type (default auto)",
-    },
-    "--per-device-batch-size": {
-        "type": number("--per-device-batch-size"),
-        "metavar": "N",
-        "help": "set batch_size to N times --processes; the run keeps this batch_size on any number of processes",
-    },
-    "--accumulate": {
-        "type": number("--accumulate"),
-        "metavar": "K",
-        "help": "set microbatches to K times --processes: each process computes K microbatches of a step one after "
-        "another; batch_size stays the samples of a step, or is K times larger with --per-device-batch-size",
-    },
-    "--workers": {
-        "type": number("--workers", zero=True),
-        "metavar": "N",
-        "help": "loader processes per rank (default: depends on the cores)",
-    },
-    "--runs": {"type": Path, "default": Path("runs"), "metavar": "DIR", "help": "folder of runs (default runs)"},
-    "--trust": {"action": "store_true", "help": "import the code that the recipe of the run names (docs/security.md)"},
-    "--json": {"action": "store_true", "help": "print the result as one JSON object on standard output"},
-}
-
-
 def add_options(group: Any, *names: str) -> None:
-    """Add options that have the same meaning in several commands."""
-    for name in names:
-        group.add_argument(name, **_OPTIONS[name])
+    """Add `--json`."""
+    group.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
 
 
-def add_number(
-    group: Any, option: str, *, type: Callable[[str], float] = int, zero: bool = False, **texts: Any
-) -> None:
-    """Add an option with a number above 0, or of at least 0 if `zero` is set."""
-    parse = number(option, type=type, zero=zero, has_default="default" in texts)
-    group.add_argument(option, type=parse, **texts)
-
-
-def add_recipe_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe and `--set`."""
-    parser.add_argument("recipe", help=f"{', '.join(shipped_recipes())}, or a YAML file")
-    add_options(parser, "--set")
-
-
-def add_subject_argument(parser: argparse.ArgumentParser) -> None:
-    """Add a recipe, `--set`, or a script, whose arguments after `--` become `script_arguments`."""
-    text = f"{', '.join(shipped_recipes())}, a YAML file; or a Python script, with its arguments after --"
-    parser.add_argument("recipe", metavar="SUBJECT", help=text)
-    add_options(parser, "--set")
-    parser.set_defaults(script_arguments=[])
-
-
-# Options without a meaning for a script.
-_RECIPE_OPTIONS = (
-    "--strategy",
-    "--mesh",
-    "--shares",
-    "--per-device-batch-size",
-    "--accumulate",
-    "--workers",
-    "--prefetch",
-)
-
-
-def script_of(arguments: argparse.Namespace) -> Path | None:
-    """Return the script of a command with `add_subject_argument`; None for a recipe.
-
-    Raises:
-        InputError: the script is missing, or an option of recipes is set.
-    """
-    path = Path(arguments.recipe)
-    if path.suffix != ".py":
-        if arguments.script_arguments:
-            value = f"{arguments.recipe} with arguments after --"
-            raise option_conflict(value, "arguments of a script", "leave the arguments out, or --set KEY=VALUE")
-        return None
-    names = {option: option.removeprefix("--").replace("-", "_") for option in _RECIPE_OPTIONS}
-    for option, name in {"--set": "overrides", **names}.items():
-        if getattr(arguments, name, None):
-            raise option_conflict(f"{option} with a script", f"{option} with a recipe", "set the value in the script")
-    require_file(path)
-    return path
-
-
-def refuse_script(arguments: argparse.Namespace, command: str, fix: str) -> None:
-    """Raise an `InputError` if a command that needs a recipe received a script."""
-    if Path(arguments.recipe).suffix == ".py":
-        raise InputError(
-            f"samestep {command} {arguments.recipe} is a script",
-            expected=f"a recipe: samestep {command} changes settings that a script sets itself",
-            fix=fix,
-            code="E_SCRIPT",
-        )
-
-
-def add_run_argument(parser: argparse.ArgumentParser, *, checkpoint: str | None = None) -> None:
-    """Add the directory of a run, and `--checkpoint` with a default."""
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the directory of a run."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run")
-    if checkpoint is not None:
-        add_options(parser, "--trust")
-        text = f"best, last, epoch-N, or a step (default {checkpoint})"
-        parser.add_argument("--checkpoint", default=checkpoint, metavar="WHICH", help=text)
-
-
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--processes`, `--devices`, `--device`, `--workers` and `--prefetch`."""
-    group = parser.add_argument_group("machine (results do not depend on these options)")
-    text = "number of ranks, or auto: one per GPU, or one per core on a machine without GPUs (default 1)"
-    group.add_argument("--processes", metavar="N", help=text)
-    add_options(group, "--devices", "--share-gpu", "--device", "--workers")
-    text = f"microbatches that each loader process prepares in advance (default {RunOptions.prefetch})"
-    group.add_argument("--prefetch", type=int, metavar="N", help=text)
-
-
-def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """Return the run options among the arguments; `--json` leaves only the summary."""
-    return options_of(RunOptions, arguments, quiet=arguments.json)
-
-
-def parse_integers(option: str, text: str, minimum: int = 1) -> list[int]:
-    """Return the integers of a comma-separated list; other text is an `InputError`."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) >= minimum for part in parts):
-        expected = f"integers of at least {minimum}, separated by commas"
-        raise InputError(f"{option} {text}", expected, f"{option} 1,2,4", code="E_VALUE")
-    return list(map(int, parts))
-
-
-def progress(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints a line on standard error; with `--json`, nothing is printed."""
-
-    def show(text: str) -> None:
-        if not arguments.json:
-            print(text, file=sys.stderr, flush=True)
-
-    return show

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
@@ -18,7 +17,6 @@ from samestep.cli.options import (
     option,
     option_conflict,
     positive,
-    progress,
     require_file,
 )
 from samestep.config import MeshConfig, Recipe, StrategyConfig
@@ -224,89 +222,3 @@ def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], N
     if text is not None:
         report(text)
     return recipe
-
-
-# --- legacy ---
-
-
-def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--strategy`, `--mesh` and `--shares`."""
-    group = parser.add_argument_group("strategy (results are equal, under tp without step.tensor_slices to rounding)")
-    text = "parallel strategy instead of the recipe's (docs/guides/strategies/index.md)"
-    group.add_argument("--strategy", choices=get_args(StrategyName), help=text)
-    text = f"sizes of the axes {', '.join(AXES)}; the product is the number of processes"
-    group.add_argument("--mesh", metavar="AXIS=N,...", help=text)
-    text = "share of the microbatches of each rank, for devices of different speeds, such as 5,3 for 8 microbatches; "
-    text += "auto moves microbatches away from a rank that stays slow during training"
-    group.add_argument("--shares", metavar="N,...|auto", help=text)
-
-
-def all_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the overrides of `--strategy`, `--mesh` and `--shares`, followed by those of `--set`.
-
-    Raises:
-        InputError: the mesh or the shares are invalid.
-    """
-    strategy, mesh = arguments.strategy, arguments.mesh
-    section: dict[str, Any] = {"mesh": _parse_mesh(mesh, f"--mesh {mesh}")} if mesh is not None else {}
-    if arguments.shares is not None:
-        section["shares"] = _parse_shares(arguments.shares)
-    if strategy is not None:
-        # Replaces the complete section: options of another strategy have no meaning for this one.
-        return [f"strategy={json.dumps({'name': strategy, **section})}", *arguments.overrides]
-    return [*(f"strategy.{key}={json.dumps(value)}" for key, value in section.items()), *arguments.overrides]
-
-
-def with_batch_size(overrides: list[str], size: int | None, processes: str, accumulate: int | None = None) -> list[str]:
-    """Return overrides of a recipe with those of `--per-device-batch-size` and `--accumulate`.
-
-    Each process has `accumulate` microbatches, of `size` samples if `--per-device-batch-size` is set. Without
-    `--accumulate`, it has one microbatch of `size` samples, unless the overrides set `microbatches`.
-
-    Args:
-        overrides: overrides of `--set`.
-        size: value of `--per-device-batch-size`, if any.
-        processes: value of `--processes`.
-        accumulate: value of `--accumulate`, if any.
-
-    Raises:
-        InputError: `processes` is not a number, or the overrides set a key of these options too.
-    """
-    if size is None and accumulate is None:
-        return overrides
-    options = {"batch_size": f"--per-device-batch-size {size}"} if size is not None else {}
-    options |= {"microbatches": f"--accumulate {accumulate}"} if accumulate is not None else {}
-    if not processes.isdigit():
-        key, option = next(iter(options.items()))
-        value = 2 * (size or accumulate or 1)
-        raise InputError(
-            f"{option} with --processes {processes}",
-            expected=f"a number of processes: {key} belongs to the recipe and must not depend on the machine",
-            fix=f"--processes 2 for {key}={value}, or --set {key}={value} instead",
-            code="E_BATCH_SIZE",
-        )
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key in options:
-            raise InputError(
-                f"{options[key]} and --set {override}",
-                expected=f"one option for {key}",
-                fix="leave one of the two options out",
-                code="E_BATCH_SIZE",
-            )
-    count = parse_process_count(processes, "")
-    microbatches = count * (accumulate or 1)
-    sizes = [] if size is None else [f"batch_size={size * microbatches}"]
-    return [f"microbatches={microbatches}", *overrides, *sizes]
-
-
-def load_with_microbatches(arguments: argparse.Namespace, overrides: list[str]) -> Recipe:
-    """Return the recipe of a command with a number of microbatches, and print the choice of `auto`."""
-    recipe, text = with_microbatches(load_recipe(arguments.recipe, overrides))
-    if text is not None:
-        progress(arguments)(text)
-    return recipe
-
-
-def _parse_shares(text: str) -> list[int]:
-    return list(integers(text))
