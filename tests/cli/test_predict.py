@@ -121,9 +121,9 @@ def test_file_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
 WRONG = {
     "predict runs/a": "E_OPTION_CONFLICT",
     "predict runs/a none.png": "E_FILE_MISSING",
-    "predict runs/a --prompt x": "E_INPUT",
+    "predict runs/a --prompt x": "E_OPTION_CONFLICT",
     "predict runs/a 3.png --prompt x": "E_OPTION_CONFLICT",
-    "predict runs/a 3.png --out pictures": "E_INPUT",
+    "predict runs/a 3.png --out pictures": "E_OPTION_CONFLICT",
     "predict runs/a runs/a/recipe.yaml": "E_UNREADABLE",
     "predict runs/none 3.png": "E_NOT_A_RUN",
     "export runs/a --out nofolder/x.safetensors": "E_OUTPUT",

@@ -115,8 +115,9 @@ def test_examples_of_other_systems_train() -> None:
     for text in texts:
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         words = shlex.split(text, comments=True)
-        options = build_parser().parse_args(words[words.index("samestep") + 1 :])
-        assert (options.command, options.name, options.or_resume) == ("train", "first", True)
+        command, *arguments = words[words.index("samestep") + 1 :]
+        options = build_parser(command).parse_args(arguments)
+        assert (command, options.name, options.or_resume) == ("train", "first", True)
 
 
 def test_refused_job_is_an_error(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

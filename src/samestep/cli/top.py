@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from samestep.cli.options import add_options, add_run_argument, print_json
+from samestep.cli.options import JsonOption, argument, option, print_json
 from samestep.errors import EXIT_DONE, InputError
 from samestep.loggers.logger import format_metric
 from samestep.report_limits import printable
@@ -37,36 +36,37 @@ _COLUMNS = (
 )
 
 
-def add_top(add_parser: Any) -> None:
-    """Add `samestep top`."""
-    parser = add_parser(
-        description="Show the state of each rank of a run, read from the run's directory: before, during and after the "
-        "run. Ctrl-C ends the view. Without a terminal, the state is printed once.",
-        epilog="example: samestep top runs/first --once",
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption):
+    """Show the state of each rank of a run, read from the run's directory: before, during and after the run.
+
+    Ctrl-C ends the view. Without a terminal, the state is printed once.
+    """
+
+    example: ClassVar = "samestep top runs/first --once"
+
+    folder: Path = argument("RUN", "directory of the run")
+    every: float = option(
+        "time between updates (default 2s)", "TIME", default=2.0, type=partial(parse_duration, "--every")
     )
-    add_run_argument(parser)
-    every = partial(parse_duration, "--every")
-    parser.add_argument("--every", type=every, default="2s", metavar="TIME", help="time between updates (default 2s)")
-    parser.add_argument("--once", action="store_true", help="print the state once and exit")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_top)
+    once: bool = option("print the state once and exit", default=False)
 
 
-def _top(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Show the run once, or until Ctrl-C."""
     console = Console()
-    if console.is_terminal and not console.is_dumb_terminal and not (arguments.json or arguments.once):
-        _follow(arguments.folder, console, arguments.every)
+    if console.is_terminal and not console.is_dumb_terminal and not (options.json or options.once):
+        _follow(options.folder, console, options.every)
         return EXIT_DONE
-    status = read_status(arguments.folder)
+    status = read_status(options.folder)
     if status is None:
-        value, expected = f"{arguments.folder} is not a run", "a run directory, which contains recipe.yaml"
+        value, expected = f"{options.folder} is not a run", "a run directory, which contains recipe.yaml"
         fix = "check the path, or wait for the run in a terminal without --once and --json"
         raise InputError(value, expected, fix, code="E_NOT_A_RUN")
-    if arguments.json:
-        print_json({"run": str(arguments.folder), **asdict(status)})
+    if options.json:
+        print_json({"run": str(options.folder), **asdict(status)})
     else:
-        console.print(render(arguments.folder, status))
+        console.print(render(options.folder, status))
     return EXIT_DONE
 
 
