@@ -66,7 +66,7 @@ def test_refused_input_writes_nothing(refused: Refused, paddle_yaml: Path, tmp_p
     (tmp_path / "existing.yaml").write_text("", encoding="utf-8")
     out = ("--out", "mine.yaml")
     assert "--devices-meant 8" in refused("convert", "paddle.yaml", *out)
-    assert "--devices-meant 0" in refused("convert", "paddle.yaml", *out, "--devices-meant", 0)
+    assert "[E_VALUE]" in refused("convert", "paddle.yaml", *out, "--devices-meant", 0)
     assert "no folder nowhere" in refused("convert", "paddle.yaml", "--out", "nowhere/a.yaml")
     assert "existing.yaml exists" in refused("convert", "paddle.yaml", "--out", "existing.yaml")
     assert "a .safetensors file for a .pdparams file" in refused("convert", "vit.pdparams", *out)

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.options import add_number, add_options, output_errors, print_json, require_new_file
+from samestep.cli.options import JsonOption, argument, option, output_errors, positive, print_json, require_new_file
 from samestep.errors import EXIT_DONE, InputError
 
 _SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
 
 
-def add_convert(add_parser: Any) -> None:
-    """Add `samestep convert`."""
-    parser = add_parser(
-        description="Convert a YAML file of PaddleViT's ViT, DeiT or Swin to a recipe, with a line for every key, or "
-        ".pdparams weights of ViT to safetensors with timm's names. No code in a .pdparams file is executed.",
-        epilog="example: samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml",
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption):
+    """Convert a recipe or weights of PaddleViT.
+
+    A YAML file of ViT, DeiT or Swin becomes a recipe, with a line for every key; .pdparams weights of ViT become
+    safetensors with timm's names. No code in a .pdparams file is executed.
+    """
+
+    example: ClassVar = "samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml"
+
+    file: Path = argument("FILE", "a .yaml or .pdparams file")
+    out: Path = option("output file", "FILE", required=True)
+    devices_meant: int | None = option(
+        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for", "N", type=positive
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a .yaml or .pdparams file")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file")
-    text = "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for"
-    add_number(parser, "--devices-meant", metavar="N", help=text)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_convert)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Write the converted file and print the conversion of each key or tensor."""
-    file, out = arguments.file, arguments.out
+    file, out = options.file, options.out
     suffix = _SUFFIXES.get(file.suffix)
     if suffix is None or out.suffix != suffix:
         expected = "a .yaml file for a .yaml file of PaddleViT, a .safetensors file for a .pdparams file"
@@ -51,14 +53,14 @@ def _convert(arguments: argparse.Namespace) -> int:
     else:
         from samestep.tools.convert import convert_recipe
 
-        recipe = convert_recipe(file, arguments.devices_meant)
+        recipe = convert_recipe(file, options.devices_meant)
         content = recipe.to_text(file.name).encode()
         lines = [*map(str, recipe.keys), f"train with: {shlex.join(['samestep', 'train', str(out)])}"]
         data = {"keys": list(map(str, recipe.keys))}
     problem = f"{out} cannot be written"
     with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
         temporary.write_bytes(content)
-    if arguments.json:
+    if options.json:
         print_json({"out": str(out), **data})
     else:
         print("\n".join([*lines, f"{'written':<12}{out}"]))

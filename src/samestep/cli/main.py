@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from samestep.cli.commands import COMMANDS, PRELOAD, help_text
 from samestep.cli.external_launcher import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
@@ -31,18 +31,11 @@ _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yam
 # Commands whose results are files; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 # Codes of the messages of argparse; other messages are about values.
-_CODES = {"required": "E_MISSING_KEY", "not allowed with": "E_OPTION_CONFLICT", "could match": "E_UNKNOWN_OPTION"}
+_CODES = {"required": "E_MISSING_KEY", "could match": "E_UNKNOWN_OPTION"}
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command, which raises an `InputError` for invalid arguments."""
-
-    def describe(self, *, description: str, epilog: str, usage: str | None = None) -> Self:
-        """Set the texts of the help."""
-        self.description = description
-        self.epilog = epilog
-        self.usage = usage
-        return self
 
     def error(self, message: str) -> NoReturn:
         """Raise the error of a message of argparse."""
@@ -73,12 +66,8 @@ class CommandParser(argparse.ArgumentParser):
 
 def build_parser(name: str) -> CommandParser:
     """Return the parser of a command, with the options of the class `Options` of its module."""
-    module = import_module(f"samestep.cli.{name}")
+    kind = import_module(f"samestep.cli.{name}").Options
     parser = CommandParser(prog=f"samestep {name}")
-    if not hasattr(module, "Options"):
-        getattr(module, f"add_{name}")(parser.describe)
-        return parser
-    kind = module.Options
     parser.description = " ".join(kind.__doc__.split())
     parser.epilog = f"example: {kind.example}"
     parser.usage = getattr(kind, "usage", None)
@@ -98,11 +87,7 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parser = build_parser(name)
     module = import_module(f"samestep.cli.{name}")
     script_arguments: list[str] = []
-    is_legacy = not hasattr(module, "Options")
-    passes_on = parser.get_default("script_arguments") is not None or hasattr(
-        getattr(module, "Options", None), "script_arguments"
-    )
-    if passes_on and "--" in rest:
+    if "--" in rest and hasattr(module.Options, "script_arguments"):
         position = rest.index("--")
         script_arguments = rest[position + 1 :]
         rest = rest[:position]
@@ -112,8 +97,6 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     if unknown:
         raise parser.unknown(unknown)
     parsed.script_arguments = script_arguments
-    if is_legacy:
-        return partial(parsed.run, parsed)
     return partial(module.run, options_of(module.Options, parsed))
 
 

@@ -243,16 +243,3 @@ def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterato
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on standard output."""
     print(to_json_line(value), flush=True)
-
-
-# --- legacy ---
-
-
-def add_options(group: Any, *names: str) -> None:
-    """Add `--json`."""
-    group.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
-
-
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the directory of a run."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="directory of the run")
