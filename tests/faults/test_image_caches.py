@@ -119,7 +119,7 @@ def test_removal_during_a_run(
     with train(tmp_path, photos, cache) as running:
         running.until(lambda: list(cache.glob("*/*/*.index")), "an entry", 150)
         variables = {"XDG_CACHE_HOME": str(cache)}
-        with Running("cache", "--clear", cwd=tmp_path, variables=variables) as clear:
+        with Running("doctor", "--clear-caches", cwd=tmp_path, variables=variables) as clear:
             assert clear.wait(150).code == 0
         done = running.wait(200)
     assert done.code == 0, done.err

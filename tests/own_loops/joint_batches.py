@@ -213,26 +213,7 @@ def last_batch_with_fewer_microbatches(setting: Setting) -> Any:
 
 
 @refused("E_BATCH")
-def another_number_of_microbatches(setting: Setting) -> Any:
-    loop = Loop(setting)
-    for pair in zip(loop.labelled, loop.loader(Points(64), 16, microbatches=8), strict=False):
-        loop.step(*pair)
-
-
-@refused("E_BATCH")
-def sizes_without_one_proportion(setting: Setting) -> Any:
-    loop = Loop(setting)
-    for pair in zip(loop.labelled, loop.loader(Points(60), 15), strict=False):
-        loop.step(*pair)
-
-
-@refused("E_BATCH")
 def batch_of_a_plain_data_loader(setting: Setting) -> Any:
     loop = Loop(setting)
     for batch in DataLoader(Points(40), batch_size=8):
         loop.engine.step(batch)
-
-
-@refused("E_BATCH")
-def batch_that_is_a_tensor(setting: Setting) -> Any:
-    Loop(setting).engine.step(torch.randn(8, 6))

@@ -17,6 +17,12 @@ FORK = multiprocessing.get_context("fork")
 RECORD_BYTES = 48
 
 
+@pytest.fixture(autouse=True)
+def entries_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_cache, "_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(sample_cache, "_REFRESH_SHARE", float("inf"))
+
+
 def opened(folder: Path, limit: int | None = None) -> SampleCache:
     return SampleCache(folder, {"kind": "decoded", "source": "/photos"}, limit=limit, samples=100)
 
@@ -71,17 +77,6 @@ def test_keys_with_equal_first_halves_differ(tmp_path: Path) -> None:
     for reader in (cache, opened(tmp_path)):
         samples = [reader.get((7, number), "") for number in range(4)]
         assert [None if sample is None else bytes(sample.data) for sample in samples] == [*map(content, range(3)), None]
-
-
-def test_entries_join_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_cache, "_MIN_MERGED", 10)
-    writer, reader = opened(tmp_path), opened(tmp_path)
-    for stop in (8, 30, 31, 100):
-        fill(writer, range(writer.entries, stop))
-        reader.refresh()
-        assert reader.entries == stop
-        assert [cached(reader, number) for number in range(stop)] == [content(number) for number in range(stop)]
-    assert reader.bytes == writer.bytes
 
 
 def test_forks_write_parts_of_their_own(tmp_path: Path) -> None:

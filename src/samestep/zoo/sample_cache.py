@@ -43,8 +43,8 @@ _TYPE = numpy.dtype(
 )
 # Share of the disk that stays free: checkpoints of this run and other programs need space.
 _FREE_SHARE = 0.05
-_REFRESH_SECONDS = 0.05  # two runs that build at once see the entries of each other after this time
-_MIN_MERGED = 4096  # new entries that are kept in a dictionary before they join the table
+# Entries are found after this time, and after the time in which reading them takes this share.
+_REFRESH_SECONDS, _REFRESH_SHARE = 0.05, 0.05
 _MIN_SLOTS = 1 << 10
 _MAX_REPORT_BYTES = 1024  # below the limit of an atomic write to a pipe (POSIX: 512; Linux: 4096)
 
@@ -96,7 +96,7 @@ class SampleCache:
         folder: created if missing.
         description: facts about the contents for users: `kind`, and `source`, the folder of the files.
         limit: bytes up to which the cache grows, or None. Each process can exceed the limit by the entries that others
-            have written within 50 milliseconds.
+            have written since its last `refresh`.
         samples: number of samples, for the size of a table.
     """
 
@@ -106,7 +106,6 @@ class SampleCache:
         self._growth_ends = False
         self._parts: list[_Part] = []
         self._numbers: dict[str, int] = {}  # of parts, by name
-        self._fresh: dict[Key, Entry] = {}
         self._table: NDArray[Any] = numpy.empty(0, _TYPE)  # sorted by the first halves of keys
         self._keys: NDArray[numpy.uint64] = numpy.empty(0, numpy.uint64)
         self._writer: _Writer | None = None
@@ -130,7 +129,7 @@ class SampleCache:
     @property
     def entries(self) -> int:
         """Number of entries, as far as this process has read the parts; one in two parts can count twice."""
-        return len(self._table) + len(self._fresh)
+        return len(self._table)
 
     @property
     def bytes(self) -> int:
@@ -138,22 +137,22 @@ class SampleCache:
         return sum(part.bytes for part in self._parts)
 
     def refresh(self) -> None:
-        """Read the entries that other processes have added."""
-        self._refreshed = time.monotonic()
+        """Read the entries that were added since the last call, also by this process."""
+        began = time.monotonic()
         try:
-            for path in self.folder.glob(f"*{_INDEX}"):
-                self._read_index(path)
+            rows = [self._new_rows(path) for path in self.folder.glob(f"*{_INDEX}")]
         except OSError as error:
+            rows = []
             self._end_growth(f"{self.folder} cannot be read: {error.strerror}")
-        if len(self._fresh) > max(_MIN_MERGED, len(self._table) // 4):
-            rows = numpy.array(list(self._fresh.values()), _TYPE)
-            self._fresh = {}
-            self._set_table(numpy.concatenate([self._table, rows]))
+        if any(map(len, rows)):
+            self._set_table(numpy.concatenate([self._table, *rows]))
+        now = time.monotonic()
+        self._next_refresh = now + max(_REFRESH_SECONDS, (now - began) / _REFRESH_SHARE)
 
     def get(self, key: Key, name: str) -> CachedSample | None:
         """Return the sample of a key, or None; `name` is its file, for reports."""
         entry = self._find(key)
-        if entry is None and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+        if entry is None and time.monotonic() > self._next_refresh:
             self.refresh()
             entry = self._find(key)
         while entry is not None:
@@ -187,16 +186,13 @@ class SampleCache:
                 return
             if self._writer is None or not self._writer.is_current():
                 self._writer = _Writer(self.folder)
-            entry = self._writer.append(key, data, height, width)
+            self._writer.append(key, data, height, width)
         except FileNotFoundError:  # another process clears the cache
             self._end_growth(f"{self.folder} was removed")
         except OSError as error:
             self._end_growth(f"{self.folder} cannot be written: {error.strerror}")
         else:
-            number = self._number_of(self._writer.name)
-            self._parts[number].records += 1
-            self._parts[number].bytes = entry.offset + entry.length
-            self._fresh[key] = entry._replace(part=number)
+            self._parts[self._number_of(self._writer.name)].bytes = self._writer.bytes
 
     def take_reports(self) -> list[str]:
         """Return the reports of this process and its loader workers since the last call."""
@@ -209,8 +205,6 @@ class SampleCache:
 
     def _find(self, key: Key) -> Entry | None:
         """Return the entry of a key among those read so far, or None."""
-        if key in self._fresh:
-            return self._fresh[key]
         place = int(numpy.searchsorted(self._keys, numpy.uint64(key[0])))
         while place < len(self._keys) and int(self._keys[place]) == key[0]:
             entry = Entry(*self._table[place].item())
@@ -247,33 +241,28 @@ class SampleCache:
         part = self._parts[number]
         part.is_removed = True
         part.bytes = 0
-        self._fresh = {key: entry for key, entry in self._fresh.items() if entry.part != number}
         self._set_table(self._table[self._table["part"] != number])
         for suffix in (_INDEX, _DATA):
             with suppress(OSError):  # without access, each process finds the damage
                 (self.folder / f"{part.name}{suffix}").unlink()
         return part.name
 
-    def _read_index(self, path: Path) -> None:
+    def _new_rows(self, path: Path) -> NDArray[Any]:
+        """Return the records of an index that were not read yet."""
         number = self._number_of(path.stem)
         part = self._parts[number]
+        rows = numpy.empty(0, _TYPE)
         if part.is_removed:
-            return
+            return rows
         with suppress(FileNotFoundError):  # another process clears the cache
             with path.open("rb") as file:
-                file.seek(part.records * _RECORD.size)
+                file.seek(part.records * _TYPE.itemsize)
                 data = file.read()
-            rows = numpy.frombuffer(data, _TYPE, len(data) // _RECORD.size).copy()
-            if not len(rows):
-                return
+            part.bytes = path.with_suffix(_DATA).stat().st_size
+            rows = numpy.frombuffer(data, _TYPE, len(data) // _TYPE.itemsize).copy()
             rows["part"] = number
             part.records += len(rows)
-            part.bytes = path.with_suffix(_DATA).stat().st_size
-            if len(rows) > _MIN_MERGED:
-                self._set_table(numpy.concatenate([self._table, rows]))
-            else:
-                entries = [Entry(*row) for row in rows.tolist()]
-                self._fresh.update({(entry.high, entry.low): entry for entry in entries})
+        return rows
 
     def _set_table(self, rows: NDArray[Any]) -> None:
         self._table = rows[numpy.argsort(rows["high"], kind="stable")]
@@ -304,7 +293,7 @@ class _Writer:
         self.name = f"{self._process}-{secrets.token_hex(8)}"
         self._path = folder / self.name
         self._records = 0
-        self._end = 0
+        self.bytes = 0
         with disk_operations.run("open", self._path):
             self._data = self._create(_DATA)
             self._index = self._create(_INDEX)
@@ -313,9 +302,9 @@ class _Writer:
         """Return whether the files belong to this process and still have their names."""
         return self._process == os.getpid() and self._path.with_suffix(_INDEX).exists()
 
-    def append(self, key: Key, data: memoryview, height: int, width: int) -> Entry:
+    def append(self, key: Key, data: memoryview, height: int, width: int) -> None:
         """Write an entry; after an error, the part ends with the previous one."""
-        offset = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        offset = -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
         entry = Entry(*key, offset, len(data), height, width, 0, 0)
         entry = entry._replace(crc=_checksum(entry, data))
         try:
@@ -324,11 +313,10 @@ class _Writer:
         except OSError:
             # The rest of a record would be read as one when another follows.
             os.ftruncate(self._index, self._records * _RECORD.size)
-            os.ftruncate(self._data, self._end)
+            os.ftruncate(self._data, self.bytes)
             raise
         self._records += 1
-        self._end = offset + len(data)
-        return entry
+        self.bytes = offset + len(data)
 
     def _create(self, suffix: str) -> int:
         descriptor = os.open(self._path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -396,11 +384,14 @@ def remove_cache(name: str) -> None:
     """
     folder = cache_folder() / name
     try:
-        shutil.rmtree(folder)
+        # A run that builds the cache finds no folder for new files, so that the removal meets no new names.
+        removed = folder.with_name(f"removed-{secrets.token_hex(4)}")
+        folder.rename(removed)
+        shutil.rmtree(removed)
     except OSError as error:
         raise RunError(
             f"{folder} cannot be removed: {error.strerror}",
-            expected="a folder that can be written, and to which no run adds samples",
-            fix="repeat the command",
+            expected="a folder that can be written",
+            fix="make the folder writable, and repeat the command",
             code="E_OUTPUT",
         ) from error

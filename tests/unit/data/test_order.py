@@ -32,12 +32,6 @@ def test_without_shuffle_the_order_is_that_of_the_dataset(size: int, seed: int, 
     assert global_order(size, seed=seed, epoch=epoch, shuffle=False)[:].tolist() == list(range(size))
 
 
-@given(sizes, seeds, epochs)
-def test_order_is_a_function_of_seed_and_epoch(size: int, seed: int, epoch: int) -> None:
-    first, second = (global_order(size, seed=seed, epoch=epoch, shuffle=True) for _ in range(2))
-    assert first.tolist() == second.tolist()
-
-
 def test_order_does_not_change_the_generators() -> None:
     before = numpy.random.get_state()[1].tolist()
     global_order(100, seed=0, epoch=0, shuffle=True)

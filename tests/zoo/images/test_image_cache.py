@@ -14,6 +14,7 @@ from helpers.system import here
 from samestep.config import DataConfig
 from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.errors import DataError, RecipeError, SamestepError
+from samestep.zoo import sample_cache
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import Decoder, as_pixels
 from samestep.zoo.images.source import ImageSource, open_cache
@@ -26,6 +27,8 @@ DECODERS = get_args(Decoder)
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sample_cache, "_REFRESH_SECONDS", 0.0)  # entries are found at once
+    monkeypatch.setattr(sample_cache, "_REFRESH_SHARE", float("inf"))
     return tmp_path / "cache" / "samestep"
 
 
@@ -84,6 +87,7 @@ def test_changed_file_is_decoded_again(kind: str, tmp_path: Path) -> None:
     replace_unnoticed(file, encoded(other, "PNG"))
     os.utime(file, ns=(0, 1))
     assert pixels(source, file) == other.tobytes() != before
+    cache.refresh()
     assert cache.entries == 2
 
 
