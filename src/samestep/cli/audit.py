@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from samestep.cli.external_launcher import require_single_process
-from samestep.cli.options import JsonOption, option, option_conflict, positive, print_json
+from samestep.cli.options import JsonOption, option, option_conflict, print_json
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
 
 _STEPS = 50
@@ -35,13 +35,11 @@ class Options(JsonOption):
         f"observe the tensors of the first N optimizer steps, then of every 50th step (default {_STEPS})",
         "N",
         default=_STEPS,
-        type=positive,
     )
     against: int | None = option(
         "run the command again on N processes, and report the first difference with its cause; torchrun and accelerate "
         "launch",
         "N",
-        type=positive,
     )
     against_command: str | None = option(
         "the same with another command, such as 'python train.py --devices 1'", "COMMAND"

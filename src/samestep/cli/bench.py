@@ -21,7 +21,6 @@ from samestep.cli.options import (
     option,
     option_conflict,
     output_folder,
-    positive,
     print_json,
 )
 from samestep.cli.recipe_options import RecipeOptions, load_resolved, parse_strategy
@@ -75,8 +74,8 @@ class Options(JsonOption, DeviceOption, RecipeOptions):
         const=WORKERS,
         type=counts,
     )
-    rounds: int = option("trials of each way, interleaved (default 5)", "N", default=5, type=positive)
-    steps: int = option("steps per trial, after three warm-up steps (default 20)", "N", default=20, type=positive)
+    rounds: int = option("trials of each way, interleaved (default 5)", "N", default=5)
+    steps: int = option("steps per trial, after three warm-up steps (default 20)", "N", default=20)
     out: Path | None = option("folder for bench.json and bench.png (default runs/bench-...)", "DIR")
     no_picture: bool = option("write no bench.png", default=False)
 

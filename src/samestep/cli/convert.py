@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.options import JsonOption, argument, option, output_errors, positive, print_json, require_new_file
+from samestep.cli.options import JsonOption, argument, option, output_errors, print_json, require_new_file
 from samestep.errors import EXIT_DONE, InputError
 
 _SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
@@ -27,7 +27,7 @@ class Options(JsonOption):
     file: Path = argument("FILE", "a .yaml or .pdparams file")
     out: Path = option("output file", "FILE", required=True)
     devices_meant: int | None = option(
-        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for", "N", type=positive
+        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for", "N"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of, positive, print_json
+from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of, print_json
 from samestep.cli.run_plans import plan_to_replay, reading
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
@@ -37,7 +37,7 @@ class Options(JsonOption, LaunchOptions):
     example: ClassVar = "samestep diff runs/first runs/second"
 
     folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
-    step: int | None = option("step to compute again (needed with one run)", "N", type=positive)
+    step: int | None = option("step to compute again (needed with one run)", "N")
     no_replay: bool = option("compare the logs only", default=False)
     trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
     accept_changes: bool = option(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.options import DeviceOption, count, option, option_conflict, positive
+from samestep.cli.options import DeviceOption, count, option, option_conflict
 from samestep.config import DEFAULT_PREFETCH, Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
 from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
@@ -146,7 +146,7 @@ class LoaderOptions(LaunchOptions):
 
     workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
     prefetch: int | None = option(
-        f"microbatches that each loader process prepares in advance (default {DEFAULT_PREFETCH})", "N", type=positive
+        f"microbatches that each loader process prepares in advance (default {DEFAULT_PREFETCH})", "N"
     )
 
 

@@ -39,7 +39,7 @@ def argument(metavar: str, help: str, **settings: Any) -> Any:
 def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """Add the declared options of a class, each in the group of the class that declares it.
 
-    Types of fields select the conversion: numbers, paths, `Literal` choices, and switches for `bool`.
+    Types of fields select the conversion: numbers above 0, paths, `Literal` choices, and switches for `bool`.
     """
     hints = get_type_hints(kind)
     owners = {name: base for base in reversed(kind.__mro__) for name in vars(base).get("__annotations__", ())}
@@ -67,7 +67,8 @@ def _conversion(hint: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
-    return {"type": kind} if kind in (int, float, Path) else {}
+    converters = {int: positive, float: positive_float, Path: Path}
+    return {"type": converters[kind]} if kind in converters else {}
 
 
 def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:

@@ -16,7 +16,6 @@ from samestep.cli.options import (
     argument,
     option,
     option_conflict,
-    positive,
     print_json,
     require_file,
 )
@@ -38,7 +37,7 @@ class Options(JsonOption, DeviceOption, RunArgument):
     files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
     out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
     prompt: str | None = option("text to complete, for language models", "TEXT")
-    tokens: int = option("tokens to generate (default 100)", "N", default=100, type=positive)
+    tokens: int = option("tokens to generate (default 100)", "N", default=100)
 
 
 def run(options: Options) -> int:

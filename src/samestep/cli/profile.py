@@ -9,7 +9,7 @@ from typing import ClassVar
 from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LoaderOptions, gpu_names
-from samestep.cli.options import JsonOption, count, option, options_of, output_folder, positive, print_json
+from samestep.cli.options import JsonOption, count, option, options_of, output_folder, print_json
 from samestep.cli.recipe_options import BatchOptions, StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DONE
@@ -29,7 +29,7 @@ class Options(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
     group: ClassVar = "measurement"
 
     warmup: int = option("unmeasured steps at the start (default 4)", "N", default=4, type=count)
-    active: int = option("measured steps (default 20)", "N", default=20, type=positive)
+    active: int = option("measured steps (default 20)", "N", default=20)
     traced: int = option(
         "following steps with torch's profiler, after one more warm-up step (default 3; 0: none)",
         "N",

@@ -16,7 +16,6 @@ from samestep.cli.options import (
     integers,
     option,
     option_conflict,
-    positive,
     require_file,
 )
 from samestep.config import MeshConfig, Recipe, StrategyConfig
@@ -118,13 +117,11 @@ class BatchOptions:
     per_device_batch_size: int | None = option(
         "set batch_size to N times --processes; the run keeps this batch_size on any number of processes",
         "N",
-        type=positive,
     )
     accumulate: int | None = option(
         "set microbatches to K times --processes: each process computes K microbatches of a step one after another; "
         "batch_size stays the samples of a step, or is K times larger with --per-device-batch-size",
         "K",
-        type=positive,
     )
 
     def batch_overrides(self, overrides: Sequence[str], processes: str) -> list[str]:

@@ -18,7 +18,6 @@ from samestep.cli.options import (
     option,
     option_conflict,
     options_of,
-    positive,
     print_json,
     timed_name,
 )
@@ -47,7 +46,7 @@ class Options(JsonOption, SubjectOptions, _System):
     example: ClassVar = "samestep submit slurm digits --nodes 2 --gpus 4 --dry-run"
     group: ClassVar = "job (results do not depend on these options)"
 
-    nodes: int = option("machines, at most", "N", type=positive, required=True)
+    nodes: int = option("machines, at most", "N", required=True)
     gpus: int = option("GPUs of each machine; 0 for ranks on CPUs", "G", type=count, required=True)
     processes: str | None = option(
         "number of ranks, or MIN:MAX for a job that continues on fewer (default: one per GPU; one per machine without "

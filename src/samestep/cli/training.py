@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import FaultOptions, LoaderOptions, requeue_after, slurm_restarts
-from samestep.cli.options import JsonOption, count, names, option, options_of, positive, print_json
+from samestep.cli.options import JsonOption, count, names, option, options_of, print_json
 from samestep.cli.recipe_options import StrategyOptions, with_microbatches
 from samestep.cli.run_plans import RunPlan
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
@@ -33,9 +33,7 @@ class CheckpointOptions:
 
     group: ClassVar = "checkpoints"
 
-    checkpoint_every: int | None = option(
-        "steps between checkpoints within epochs (default: none)", "STEPS", type=positive
-    )
+    checkpoint_every: int | None = option("steps between checkpoints within epochs (default: none)", "STEPS")
     max_lost_work: float | None = option(
         "limit of the work that a kill can cost, such as 30s, 5m, 1h",
         "TIME",
@@ -44,7 +42,6 @@ class CheckpointOptions:
     keep: int | None = option(
         f"newest checkpoints to keep (default {DEFAULT_KEEP}; for a resumed run, that of its last start)",
         "K",
-        type=positive,
     )
 
 
@@ -55,7 +52,7 @@ class CheckOptions:
     group: ClassVar = "checks and logging (results do not depend on these options)"
 
     check_every: int | None = option(
-        "steps between comparisons of the ranks' weights; also checks every collective", "STEPS", type=positive
+        "steps between comparisons of the ranks' weights; also checks every collective", "STEPS"
     )
     checksum_every: int = option(
         f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})",
@@ -66,7 +63,6 @@ class CheckOptions:
     witness_every: int | None = option(
         "steps between steps in which a second rank repeats a microbatch of each rank and compares the bits",
         "STEPS",
-        type=positive,
     )
     loggers: tuple[str, ...] = option(
         f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",

@@ -15,8 +15,6 @@ from samestep.cli.options import (
     option,
     option_conflict,
     output_folder,
-    positive,
-    positive_float,
     print_json,
 )
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
@@ -50,20 +48,18 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
         default=(1, 2, 3, 4),
         type=integers,
     )
-    steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N", type=positive)
+    steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
     reduction: Literal["exact", "fast"] | None = option(
         "exact requires equal bits, fast a small distance (default: the recipe's, or exact)"
     )
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
-    tolerance: float | None = option(
-        "largest relative distance under fast (default 1e-12 in float64, else 1e-4)", "X", type=positive_float
-    )
+    tolerance: float | None = option("largest relative distance under fast (default 1e-12 in float64, else 1e-4)", "X")
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
-    resume_on: int | None = option("number of processes after the kill", "N", type=positive)
+    resume_on: int | None = option("number of processes after the kill", "N")
     loss_of_microbatches: bool = option(
         "do not check that the loss of a microbatch is the sum over its samples", default=False
     )
-    patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0, type=positive_float)
+    patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0)
     out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
 
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
+from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
 from samestep.data.loader import Loader
 from samestep.distributed.resources import read_processors
@@ -108,10 +108,10 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         models = torchvision_names() if known is MODELS else []
         if name in models:
             return torchvision_model(name)
-        close = get_close_matches(name, [*known, *models], n=1)
+        meant = suggest(name, [*known, *models])
         library = ", a model of torchvision" if models else ""
         expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
-        fix = f"did you mean {close[0]}?" if close else "give the import path"
+        fix = "give the import path" if meant is None else f"did you mean {meant}?"
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from samestep.config.key_suggestions import suggest
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import make_recipe, read_yaml
 
@@ -98,8 +98,8 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     known = [*family.keys, *family.old_names]
     for key in raw:
         if key not in known:
-            close = get_close_matches(key, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else "remove the key if it has no effect"
+            meant = suggest(key, known)
+            fix = "remove the key if it has no effect" if meant is None else f"did you mean {meant}?"
             expected = "keys of config.py in the family's folder; other models are not supported"
             raise _refused(f"{file}: {key} is not a key of the model's family in PaddleViT", expected, fix)
     renamed = {family.old_names.get(key, key): value for key, value in raw.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
 
+from samestep.config.key_suggestions import suggest
 from samestep.errors import RecipeError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import import_optional, takes
@@ -118,6 +118,6 @@ def _build(name: str, builder: Builder, options: Mapping[str, Any]) -> torch.nn.
 
 
 def _unknown(library: str, name: str, names: Iterable[str], expected: str) -> RecipeError:
-    close = get_close_matches(name, list(names), n=1)
-    fix = f"did you mean {library}:{close[0]}?" if close else "choose a name of the list"
+    meant = suggest(name, names)
+    fix = "choose a name of the list" if meant is None else f"did you mean {library}:{meant}?"
     return RecipeError(f"{library} has no model {name!r}", expected=expected, fix=fix, code="E_UNKNOWN_NAME")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from samestep.config.key_suggestions import suggest
 from samestep.errors import RecipeError
 from samestep.zoo.options import import_optional, require_path, unknown_option
 
@@ -85,11 +85,11 @@ def _configure_class(
     """Return the kind of a class and a configuration for the data, with default sizes for the other keys."""
     kinds = _kinds()
     if name not in kinds:
-        close = get_close_matches(name, kinds, n=1)
+        meant = suggest(name, kinds)
         raise RecipeError(
             f"transformers has no model {name!r}",
             expected="a class for image or sequence classification or a causal language model; or a folder (./FOLDER)",
-            fix=f"did you mean transformers:{close[0]}?" if close else "choose a class of transformers",
+            fix="choose a class of transformers" if meant is None else f"did you mean transformers:{meant}?",
             code="E_UNKNOWN_NAME",
         )
     config_class = getattr(transformers, name).config_class
