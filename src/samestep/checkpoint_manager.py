@@ -136,7 +136,7 @@ class CheckpointManager:
                 "checkpoints are saved in the background without a with block",
                 expected="a block that waits for the last checkpoint and raises write errors",
                 fix="with samestep.CheckpointManager(..., background=True) as checkpoints: around the loop",
-                code="E_UNJOINED_WRITER",
+                code="E_CHECKPOINT_WRITE",
             )
         self._require_equal_state()
         for engine in self._engines.values():
@@ -332,7 +332,7 @@ def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
             f"the names of engines or loaders are {list(parts)}",
             expected="at least one, by names of letters, digits and underscores",
             fix='CheckpointManager(folder, {"generator": generator, "critic": critic}, batches)',
-            code="E_CHECKPOINT_STATE",
+            code="E_CHECKPOINT_WRITE",
         )
     return dict(parts)
 

@@ -218,5 +218,5 @@ def require_position(cursor: Cursor, samples: int, batch_size: int) -> None:
             f"the checkpoint is at sample {cursor.samples} of an epoch",
             expected=f"the start of a global batch of {batch_size}, in an epoch of {samples} samples",
             fix="use the data and the batch size with which the run began",
-            code="E_CHECKPOINT_POSITION",
+            code="E_RESUME_CHANGED",
         )

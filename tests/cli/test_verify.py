@@ -65,8 +65,8 @@ INPUT_ERRORS = {
     "digits --tolerance 1e-6": "E_OPTION_CONFLICT",
     "digits --reduction fast --tolerance 0": "E_VALUE",
     "digits --out idle.py": "E_OUTPUT",
-    "idle.py --processes 1,2": "E_VERIFY_NO_STEP",
-    "finished.py --processes 1,2": "E_VERIFY_NO_STEP",
+    "idle.py --processes 1,2": "E_NOTHING_OBSERVED",
+    "finished.py --processes 1,2": "E_NOTHING_OBSERVED",
     f"{EXAMPLES / 'own_loop.py'} --processes 1 -- 3": "E_LAUNCH",
     "images --set data.options.path=gone --processes 1,2": "E_FILE_MISSING",
 }

@@ -39,7 +39,7 @@ def test_arguments_classes_and_launches_that_do_not_fit_are_refused(tmp_path: Pa
         assert ALIASES.get(name, name) in text
     codes = {name: code for name, (code, _) in refused["others"].items()}
     assert codes.pop("none") == codes.pop("by length") == "none"
-    assert codes.pop("stream") == "E_ITERABLE_DATASET"
+    assert codes.pop("stream") == "E_LOADER"
     assert set(codes.values()) == {"E_INTEGRATION"}, codes
 
 

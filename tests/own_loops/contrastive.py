@@ -255,7 +255,7 @@ def batches_of_two_loaders_with_equal_sizes(setting: Setting) -> Any:
     return engine.model, [engine.step(batches, forward=forward).loss for batches in pairs]
 
 
-@refused("E_GATHER")
+@refused("E_SHAPE")
 def batches_of_two_loaders_with_other_sizes(setting: Setting) -> Any:
     def forward(model: nn.Module, data: Any) -> Any:
         (first, targets), (second, _) = data
@@ -352,12 +352,12 @@ def counter_in_a_global_variable_beside_a_global_loss(setting: Setting) -> Any:
     return first_step(setting, Annealed(), info_nce, Views(), 16)
 
 
-@refused("E_GATHER")
+@refused("E_SHAPE")
 def views_of_a_batch_in_one_tensor(setting: Setting) -> Any:
     return first_step(setting, Stacked(), lambda o, t: info_nce(o.chunk(2), t), Views(), 16)
 
 
-@refused("E_GATHER")
+@refused("E_SHAPE")
 def term_of_a_microbatch(setting: Setting) -> Any:
     class Balanced(Encoder):
         def forward(self, *views: torch.Tensor) -> Any:
@@ -367,7 +367,7 @@ def term_of_a_microbatch(setting: Setting) -> Any:
     return first_step(setting, Balanced(), lambda o, t: info_nce(o[:2], t) + o[2], Views(), 16)
 
 
-@refused("E_GATHER")
+@refused("E_SHAPE")
 def forward_function_that_computes_the_loss(setting: Setting) -> Any:
     def forward(model: nn.Module, batch: Any) -> Any:
         return info_nce(model(*batch[0]), batch[1])
@@ -380,7 +380,7 @@ def loss_that_is_no_scalar(setting: Setting) -> Any:
     return first_step(setting, Encoder(), lambda o, t: o[0].sum(1), Views(), 16)
 
 
-@refused("E_GATHER")
+@refused("E_SHAPE")
 def outputs_of_unknown_type_in_a_small_dataset(setting: Setting) -> Any:
     class Wrapped(Encoder):
         def forward(self, *views: torch.Tensor) -> Any:

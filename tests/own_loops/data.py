@@ -213,7 +213,7 @@ def persistent_workers_are_replaced_when_the_dataset_grows(setting: Setting) -> 
     return with_workers(setting, run)
 
 
-@refused("E_LENGTHS")
+@refused("E_LOADER")
 def lengths_of_a_dataset_that_grows(setting: Setting) -> Any:
     dataset = Changing(50)
     lengths = list(range(50))
@@ -352,24 +352,24 @@ def a_batch_sampler_of_one_size(setting: Setting) -> Any:
     return state, seen
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_batch_sampler_of_several_sizes(setting: Setting) -> Any:
     return fit(setting, Points(), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11]])
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_distributed_sampler_by_habit(setting: Setting) -> Any:
     world = setting.world
     return fit_sampled(setting, lambda data: DistributedSampler(data, world.size, world.rank))
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_batch_sampler_over_a_distributed_sampler(setting: Setting) -> Any:
     sampler = DistributedSampler(Points(), setting.world.size, setting.world.rank)
     return fit(setting, Points(), batch_sampler=BatchSampler(sampler, 16, drop_last=False))
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_sampler_that_counts_epochs_itself(setting: Setting) -> Any:
     class Counting(Sampler[int]):
         epoch = 0
@@ -381,17 +381,17 @@ def a_sampler_that_counts_epochs_itself(setting: Setting) -> Any:
     return fit_sampled(setting, lambda data: Counting())
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_generator_function_as_a_sampler(setting: Setting) -> Any:
     return fit_sampled(setting, lambda data: (index for index in range(50)))
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_sampler_of_another_dataset(setting: Setting) -> Any:
     return fit_sampled(setting, lambda data: RandomSampler(range(60)))
 
 
-@refused("E_SAMPLER")
+@refused("E_LOADER")
 def a_batch_sampler_as_the_sampler(setting: Setting) -> Any:
     return fit_sampled(setting, lambda data: BatchSampler(RandomSampler(data), 16, drop_last=False))
 
@@ -415,7 +415,7 @@ def no_batch_size(setting: Setting) -> Any:
     return samestep.loader(Points(), world=setting.world)
 
 
-@refused("E_ITERABLE_DATASET")
+@refused("E_LOADER")
 def an_iterable_dataset_with_a_length(setting: Setting) -> Any:
     class Stream(IterableDataset[Pair]):
         def __iter__(self) -> Iterator[Pair]:

@@ -417,7 +417,7 @@ def gradient_hook_after_accumulation(setting: Setting) -> Any:
     return model, [engine.step(batch).loss for batch in batches_of(setting, Points())]
 
 
-@refused("E_PARAMETER_HOOKS")
+@refused("E_PARAMETER")
 def gradient_hook_under_sync_batch_norm(setting: Setting) -> Any:
     model = Parts()
     model.head.weight.register_hook(lambda gradient: gradient * 0.5)

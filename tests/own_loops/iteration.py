@@ -368,7 +368,7 @@ def epochs_of_a_limited_number_of_batches(setting: Setting) -> Any:
     return loop.result
 
 
-@refused("E_EPOCHS")
+@refused("E_LOADER")
 def epochs_of_a_loader_that_no_step_uses(setting: Setting) -> Any:
     loop = Loop(setting)
     for _ in samestep.epochs(loop.tests, 2):
@@ -435,7 +435,7 @@ def a_resume_within_an_epoch_of_a_growing_dataset(setting: Setting) -> Any:
     return loop.result
 
 
-@refused("E_CHECKPOINT_POSITION")
+@refused("E_RESUME_CHANGED")
 def a_position_behind_the_end_of_the_data(setting: Setting) -> Any:
     loop = Loop(setting)
     loop.batches.cursor = Cursor(0, 64)
@@ -450,7 +450,7 @@ def a_resume_on_fewer_samples_than_the_position(setting: Setting) -> Any:
         checkpoints.resume()
 
 
-@refused("E_CHECKPOINT_POSITION")
+@refused("E_RESUME_CHANGED")
 def an_accepted_resume_on_fewer_samples_than_the_position(setting: Setting) -> Any:
     stop_and_resume(setting, 3)
     other = Loop(setting, dataset=Subset(Noisy(), range(20)))

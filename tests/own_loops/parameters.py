@@ -381,7 +381,7 @@ def resuming_after_unfreezing(setting: Setting) -> Any:
     return _unfreeze_and_resume(setting, unfreeze_first=True)
 
 
-@refused("E_CHECKPOINT_FORMAT")
+@refused("E_CHECKPOINT")
 def resuming_with_a_moving_average_before_unfreezing(setting: Setting) -> Any:
     return _unfreeze_and_resume(setting, unfreeze_first=False)
 

@@ -186,7 +186,7 @@ def extra_state_that_is_a_tensor_of_another_size_is_restored(setting: Setting) -
     return resumes_with_extra_state(setting, torch.arange(5))
 
 
-@refused("E_CHECKPOINT_STATE")
+@refused("E_CHECKPOINT_WRITE")
 def extra_state_that_is_an_object_is_refused_before_training(setting: Setting) -> Any:
     one = loop(setting, model=remembering(object()))
     one.manager(setting)
@@ -404,14 +404,14 @@ def a_generator_of_numpy_is_restored(setting: Setting) -> Any:
     return drawn
 
 
-@refused("E_CHECKPOINT_STATE")
+@refused("E_CHECKPOINT_WRITE")
 def state_that_no_file_can_hold_is_refused_before_training(setting: Setting) -> Any:
     one = loop(setting)
     one.state["it"] = Holder({"function": lambda: 1})
     one.manager(setting)
 
 
-@refused("E_CHECKPOINT_STATE")
+@refused("E_CHECKPOINT_WRITE")
 def a_scheduler_that_holds_a_module_is_refused_before_training(setting: Setting) -> Any:
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
         scheduler = LambdaLR(optimizer, lambda step: 1.0)
@@ -421,7 +421,7 @@ def a_scheduler_that_holds_a_module_is_refused_before_training(setting: Setting)
     loop(setting, scheduler=make).manager(setting)
 
 
-@refused("E_CHECKPOINT_STATE")
+@refused("E_CHECKPOINT_WRITE")
 def an_object_without_state_dict_is_refused(setting: Setting) -> Any:
     one = loop(setting)
     one.state["it"] = 3

@@ -68,7 +68,7 @@ def one_sample_in_a_forward_function(setting: Setting) -> Any:
     train(setting, points(), Points(17), forward)
 
 
-@refused("E_NORM_LAYER")
+@refused("E_BATCH_NORM")
 def one_sample_with_statistics_of_the_global_batch(setting: Setting) -> Any:
     train(setting, points(), Points(17), batch_norm="sync")
 

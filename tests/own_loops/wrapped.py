@@ -111,12 +111,12 @@ def with_synchronized_batch_norm() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-@refused("E_NORM_LAYER")
+@refused("E_BATCH_NORM")
 def torch_sync_batch_norm_with_statistics_of_microbatches(setting: Setting) -> Any:
     return losses_of(setting, with_synchronized_batch_norm())
 
 
-@refused("E_NORM_LAYER")
+@refused("E_BATCH_NORM")
 def torch_sync_batch_norm_in_eval_mode(setting: Setting) -> Any:
     return losses_of(setting, with_synchronized_batch_norm().eval())
 

@@ -149,7 +149,7 @@ def test_sync_batch_norm_is_an_error(results: dict[str, Any]) -> None:
 
 
 def test_slices_that_the_ranks_do_not_share_equally_are_an_error(results: dict[str, Any]) -> None:
-    assert results["odd"] == ("E_TENSOR_AXIS", "step.tensor_slices is 3, with a tensor axis of 2")
+    assert results["odd"] == ("E_TENSOR_PLAN", "step.tensor_slices is 3, with a tensor axis of 2")
 
 
 def test_activation_checkpointing_of_divided_heads_is_an_error(results: dict[str, Any]) -> None:

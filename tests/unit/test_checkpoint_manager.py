@@ -282,7 +282,7 @@ def test_names_that_are_no_file_names_are_refused(alone: World, tmp_path: Path, 
     engine, batches = loop(alone)
     with pytest.raises(InputError) as raised:
         samestep.CheckpointManager(tmp_path, dict.fromkeys(names, engine), batches)
-    assert raised.value.code == "E_CHECKPOINT_STATE"
+    assert raised.value.code == "E_CHECKPOINT_WRITE"
 
 
 def test_a_resumed_engine_draws_the_numbers_of_the_saved_one(alone: World, tmp_path: Path) -> None:

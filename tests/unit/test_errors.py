@@ -44,11 +44,11 @@ def test_text_has_code_expectation_and_fix(error: errors.SamestepError, text: st
 
 
 def test_error_is_equal_after_pickling() -> None:
-    error = errors.DataError("value", expected="rule", fix="action", code="E_LABEL")
+    error = errors.DataError("value", expected="rule", fix="action", code="E_CLASSES")
     error.add_note("note")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is errors.DataError
-    assert (copy.value, copy.expected, copy.fix, copy.code) == ("value", "rule", "action", "E_LABEL")
+    assert (copy.value, copy.expected, copy.fix, copy.code) == ("value", "rule", "action", "E_CLASSES")
     assert str(copy) == str(error)
 
 

@@ -90,7 +90,7 @@ def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label:
     path = write(tmp_path / "photos", {"image": encoded(), "label": label})
     with pytest.raises(DataError) as error:
         load_stream_images(path, evaluation_path=path, classes=classes, image_size=32).evaluation[0]
-    assert error.value.code == "E_LABEL"
+    assert error.value.code == "E_CLASSES"
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
@@ -121,15 +121,15 @@ def test_other_columns_and_formats(tmp_path: Path) -> None:
     for path, format in (("table", "parquet"), ("tars", "webdataset")):
         with pytest.raises(DataError, match="no column") as missing:
             load(str(tmp_path / path), format=format, label_column="kind").evaluation[0]
-        assert missing.value.code == "E_COLUMN"
+        assert missing.value.code == "E_UNKNOWN_NAME"
 
 
 SAMPLES: Mapping[str, tuple[dict[str, Any], str]] = {
-    "label": ({"image": encoded(), "label": "fish"}, "E_LABEL"),
-    "number": ({"image": encoded(), "label": 3}, "E_LABEL"),
-    "fraction": ({"image": encoded(), "label": 0.5}, "E_LABEL"),
+    "label": ({"image": encoded(), "label": "fish"}, "E_CLASSES"),
+    "number": ({"image": encoded(), "label": 3}, "E_CLASSES"),
+    "fraction": ({"image": encoded(), "label": 0.5}, "E_CLASSES"),
     "image": ({"image": encoded()[:100], "label": 1}, "E_UNREADABLE"),
-    "text": ({"image": "a.png", "label": 1}, "E_COLUMN"),
+    "text": ({"image": "a.png", "label": 1}, "E_UNKNOWN_NAME"),
 }
 
 

@@ -33,7 +33,7 @@ def object_state(name: str, value: Any) -> Any:
             f"state has {name!r} of type {type(value).__name__}",
             expected="objects with state_dict and load_state_dict, generators of torch, and dicts",
             fix="pass the object, or a dict with the value, which is restored in place",
-            code="E_CHECKPOINT_STATE",
+            code="E_CHECKPOINT_WRITE",
         )
     return value.state_dict()
 
@@ -63,7 +63,7 @@ def load_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
             f"the state of the schedule does not match: it has the values {', '.join(_public_names(saved))}",
             expected=f"those of {type(scheduler).__name__}: {', '.join(_public_names(scheduler.state_dict()))}",
             fix="use the schedule of the checkpoint, or start a new run from these weights",
-            code="E_CHECKPOINT_OPTIMIZER",
+            code="E_RESUME_CHANGED",
         )
     scheduler.load_state_dict(saved)
 
@@ -168,7 +168,7 @@ def other_optimizer(problem: str) -> CheckpointError:
         f"the optimizer state does not match: {problem}",
         expected="the optimizer and the parameter groups of the checkpoint",
         fix="start a new run from these weights",
-        code="E_CHECKPOINT_OPTIMIZER",
+        code="E_RESUME_CHANGED",
     )
 
 

@@ -116,7 +116,7 @@ def invalid_contents(path: Path, problem: str) -> CheckpointError:
         f"{path} has invalid contents: {problem}",
         expected="tensors as safetensors, other state as JSON, in the format of this version",
         fix="resume from a checkpoint of this version; do not load files of unknown origin",
-        code="E_CHECKPOINT_FORMAT",
+        code="E_CHECKPOINT",
     )
 
 

@@ -65,7 +65,7 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
         f"{place} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         expected="numbers, text, None, dense tensors, arrays of NumPy, and lists, tuples, sets and dicts of these",
         fix="leave the value out of the state (state_dict, get_extra_state), or convert it to such values",
-        code="E_CHECKPOINT_STATE",
+        code="E_CHECKPOINT_WRITE",
     )
 
 

@@ -69,7 +69,7 @@ class FolderLock:
                 f"{folder} cannot be locked: {error.strerror}",
                 expected="a writable directory",
                 fix="make the directory writable, free space, or choose another one",
-                code="E_LOCK_FAILED",
+                code="E_LOCKED",
             ) from error
         self._lock = lock
 

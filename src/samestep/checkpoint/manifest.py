@@ -52,7 +52,7 @@ def damaged(path: Path, problem: str) -> CheckpointError:
         f"{path} {problem}",
         expected="a complete checkpoint, verified before any part is loaded",
         fix="resume from another one: --checkpoint best, or --checkpoint STEP",
-        code="E_CHECKPOINT_DAMAGED",
+        code="E_CHECKPOINT",
     )
 
 
@@ -89,7 +89,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
             f"{path} has format {manifest.get('format')}",
             expected=f"format {_FORMAT}",
             fix="read the checkpoint with the version that wrote the files",
-            code="E_CHECKPOINT_FORMAT",
+            code="E_CHECKPOINT",
         )
     files = parse(Manifest, json.dumps(manifest).encode(), path).files
     for name in files:

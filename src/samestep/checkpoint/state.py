@@ -242,7 +242,7 @@ def _load_errors(checkpoint: Path) -> Iterator[None]:
             f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}",
             expected="the state of the same model, optimizer, schedule and objects, in the format of this version",
             fix="build the objects of the run that wrote the checkpoint; do not load files of unknown origin",
-            code="E_CHECKPOINT_FORMAT",
+            code="E_CHECKPOINT",
         ) from error
 
 
@@ -317,7 +317,7 @@ def _load_model(
             f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
             expected="names and shapes of the model",
             fix="build the trained model, or load matching weights of another one with model.pretrained",
-            code="E_CHECKPOINT_MODEL",
+            code="E_RESUME_CHANGED",
         )
     if not parameters.is_divided:
         model.load_state_dict(saved)

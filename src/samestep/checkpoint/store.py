@@ -53,7 +53,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep: int = DEFAULT_KEEP) -> None:
         if keep < 1:
-            raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_KEEP")
+            raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_VALUE")
         self.path, self.keep = path, keep
         self.held: HeldFolder | None = None
 

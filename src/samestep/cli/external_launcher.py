@@ -60,7 +60,7 @@ def require_single_process(command: str) -> None:
             f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
             expected=f"one process: samestep {command} starts ranks itself",
             fix=f"start the command without {launcher}",
-            code="E_LAUNCHER",
+            code="E_LAUNCH",
         )
 
 
@@ -125,7 +125,7 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
             f"--processes {options.size}, but {launcher} has started {size} processes",
             expected="one rank per process of the launcher",
             fix=f"leave --processes out, or start the command without {launcher}",
-            code="E_LAUNCHER",
+            code="E_LAUNCH",
         )
     for option, value in (
         ("--devices", options.devices),
@@ -137,7 +137,7 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
                 f"{option} {value}, but {launcher} has started this process",
                 expected=f"this setting in the configuration of {launcher}",
                 fix=f"leave {option} out, and configure {launcher}",
-                code="E_LAUNCHER",
+                code="E_LAUNCH",
             )
 
 

@@ -159,7 +159,7 @@ class LearningRateConfig(Constrained):
             f"learning_rate.rule is {self.rule} and learning_rate.base_batch_size is {base}",
             "base_batch_size is set for the rules linear and sqrt, and only for these",
             "set both, such as learning_rate: {rule: linear, base_batch_size: 256}, or leave both out",
-            code="E_LEARNING_RATE_RULE",
+            code="E_VALUE",
         )
 
 

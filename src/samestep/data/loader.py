@@ -420,7 +420,7 @@ def epochs(batches: Loader, number: int) -> Iterator[int]:
                 f"no step used a batch of the loader in epoch {begin.epoch}",
                 "engine.step(batch) with batches of the loader that samestep.epochs has",
                 "pass the loader of the training data to samestep.epochs",
-                code="E_EPOCHS",
+                code="E_LOADER",
             )
 
 
@@ -439,7 +439,7 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             f"the dataset {type(dataset).__name__} has no length and index",
             "a dataset with __len__ and __getitem__: order, augmentation and resumption are functions of the index",
             "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
-            code="E_ITERABLE_DATASET",
+            code="E_LOADER",
         )
     present = {name for name, value in arguments.items() if value is not None and value is not False}
     if order != "keyed":  # the order of lengths is `shuffled`
@@ -474,5 +474,5 @@ def _require_samples(samples: int, batch_size: int, lengths: Indices | None, *, 
             f"there are {len(lengths)} lengths for {samples} samples",
             "one length per sample",
             "pass lengths in the order of the dataset",
-            code="E_LENGTHS",
+            code="E_LOADER",
         )

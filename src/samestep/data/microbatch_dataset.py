@@ -110,7 +110,7 @@ class MicrobatchDataset(torch.utils.data.Dataset[Microbatch | FailedMicrobatch])
             f"none of the {size} samples can be used",
             expected="a dataset with at least one usable sample",
             fix="set bad_samples: stop and read the error of the first sample",
-            code="E_NO_USABLE_SAMPLE",
+            code="E_EMPTY_DATASET",
         )
 
     def _digest_of_sample(self, index: int) -> str:

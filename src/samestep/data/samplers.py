@@ -140,4 +140,4 @@ def _plain_attributes(sampler: Any) -> dict[str, Any]:
 
 
 def _sampler_error(value: str, expected: str, fix: str) -> InputError:
-    return InputError(value, expected, fix, code="E_SAMPLER")
+    return InputError(value, expected, fix, code="E_LOADER")

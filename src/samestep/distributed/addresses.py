@@ -71,7 +71,7 @@ def resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
             f"the host {address!r} cannot be resolved: {error.strerror}",
             expected="the host of rank 0, from MASTER_ADDR or the list of hosts of the Slurm step",
             fix="set MASTER_ADDR to an address that all ranks can reach",
-            code="E_UNKNOWN_HOST",
+            code="E_RENDEZVOUS",
         ) from error
     return [(family, socket_address) for family, _, _, _, socket_address in results]
 
@@ -92,7 +92,7 @@ def listen(address: str, port: int) -> socket.socket:
                     f"port {port} at {address} is used by another process",
                     expected="a free port for rank 0: MASTER_PORT, or in Slurm one derived from job and step",
                     fix="set MASTER_PORT to a free port, the same for all ranks",
-                    code="E_PORT_IN_USE",
+                    code="E_RENDEZVOUS",
                 ) from error
             if error.errno != errno.EADDRNOTAVAIL or not target[0]:
                 raise

@@ -38,7 +38,7 @@ FIRST_PORT, PORTS = 15000, 10000
 _HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]\s]+\])+")
 _RANGES = re.compile(r"\[([^\[\]]+)\]")
 _NUMBERS = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
-_variables_error = partial(InputError, code="E_LAUNCH_VARIABLES")
+_variables_error = partial(InputError, code="E_LAUNCH")
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def _json_bytes(value: Any) -> bytes:
             f"all_gather received a value that is not JSON: {error}",
             expected="a tensor, or numbers, strings, booleans, None, lists and string-keyed mappings",
             fix="send plain values, tensors one by one, and pairs instead of a mapping with numbers as keys",
-            code="E_NOT_JSON",
+            code="E_NOT_PICKLABLE",
         ) from error
     return data
 

@@ -77,7 +77,7 @@ def one_value_errors(batch: GlobalBatch, world: World, *, is_shared: bool) -> It
 def _one_value_error(batch: GlobalBatch, error: ValueError | InputError) -> InputError | None:
     """Return the error of statistics that cannot be computed; None for another error."""
     if isinstance(error, InputError):  # with statistics of the global batch
-        return error if error.code == "E_NORM_LAYER" else None
+        return error if error.code == "E_BATCH_NORM" else None
     if _TORCH_MESSAGE not in str(error):
         return None
     smallest = min(stop - start for start, stop in batch.bounds if stop > start)

@@ -205,7 +205,7 @@ def enable_checks(world: World, check_every: int | None, witness_every: int | No
     intervals = {"check_every": check_every, "witness_every": witness_every}
     for name, every in intervals.items():
         if every is not None and every < 1:
-            raise InputError(f"{name} is {every}", "at least 1 step, or None", f"{name}=100", code="E_CHECK_EVERY")
+            raise InputError(f"{name} is {every}", "at least 1 step, or None", f"{name}=100", code="E_VALUE")
     if world.size == 1:
         return
     # Rank 0's clock distinguishes this world from an earlier one in the same store.
@@ -216,7 +216,7 @@ def enable_checks(world: World, check_every: int | None, witness_every: int | No
                 f"{name} differs between ranks: {', '.join(str(value or None) for value in column)}",
                 expected="the same value on every rank",
                 fix=f"pass the same {name} to every rank's engine",
-                code="E_CHECK_EVERY",
+                code="E_VALUE",
             )
     if check_every is not None:
         world.context.collective_check.enable(times[0])

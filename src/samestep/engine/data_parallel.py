@@ -81,7 +81,7 @@ def require_no_hooks(model: nn.Module) -> None:
             f"the parameter {name!r} has hooks",
             expected="batch_norm: sync and dp compute gradients of copies of the parameters, without hooks",
             fix="read .grad after the step, or set batch_norm: microbatch and --strategy ddp",
-            code="E_PARAMETER_HOOKS",
+            code="E_PARAMETER",
         )
 
 

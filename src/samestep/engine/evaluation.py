@@ -283,9 +283,7 @@ def _means(loss: StepLoss, totals: list[float], *, needs_loss: bool) -> dict[str
     if any(totals[1::2]):
         return loss.means(list(zip(totals[::2], totals[1::2], strict=True)))
     if needs_loss:
-        raise RunError(
-            "the loss counted nothing in evaluation", fix="check for ignored targets", code="E_NOTHING_COUNTED"
-        )
+        raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_LOSS")
     return {}
 
 

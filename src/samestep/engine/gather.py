@@ -19,7 +19,7 @@ from samestep.errors import InputError
 
 Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors at which a backward begins, and their gradients
 _MAX_TEXT = 200  # characters of a structure in an error
-_gather_error = partial(InputError, code="E_GATHER")
+_gather_error = partial(InputError, code="E_SHAPE")
 
 
 class LocalOutputs(NamedTuple):

@@ -100,7 +100,7 @@ class ScheduleClock:
                 else "with a scheduler: 'epoch' if T_max, step_size or milestones count epochs, 'step' if they count "
                 "optimizer steps",
                 fix="samestep.Engine(..., scheduler=scheduler, scheduler_interval='epoch')",
-                code="E_SCHEDULER",
+                code="E_OPTIMIZER",
             )
         self._period = _shortest_period(scheduler) if interval == "step" and is_main else None
 

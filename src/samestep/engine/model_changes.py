@@ -90,7 +90,7 @@ class ModelState:
                 "was made",
                 expected=f"under {world.mesh_shape.name}, they stay as they were when the engine was made",
                 fix="change them before samestep.Engine(...), or use --strategy ddp",
-                code="E_PARAMETERS_CHANGED",
+                code="E_PARAMETER",
             )
 
     def _read(self) -> tuple[list[object], list[object]]:

@@ -17,7 +17,7 @@ from samestep.errors import InputError
 from samestep.metrics.counts import rounded_sum
 
 Count = Literal["samples", "once"] | Callable[[Any], torch.Tensor | float]
-_term_error = partial(InputError, code="E_LOSS_TERM")
+_term_error = partial(InputError, code="E_LOSS")
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ class StatisticsExchange:
                 f"microbatch {one} {self._location(code)} while microbatch {other} {self._location(codes[other])}",
                 expected="under batch_norm: sync every microbatch calls the same norm layers in the same order",
                 fix="make the order of norm layers independent of the data, or set batch_norm: microbatch",
-                code="E_NORM_LAYER",
+                code="E_BATCH_NORM",
             )
         layer, direction = divmod(code - _DONE - 1, 2)
         if self._is_reading(code) or direction or count > 1:
@@ -243,7 +243,7 @@ class StatisticsExchange:
             f"the norm layer {self._layers[layer]!r} receives one value per channel from the whole global batch",
             expected="batch statistics need at least two values per channel",
             fix="set a larger batch_size, or one that leaves no single sample for the last batch",
-            code="E_NORM_LAYER",
+            code="E_BATCH_NORM",
         )
 
     def _location(self, code: int) -> str:
@@ -358,7 +358,7 @@ def _synchronized_class(kind: Any) -> Any:
                 f"the norm layer {position.name!r} of {self.num_features} channels received {input.shape[1]}",
                 expected="batch norm has one mean and variance per channel",
                 fix="construct the layer with the number of channels of its input",
-                code="E_NORM_LAYER",
+                code="E_BATCH_NORM",
             )
         with _SyncBatchNormMode(position) as mode:
             outputs: torch.Tensor = base.forward(self, input)
@@ -374,7 +374,7 @@ def _unsupported_layer(name: str, layer: nn.Module) -> InputError:
         f"the norm layer {name!r} ({type(layer).__name__}) does not call torch's batch norm",
         expected="under batch_norm: sync norm layers call torch.nn.functional.batch_norm",
         fix="use torch.nn.BatchNorm1d, 2d or 3d, or set batch_norm: microbatch",
-        code="E_NORM_LAYER",
+        code="E_BATCH_NORM",
     )
 
 

@@ -74,7 +74,7 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
             f"{name} cannot be imported by name",
             expected="a function that ranks, which are new processes, can import",
             fix="define the function at the top level of its module, and pass variables as arguments",
-            code="E_NOT_IMPORTABLE",
+            code="E_NOT_PICKLABLE",
         )
     return function
 

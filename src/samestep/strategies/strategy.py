@@ -159,7 +159,7 @@ def broadcast_model(model: torch.nn.Module, world: World) -> None:
             f"the parameters or buffers of the model of rank {world.rank} differ from another rank's",
             expected="every rank builds the same model",
             fix="build the model from values that are equal on all ranks",
-            code="E_MODEL_DIFFERS",
+            code="E_RANK_MISMATCH",
         )
     for tensor in tensors.values():
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -192,7 +192,7 @@ def require_plain_model(model: torch.nn.Module, config: StepConfig) -> None:
                 f"{place} is a SyncBatchNorm, and step.batch_norm is {config.batch_norm}",
                 expected="statistics of microbatches from BatchNorm layers, or of the global batch from either",
                 fix='StepConfig(batch_norm="sync"), or layers of torch.nn.BatchNorm1d, 2d or 3d',
-                code="E_NORM_LAYER",
+                code="E_BATCH_NORM",
             )
         is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if is_table and module.sparse and module.weight.requires_grad:

@@ -208,7 +208,7 @@ class _HeadDropout(TorchFunctionMode):
             f"{call} in {self._name}, whose heads are divided",
             expected="the only random function in it is torch.nn.functional.dropout of the scores (N, heads, T, T)",
             fix="use eager attention (attn_implementation: eager), or step.tensor_plan: column_gathered for its layers",
-            code="E_DIVIDED_TENSOR",
+            code="E_TENSOR_PLAN",
         )
 
 
@@ -273,7 +273,7 @@ def slice_count(config: StepConfig, ranks: int) -> int:
             expected="a rank of the tensor axis computes complete slices, as many as every other rank",
             fix=f"--mesh tensor={max(size for size in range(1, ranks) if count % size == 0)}, or a multiple of {ranks} "
             "slices, with other results",
-            code="E_TENSOR_AXIS",
+            code="E_TENSOR_PLAN",
         )
     return count
 

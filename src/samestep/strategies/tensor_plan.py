@@ -179,7 +179,7 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
                 fix=f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
                 if fits
                 else f"no size divides all modules of the plan: remove {name} from step.tensor_plan",
-                code="E_TENSOR_AXIS",
+                code="E_TENSOR_PLAN",
             )
 
 

@@ -57,7 +57,7 @@ def export(
             f"outputs of the {kind} file differ from the model by {difference:.1e} of the largest output",
             expected=f"at most {_TOLERANCE:.0e}",
             fix="another format, or remove value-dependent branches and random draws from the model",
-            code="E_EXPORT_DIFFERS",
+            code="E_EXPORT",
         )
     return difference
 

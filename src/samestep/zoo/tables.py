@@ -74,7 +74,7 @@ def require_columns(rows: Iterable[Row], path: str | Path, columns: Mapping[str,
                 f"{path} has no column {column!r}",
                 expected=f"one of the columns {', '.join(names)}",
                 fix=f"--set data.options.{option}=NAME; cells of .csv are separated by commas, those of .tsv by tabs",
-                code="E_COLUMN",
+                code="E_UNKNOWN_NAME",
             )
 
 

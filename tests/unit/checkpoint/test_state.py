@@ -348,7 +348,7 @@ class Special(dict[str, int]):
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(InputError, match=r"^place\.a\.0 is of type") as raised:
         encode({"a": (value,)}, {}, "place")
-    assert raised.value.code == "E_CHECKPOINT_STATE"
+    assert raised.value.code == "E_CHECKPOINT_WRITE"
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_checkpoint_of_another_model_raises(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(CheckpointError) as raised:
         load_model(path, other)
-    assert raised.value.code == "E_CHECKPOINT_MODEL"
+    assert raised.value.code == "E_RESUME_CHANGED"
     assert "4 tensors missing or of another shape or type (out.weight, out.bias, more.weight)" in raised.value.value
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 

@@ -464,5 +464,5 @@ def test_damage_error_has_a_fix(folder: CheckpointFolder) -> None:
     (path / "empty").unlink()
     with pytest.raises(CheckpointError) as raised:
         verify(path)
-    assert raised.value.code == "E_CHECKPOINT_DAMAGED"
+    assert raised.value.code == "E_CHECKPOINT"
     assert "--checkpoint best" in (raised.value.fix or "")

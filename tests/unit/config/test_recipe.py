@@ -143,7 +143,7 @@ def test_best_checkpoint_is_selected_by_a_result_of_the_evaluation(name: str) ->
 def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         LearningRateConfig(**values)
-    assert caught.value.code == "E_LEARNING_RATE_RULE"
+    assert caught.value.code == "E_VALUE"
     assert LearningRateConfig(rule="sqrt", base_batch_size=256).base_batch_size == 256
 
 

@@ -72,7 +72,7 @@ def test_explicit_check_reports_a_change(results: ByRank) -> None:
 
 
 def test_different_check_every_is_refused(results: ByRank) -> None:
-    assert set(results["different check_every"]) == {("E_CHECK_EVERY", "check_every differs between ranks: 1, 2, 3, 4")}
+    assert set(results["different check_every"]) == {("E_VALUE", "check_every differs between ranks: 1, 2, 3, 4")}
 
 
 def test_entries_in_the_store_are_deleted(results: ByRank) -> None:

@@ -105,8 +105,8 @@ def test_options_without_a_possible_witness_are_refused_by_name(strategy: str) -
         "fsdp": "witness_every with the mesh fsdp [E_INCOMPATIBLE]",
         "sync": "witness_every with step.batch_norm: sync [E_INCOMPATIBLE]",
         "global": "witness_every with step.gather: global [E_INCOMPATIBLE]",
-        "zero": "witness_every is 0 [E_CHECK_EVERY]",
-        "different": "witness_every differs between ranks: 1, 2 [E_CHECK_EVERY]",
+        "zero": "witness_every is 0 [E_VALUE]",
+        "different": "witness_every differs between ranks: 1, 2 [E_VALUE]",
         "data": "witness_every with a microbatch whose data['inputs'][1] is a set [E_INCOMPATIBLE]",
     }
     assert {name: set(by_rank) for name, by_rank in errors.items()} == {name: {expected[name]} for name in errors}

@@ -87,4 +87,4 @@ def test_parameters_with_hooks_are_refused(hook: str) -> None:
     getattr(model.bias, hook)(lambda gradient: None)
     with pytest.raises(InputError, match="'bias'") as error:
         replicate(model)
-    assert error.value.code == "E_PARAMETER_HOOKS"
+    assert error.value.code == "E_PARAMETER"

@@ -97,7 +97,7 @@ def test_nothing_counted_is_an_error(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Perceptron))
     with pytest.raises(RunError) as error:
         engine.evaluate([batch_of(alone, inputs, torch.full_like(targets, -100), 4)])
-    assert error.value.code == "E_NOTHING_COUNTED"
+    assert error.value.code == "E_LOSS"
 
 
 def test_evaluation_changes_no_state(alone: World) -> None:

@@ -137,7 +137,7 @@ def engine_of(world: World, make: Any, interval: Any) -> samestep.Engine:
 def test_interval_is_required_and_valid(alone: World, make: Any, interval: Any) -> None:
     with pytest.raises(InputError) as error:
         engine_of(alone, make, interval)
-    assert error.value.code == "E_SCHEDULER"
+    assert error.value.code == "E_OPTIMIZER"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_microbatches_at_different_layers_are_refused(other: Message | None, loc
     with pytest.raises(InputError) as error:
         exchange_of()([message([1]), message([1]), other])
     assert error.value.value == f"microbatch 0 is at the forward of the norm layer 'first' while {location}"
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
 
 
 def test_last_exchange_returns_none() -> None:
@@ -284,7 +284,7 @@ def test_one_value_per_channel_is_refused(shape: tuple[int, ...], sizes: list[in
     kind = nn.BatchNorm2d if shape else nn.BatchNorm1d
     with pytest.raises(InputError, match=r"'0' .* one value") as error:
         Microbatches(nn.Sequential(layer_of(kind)), data(sizes, shape))
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
 
 
 def test_one_value_per_channel_and_microbatch_is_accepted() -> None:
@@ -300,7 +300,7 @@ def test_wrong_number_of_channels_is_refused() -> None:
 def test_layer_without_batch_norm_of_torch_is_refused() -> None:
     with pytest.raises(InputError, match=r"'0' \(Custom\)") as error:
         Microbatches(nn.Sequential(Custom(CHANNELS)).double(), data([4, 3], ()))
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
 
 
 def test_layer_with_a_replaced_forward_is_refused() -> None:
@@ -308,7 +308,7 @@ def test_layer_with_a_replaced_forward_is_refused() -> None:
     layer.forward = lambda inputs: inputs
     with pytest.raises(InputError, match="'0'") as error:
         Microbatches(nn.Sequential(layer), data([4, 3], ()))
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
 
 
 def test_model_is_unchanged() -> None:

@@ -317,7 +317,7 @@ def test_skipped_norm_layer_is_reported_with_its_microbatches(alone: World) -> N
     engine = engine_of(alone, seeded(0, ConditionalNorm))
     with pytest.raises(InputError) as error:
         engine.step(batch_of(alone, inputs, targets, 4))
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
     assert error.value.value == ("microbatch 0 is at the forward of the norm layer 'second' while microbatch 1 is done")
     assert microbatch_threads() == []
 
@@ -334,7 +334,7 @@ def test_batch_of_one_sample_is_refused(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Deep))
     with pytest.raises(InputError, match=r"'norm' .* one value per channel") as error:
         engine.step(random_batch(alone, 1, 5))
-    assert error.value.code == "E_NORM_LAYER"
+    assert error.value.code == "E_BATCH_NORM"
 
 
 def test_forward_bound_to_the_model_is_refused(alone: World) -> None:
@@ -430,7 +430,7 @@ def test_microbatches_of_other_ranks_at_other_layers_are_reported(
     results: dict[int, ByRank], check: str, other: int
 ) -> None:
     ((code, value),) = set(all_ranks(results, check))
-    assert code == "E_NORM_LAYER"
+    assert code == "E_BATCH_NORM"
     assert value == (
         "microbatch 0 is at the forward of the norm layer 'one' "
         f"while microbatch {other} is at the forward of the norm layer 'two'"
@@ -443,7 +443,7 @@ def test_skipped_layer_of_another_rank_is_reported(results: dict[int, ByRank], c
     place = {1: "done", 3: "done", 4: "done", 8: "at the end of its forward" if "later" in check else "done"}
     for ranks in RANKS:
         error = f"microbatch 0 is at the forward of the norm layer 'two' while microbatch 7 is {place[ranks]}"
-        assert set(results[ranks][check]) == {("E_NORM_LAYER", error)}
+        assert set(results[ranks][check]) == {("E_BATCH_NORM", error)}
 
 
 def test_models_of_different_shapes_are_refused(results: dict[int, ByRank]) -> None:
@@ -453,7 +453,7 @@ def test_models_of_different_shapes_are_refused(results: dict[int, ByRank]) -> N
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_batch_of_one_sample_is_refused_on_any_number_of_ranks(ranks: int) -> None:
-    with pytest.raises(RankError, match="E_NORM_LAYER"):
+    with pytest.raises(RankError, match="E_BATCH_NORM"):
         launch(ranks_sync.step_of_one_sample, processes=ranks)
 
 

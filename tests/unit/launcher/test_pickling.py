@@ -59,7 +59,7 @@ def test_importable_functions_are_unchanged(function: Callable[..., Any]) -> Non
 
 @pytest.mark.parametrize("function", [lambda: 1, partial(lambda: 1)])
 def test_local_functions_are_rejected(function: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match="E_NOT_IMPORTABLE"):
+    with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
         portable(function)
 
 

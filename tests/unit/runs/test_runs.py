@@ -216,7 +216,7 @@ def test_directories_and_loggers_that_do_not_fit_are_refused(tmp_path: Path) -> 
         (mine, []),
     ]
     assert samestep.launch(refused, cases, processes=1) == [
-        *("E_OUTPUT", "E_OUTPUT", "E_LOCK_FAILED", "E_UNKNOWN_NAME", "E_UNKNOWN_NAME", "E_UNKNOWN_NAME"),
+        *("E_OUTPUT", "E_OUTPUT", "E_LOCKED", "E_UNKNOWN_NAME", "E_UNKNOWN_NAME", "E_UNKNOWN_NAME"),
         *("accepted", "accepted"),
     ]
     assert sorted(path.name for path in recipe.iterdir()) == ["recipe.yaml"]

@@ -202,7 +202,7 @@ class SharedNorm(nn.Module):
 def test_an_impossible_partition_is_an_error(model: nn.Module, names: tuple[str, ...], count: int, text: str) -> None:
     with pytest.raises(InputError) as error:
         partition_model(model, names, count)
-    assert error.value.code == "E_PIPELINE_STAGES"
+    assert error.value.code == "E_PIPELINE"
     assert text in str(error.value)
 
 
@@ -226,4 +226,4 @@ def test_named_stages_that_do_not_fit_the_ranks_are_an_error(schedule: str, name
     config = StrategyConfig(name="pp", schedule=schedule, stages=("x",) * named)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=f"{named + 1} stages for 2 ranks") as error:
         stage_count(config, 2)
-    assert error.value.code == "E_PIPELINE_STAGES"
+    assert error.value.code == "E_PIPELINE"

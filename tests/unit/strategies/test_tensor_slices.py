@@ -126,7 +126,7 @@ def test_hooks_of_wrappers_receive_the_slices(divided: SlicedTensor) -> None:
 def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[Any], Any]) -> None:
     with pytest.raises(InputError) as error:
         function(divided)
-    assert error.value.code == "E_DIVIDED_TENSOR"
+    assert error.value.code == "E_TENSOR_PLAN"
 
 
 # --- models -------------------------------------------------------------------------------------------------

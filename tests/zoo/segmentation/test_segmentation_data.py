@@ -46,7 +46,7 @@ def test_files_without_a_partner_are_listed(cells: Path, tmp_path: Path) -> None
     (root / "images" / "007.jpg").unlink()
     with pytest.raises(DataError, match="2 of the files have no partner") as error:
         load_segmentation(str(root))
-    assert error.value.code == "E_UNPAIRED"
+    assert error.value.code == "E_MASK"
     assert f"{root / 'images' / '003.jpg'}, {root / 'masks' / '007.png'}" in error.value.value
 
 

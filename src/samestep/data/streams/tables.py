@@ -153,7 +153,7 @@ def _require_columns(columns: Sequence[str] | None, known: Collection[str], plac
             f"{place} has no column {', '.join(unknown)}",
             expected=f"columns of the file: {', '.join(known)}",
             fix="correct the option columns",
-            code="E_COLUMN",
+            code="E_UNKNOWN_NAME",
         )
 
 

@@ -24,7 +24,7 @@ _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 # Functions and methods of tensors whose results have no gradient.
 _PROPERTIES = ("getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point")
-stage_error = partial(InputError, code="E_PIPELINE_STAGES")
+stage_error = partial(InputError, code="E_PIPELINE")
 
 
 def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -> fx.Graph:
@@ -47,7 +47,7 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
             f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
             expected="the code between module calls takes the same path for all tensor values",
             fix="move such code into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
-            code="E_PIPELINE_TRACE",
+            code="E_PIPELINE",
         ) from error
     finally:
         for module, mode in modes:
@@ -57,7 +57,7 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
             f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
             expected="draws inside modules, in each forward",
             fix="move the draw into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
-            code="E_PIPELINE_TRACE",
+            code="E_PIPELINE",
         )
     return graph
 
@@ -92,7 +92,7 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"the data contain the argument {extra[0]!r}, which has a default in the forward of {type(model).__name__}",
             expected="a pipeline is built with the defaults of the forward, before data are known",
             fix=f"define a forward with {extra[0]} as a required parameter, or --strategy fsdp",
-            code="E_PIPELINE_INPUTS",
+            code="E_PIPELINE",
         )
     return inputs
 

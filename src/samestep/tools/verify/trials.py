@@ -230,7 +230,7 @@ class TrialRunner:
                 f"the run on {processes} processes ended before a rank was killed in step {kill_at}",
                 expected="a training step with this number",
                 fix="choose --kill-at within the first --steps and within an epoch",
-                code="E_VERIFY_KILL",
+                code="E_NOTHING_OBSERVED",
             )
         # A script resumes by itself from the contents of its folder.
         newest = None

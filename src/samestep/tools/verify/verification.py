@@ -128,13 +128,13 @@ def _run_reference(runner: TrialRunner, processes: int, checks_additivity: bool)
                 expected="a script that begins before its last step",
                 fix="if the script resumes a finished run without samestep.CheckpointManager, pass {folder} as the "
                 "folder of its checkpoints",
-                code="E_VERIFY_NO_STEP",
+                code="E_NOTHING_OBSERVED",
             )
         raise InputError(
             f"{runner.subject.name} made no step with samestep.Engine",
             expected="a script that trains with samestep.start, Engine and loader",
             fix="see docs/start/own-loop.md",
-            code="E_VERIFY_NO_STEP",
+            code="E_NOTHING_OBSERVED",
         )
     return reference
 

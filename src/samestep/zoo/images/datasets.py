@@ -61,7 +61,7 @@ class LabeledImages:
                 problem,
                 expected="an image and a label that is one of the classes",
                 fix="correct the row, or skip such rows: data.bad_samples: skip",
-                code="E_LABEL",
+                code="E_CLASSES",
             )
         return self._transform(self._read(source, name or str(source))), label
 

@@ -127,7 +127,7 @@ def _table(tables: Any, path: str, split: str, columns: tuple[str, str]) -> tupl
             f"{path} has the columns {dict(tables.features)}",
             expected=f"a column {columns[0]!r} of type datasets.Image, and a column {columns[1]!r}",
             fix="set data.options.image_column and data.options.label_column",
-            code="E_COLUMN",
+            code="E_UNKNOWN_NAME",
         )
     return tables.cast_column(columns[0], image(decode=False)), path
 
@@ -143,5 +143,5 @@ def _label_names(table: Any, column: str, path: str) -> list[str | None]:
         f"the column {column!r} of {path} is {feature}",
         expected="a column of type datasets.ClassLabel, or of text",
         fix="dataset.cast_column(NAME, datasets.ClassLabel(names=[...])), and save the dataset again",
-        code="E_COLUMN",
+        code="E_UNKNOWN_NAME",
     )

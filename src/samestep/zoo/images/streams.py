@@ -91,7 +91,7 @@ def _convert(
                 f"{place} has no column {name!r}",
                 expected=f"one of its columns: {', '.join(sample)}",
                 fix=f"set data.options.{option}",
-                code="E_COLUMN",
+                code="E_UNKNOWN_NAME",
             )
     image, label = (sample[name] for name in columns)
     return transform(_image(image, place, reader)), _class_number(label, place, labels)
@@ -105,7 +105,7 @@ def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
             f"the image of {place} is a {type(value).__name__}",
             expected="an encoded image, such as the bytes of a JPEG file",
             fix="set data.options.image_column, or write the files again",
-            code="E_COLUMN",
+            code="E_UNKNOWN_NAME",
         )
     return reader(BytesIO(value), place)
 
@@ -120,6 +120,6 @@ def _class_number(value: Any, place: str, labels: ClassLabels) -> int:
             f"the label {value!r} of {place} is not a class",
             expected=labels.expected,
             fix="correct data.options.classes or the files, or skip such samples: data.bad_samples: skip",
-            code="E_LABEL",
+            code="E_CLASSES",
         )
     return number

@@ -100,7 +100,7 @@ def _find_pairs(
             f"no file in {image_folder} has a partner in {mask_folder} ({len(images)} images, {len(masks)} masks)",
             expected=f"images and masks of the same name that end in {', '.join(suffixes)}",
             fix="rename the files; data.options.mask_suffix=_mask for cat.jpg and cat_mask.png",
-            code="E_UNPAIRED",
+            code="E_MASK",
         )
     alone = [str(images[name]) for name in sorted(images.keys() - masks.keys())]
     alone += [str(masks[name]) for name in sorted(masks.keys() - images.keys())]
@@ -109,7 +109,7 @@ def _find_pairs(
             f"{len(alone)} of the files have no partner: {', '.join(alone[:_MAX_LISTED])}",
             expected="a mask of the same name for every image, an image for every mask",
             fix="add the missing files, or remove these",
-            code="E_UNPAIRED",
+            code="E_MASK",
         )
     return pairs, notes
 
@@ -124,7 +124,7 @@ def _by_name(root: Path, paths: Sequence[Path], suffixes: Sequence[str], mask_su
                 f"{files[name]} and {path} have the same name",
                 expected="one file per name, without its suffix",
                 fix="remove or rename one of the files",
-                code="E_UNPAIRED",
+                code="E_MASK",
             )
         files[name] = path
     return files

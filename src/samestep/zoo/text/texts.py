@@ -60,7 +60,7 @@ class Texts:
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[index]
         if row.problem:
-            raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=_FIX, code="E_LABEL")
+            raise DataError(f"{row.where}: {row.problem}", expected="a text in every row", fix=_FIX, code="E_CLASSES")
         tokens = as_tokens(self._tokenizer.encode_framed(row.text), row.where, _FIX)
         number = self._labels.number(row.label)
         if number is None:
@@ -68,7 +68,7 @@ class Texts:
                 f"{row.where}: the label {row.label!r} is not a class",
                 expected=self._labels.expected,
                 fix=_FIX,
-                code="E_LABEL",
+                code="E_CLASSES",
             )
         return tokens, number
 

@@ -185,7 +185,7 @@ def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
     source = files(str(tmp_path / kind), columns=["number"])
     assert source.read(1, 2) == {"number": 6}
     source.close()
-    with refused("E_COLUMN", "part-0", "numbre"):
+    with refused("E_UNKNOWN_NAME", "part-0", "numbre"):
         files(str(tmp_path / kind), columns=["number", "numbre"])
 
 
