@@ -65,7 +65,6 @@ class StepRecorder(Callback):
         self._finished: list[tuple[list[tuple[Phase, Any]], list[Collective]]] = []
         self._annotation: record_function | None = None
         self._thread = threading.get_ident()
-        self._engine_threads: set[int] = set()  # threads inside a collective of the engine
         self._microbatches = 0  # microbatches of the step that have not begun
         self._is_sequential = self._is_ddp = False
 
@@ -79,10 +78,8 @@ class StepRecorder(Callback):
         alternates = joins_norms or engine.config.gather == "global" or world.mesh_shape.pipeline > 1
         self._is_sequential = not (alternates or world.strategy.name == "dp")
         self._is_ddp = engine.strategy == "ddp" and world.size > 1
-        world.context.status.on_wait = self._begin_engine_collective
-        self._restore = intercept_collectives(
-            lambda: self.is_on and threading.get_ident() not in self._engine_threads, self._begin_other_collective
-        )
+        world.context.status.on_wait = lambda name: self._begin_collective()
+        self._restore = intercept_collectives(lambda: self.is_on, self._begin_user_collective)
 
     def close(self) -> None:
         """Stop recording."""
@@ -153,11 +150,7 @@ class StepRecorder(Callback):
             self._annotation = record_function(f"samestep: {phase}")
             self._annotation.__enter__()
 
-    def _begin_engine_collective(self, name: str) -> Callable[[], None]:
-        self._engine_threads.add(threading.get_ident())
-        return self._begin_collective()
-
-    def _begin_other_collective(self, description: str, is_blocking: bool) -> Callable[[], None] | None:
+    def _begin_user_collective(self, description: str, is_blocking: bool) -> Callable[[], None] | None:
         return self._begin_collective() if is_blocking else None
 
     def _begin_collective(self) -> Callable[[], None]:
@@ -165,7 +158,6 @@ class StepRecorder(Callback):
         thread = threading.get_ident()
 
         def end() -> None:
-            self._engine_threads.discard(thread)
             if self.is_on:
                 self._collectives.append(Collective(thread != self._thread, begin, self._clock.now()))
 
