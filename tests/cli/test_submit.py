@@ -20,7 +20,7 @@ from helpers.hosts import by_torchrun, ended, hosts
 from helpers.job_examples import job_examples
 from helpers.slurm import missing, slurm, slurm_cluster, wait_until
 from helpers.system import events, here, weights
-from samestep.cli.main import parse_arguments
+from samestep.cli.main import build_parser
 
 JOB = ("digits", "--nodes", 2, "--gpus", 0, "--name", "a")
 SOURCE = Path(samestep.__file__).parent
@@ -108,8 +108,9 @@ def test_examples_of_other_systems_train() -> None:
     for text in texts:
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         words = shlex.split(text, comments=True)
-        options = parse_arguments(words[words.index("samestep") + 1 :])
-        assert (options.name, options.or_resume) == ("first", True)
+        command, *arguments = words[words.index("samestep") + 1 :]
+        options = build_parser(command).parse_args(arguments)
+        assert (command, options.name, options.or_resume) == ("train", "first", True)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from samestep.checkpoint.manifest import file_names, verify
 from samestep.checkpoint.store import CheckpointFolder, read_state
-from samestep.errors import InputError, RunError
+from samestep.errors import RunError
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import (
     differences,
@@ -68,21 +68,17 @@ def upload(folder: Path, step: int, name: str, *, private: bool) -> str:
     """Upload the files to a repository of the Hub, which is created if it does not exist; return its address.
 
     Raises:
-        InputError: the package huggingface_hub is not installed.
         RunError: the Hub refuses the repository or the files, or cannot be reached.
     """
     try:
         from huggingface_hub import HfApi
-    except ModuleNotFoundError as error:
-        expected, fix = "the client of the Hub; --out DIR writes the files without it", "pip install 'samestep[hub]'"
-        raise InputError("huggingface_hub is not installed", expected, fix, code="E_NOT_INSTALLED") from error
-    try:
+
         HfApi().create_repo(name, private=private, exist_ok=True)
         commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"Step {step}")
     except Exception as error:  # errors of the client and of its HTTP library, which versions change
         raise RunError(
             f"the upload to {name} failed: {str(error).strip() or type(error).__name__}",
-            expected="USER/NAME, a token with write access to it, and a connection to the Hub",
+            expected="USER/NAME, pip install 'samestep[hub]', a token with write access, a connection to the Hub",
             fix="hf auth login; or --out DIR, and upload the folder yourself",
             code="E_HUB",
         ) from error

@@ -118,32 +118,22 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
         ) from error
 
 
-class _DType:
-    """Recorder in place of `numpy.dtype`."""
+class _Record:
+    """Recorder in place of `numpy.ndarray` and `numpy.dtype`, which a pickle creates before it sets the state."""
 
-    def __init__(self, code: Any, *rest: Any) -> None:
-        self.code, self.order, self.is_plain = code, "=", True
+    state: Any = None
 
-    def __setstate__(self, state: Any) -> None:
-        _, self.order, *others = state[:5]
-        self.is_plain = others == [None, None, None]
-
-
-class _Array:
-    """Recorder in place of `numpy.ndarray`, which a pickle creates empty before it sets the state."""
-
-    shape: Any = None
-    dtype: Any = None
-    is_fortran: Any = False
-    content: Any = b""
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        _, self.shape, self.dtype, self.is_fortran, self.content = state
+        self.state = state
 
 
-def _from_buffer(content: Any, kind: Any, shape: Any, order: Any) -> _Array:
-    result = _Array()
-    result.__setstate__((1, shape, kind, order == "F", content))
+def _array_of(*state: Any) -> _Record:
+    """Return a record of an array: version, shape, dtype, whether the order is Fortran's, content."""
+    result = _Record()
+    result.state = state
     return result
 
 
@@ -154,11 +144,13 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 _ALLOWED: dict[str, Any] = {
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _DType,
-    "numpy.core.multiarray._reconstruct": lambda *arguments: _Array(),
-    "numpy.core.multiarray.scalar": lambda kind, content=b"": _from_buffer(content, kind, (), "C"),
-    "numpy.core.numeric._frombuffer": _from_buffer,
+    "numpy.ndarray": _Record,
+    "numpy.dtype": _Record,
+    "numpy.core.multiarray._reconstruct": lambda *arguments: _Record(),
+    "numpy.core.multiarray.scalar": lambda kind, content=b"": _array_of(1, (), kind, False, content),
+    "numpy.core.numeric._frombuffer": lambda content, kind, shape, order: _array_of(
+        1, shape, kind, order == "F", content
+    ),
     "_codecs.encode": _encode,  # bytes in protocol 2; empty bytes are a call of `bytes`
     "builtins.bytes": lambda: b"",
     "builtins.tuple": tuple,  # Paddle stores a tensor as tuple((name, array))
@@ -183,17 +175,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _array(name: Any, value: Any) -> NDArray[Any]:
-    array = value[1] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) else value
-    if not isinstance(name, str) or not isinstance(array, _Array) or not isinstance(array.dtype, _DType):
+    record = value[1] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) else value
+    if not isinstance(name, str) or not isinstance(record, _Record):
         raise ValueError(f"{name!r} is no array, but a {type(value).__name__}")
-    content = array.content.encode("latin1") if isinstance(array.content, str) else array.content
-    dtype, shape = array.dtype, array.shape
-    if not (dtype.is_plain and dtype.code in _DTYPES and dtype.order in ("<", ">", "=", "|")):
-        raise ValueError(f"{name} has elements of type {dtype.code!r}, not one of {', '.join(_DTYPES)}")
-    numpy_dtype = numpy.dtype(dtype.order + dtype.code)
+    _, shape, dtype, is_fortran, content = record.state
+    (code, *_), (_, order, *others) = dtype.arguments, dtype.state[:5]
+    if code not in _DTYPES or order not in ("<", ">", "=", "|") or others != [None, None, None]:
+        raise ValueError(f"{name} has elements of type {code!r}, not one of {', '.join(_DTYPES)}")
+    numpy_dtype = numpy.dtype(order + code)
+    content = content.encode("latin1") if isinstance(content, str) else content
     is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
     size = math.prod(shape) * numpy_dtype.itemsize if is_shape else -1
     if not isinstance(content, bytes | bytearray) or len(content) != size:
         raise ValueError(f"{name} has another amount of data than its shape")
     flat = numpy.frombuffer(content, numpy_dtype)
-    return flat.reshape(shape, order="F" if array.is_fortran else "C").astype(numpy_dtype.newbyteorder("="))
+    return flat.reshape(shape, order="F" if is_fortran else "C").astype(numpy_dtype.newbyteorder("="))
