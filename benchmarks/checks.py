@@ -1,6 +1,6 @@
 """Cost of comparisons between ranks in training: steps without checks, with the default ones and with `check_every`.
 
-`--witness` measures steps with `witness_every` instead.
+`--witness` measures steps with a `Witness` instead.
 
 All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
 round by round. `roll call` checks no weights, so the rest of `every step` is the cost of a comparison of weights; the

@@ -67,7 +67,10 @@ def _engine(model: str, world: samestep.World, options: dict[str, int] | None) -
     if options is None or "check_every" not in options:
         world = samestep.World(rank=rank, size=size, device=world.device, context=context)
     made = build_model(model)
-    return Engine(made, build_optimizer(made), samestep.cross_entropy, world=world, **(options or {}))
+    checks = dict(options or {})
+    callbacks = [samestep.Witness(checks.pop("witness_every"))] if "witness_every" in checks else []
+    optimizer = build_optimizer(made)
+    return Engine(made, optimizer, samestep.cross_entropy, world=world, callbacks=callbacks, **checks)
 
 
 def _turn(engine: Engine, batches: Sequence[GlobalBatch], steps: int, world: samestep.World) -> tuple[float, float]:

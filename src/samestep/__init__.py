@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.distributed.world import all_gather as all_gather
     from samestep.distributed.world import reduce_dict as reduce_dict
     from samestep.engine.callbacks import Callback as Callback
+    from samestep.engine.corruption_witness import Witness as Witness
     from samestep.engine.engine import Engine as Engine
     from samestep.engine.evaluation import evaluate as evaluate
     from samestep.engine.learning_rate import scaled_lr as scaled_lr
@@ -60,6 +61,7 @@ _HOMES = {
     "StepConfig": "config",
     "StepResult": "engine.step_stats",
     "StrategyConfig": "config",
+    "Witness": "engine.corruption_witness",
     "World": "distributed.world",
     "all_gather": "distributed.world",
     "cross_entropy": "engine.loss",

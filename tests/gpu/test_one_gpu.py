@@ -43,8 +43,9 @@ def train(reduction: str, precision: str, workers: int, witness_every: int | Non
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         rules = samestep.StepConfig(reduction=reduction, precision=precision, clip_norm=1.0)
+        callbacks = [samestep.Witness(witness_every)] if witness_every is not None else []
         engine = samestep.Engine(
-            model, optimizer, samestep.cross_entropy, world=world, config=rules, witness_every=witness_every
+            model, optimizer, samestep.cross_entropy, world=world, config=rules, callbacks=callbacks
         )
         batches = samestep.loader(
             Noisy(), batch_size=16, microbatches=4, shuffle=True, world=world, num_workers=workers

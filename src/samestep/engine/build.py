@@ -25,7 +25,6 @@ from samestep.engine.buffers import AveragedBuffers, ForwardState
 from samestep.engine.callbacks import Callback, Intervention, of_microbatches
 from samestep.engine.compatible_options import require_compatible
 from samestep.engine.consistency import ConsistencyCheck
-from samestep.engine.corruption_witness import Witness, require_witness_support
 from samestep.engine.cuda_graphs import with_graphs
 from samestep.engine.data_parallel import DataParallelRunner
 from samestep.engine.ema import AveragedWeights
@@ -68,7 +67,6 @@ class Components(NamedTuple):
     runner: StepRunner
     outputs: EvaluationOutputs
     consistency: ConsistencyCheck
-    witness: Witness | None
 
 
 def build_components(
@@ -78,7 +76,6 @@ def build_components(
     world: World,
     config: StepConfig,
     check_every: int | None,
-    witness_every: int | None,
     ema: float | None,
     callbacks: Sequence[Callback],
     buffers: Mapping[str, Rule] | None = None,
@@ -99,7 +96,6 @@ def build_components(
         previous.state.require_whole_model(world)
     require_compatible(config, world, model, sync_batch_norm=sync_batch_norm)
     require_plain_model(model, config)
-    require_witness_support(witness_every, config, world, sync_batch_norm=sync_batch_norm)
     model_parameters = list(model.parameters())
     _require_optimizer_of([p for p in model_parameters if p.requires_grad], optimizer)
     if previous is not None:
@@ -121,15 +117,14 @@ def build_components(
     forward = _microbatch_forward(model, loss, config, world, callbacks)
     strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
-    kind, reason = _runner_class(strategy, world, config, witness_every, sync_batch_norm=sync_batch_norm)
+    kind, reason = _runner_class(strategy, world, config, callbacks, sync_batch_norm=sync_batch_norm)
     kind, no_graphs, replays = with_graphs(kind, strategy, world, config, callbacks)
     outputs = _evaluation_outputs(model, forward, strategy, world)
     state = _build_buffers(model, buffers, kind, is_whole=not local_parameters.is_divided)
     runner = kind(model, forward, strategy, state, scaler, receiving, world, of_microbatches(callbacks))
     runner.separate_reason, runner.graphs_reason, runner.replays_graphs = reason, no_graphs, replays
     model_state = ModelState(model, optimizer, config, sync_batch_norm, is_divided=local_parameters.is_divided)
-    witness = Witness(witness_every, runner, world, previous and previous.witness) if witness_every else None
-    return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency, witness)
+    return Components(model_state, device_map, local_parameters, averaged, runner, outputs, consistency)
 
 
 def _microbatch_forward(
@@ -182,11 +177,11 @@ def _evaluation_outputs(
 
 
 def _runner_class(
-    strategy: Strategy, world: World, config: StepConfig, witness_every: int | None, *, sync_batch_norm: bool
+    strategy: Strategy, world: World, config: StepConfig, callbacks: Sequence[Callback], *, sync_batch_norm: bool
 ) -> tuple[type[StepRunner], str | None]:
     """Return the class of the runner, and the reason for which it computes no microbatches together, if it could."""
     merges = config.reduction == "fast" and config.merge == "auto"
-    is_witnessed = witness_every is not None
+    is_witnessed = any(callback.repeats_microbatches for callback in callbacks)
     reason = why_separate(config, world, strategy, sync_batch_norm=sync_batch_norm, is_witnessed=is_witnessed)
     kind: type[StepRunner] = MergedRunner if merges and reason is None else SequentialRunner
     if isinstance(strategy, PipelineStrategy):

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Read-only hooks, called in the order of the methods; each does nothing by default."""
+    """Read-only hooks, called in the order of the methods; each does nothing by default.
+
+    Attributes:
+        repeats_microbatches: the callback compares microbatches with repetitions: a rank computes one after another.
+    """
+
+    repeats_microbatches = False
 
     def loader_created(self, loader: Loader) -> None:
         """Called at the end of the construction of a loader, for the callbacks of `samestep.start`'s world."""

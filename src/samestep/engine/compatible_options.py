@@ -6,7 +6,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.config import StepConfig
+from samestep.distributed.devices import device_kind, is_accelerator
 from samestep.distributed.world import World
+from samestep.engine.step_runner import StepRunner
+from samestep.engine.sync_batch_norm_runner import SyncBatchNormRunner
 from samestep.errors import InputError
 from samestep.strategies.device_map import require_sync_batch_norm_devices
 
@@ -57,6 +60,35 @@ def require_compatible(config: StepConfig, world: World, model: torch.nn.Module,
         _require_compilable_stages(config, world)
     if sync_batch_norm and world.strategy.name == "device_map":
         require_sync_batch_norm_devices(world)
+
+
+def require_witness_support(every: int, config: StepConfig, world: World, runner: StepRunner) -> None:
+    """Refuse a witness if a rank cannot compute a microbatch of another one with the same bits; a collective.
+
+    Raises:
+        InputError: the options of the step exclude it, or `every` is less than 1.
+        RankMismatchError: ranks have other devices or intervals.
+    """
+    if every < 1:
+        raise InputError(f"witness_every is {every}", "at least 1 step", "witness_every=100", code="E_VALUE")
+    facts = {"witness_every": str(every), "kind of device": device_kind(world.device)}
+    with world.context.collective_check.operation("making a witness", facts):
+        pass
+    is_deterministic = torch.are_deterministic_algorithms_enabled() or not is_accelerator(world.device)
+    options = {
+        f"the mesh {world.mesh_shape.name}": world.mesh_shape.splits_model,
+        f"strategy {world.strategy.name}": world.strategy.name in ("dp", "device_map"),
+        "step.batch_norm: sync": isinstance(runner, SyncBatchNormRunner),
+        "step.gather: global": config.gather == "global",
+        "step.reduction: fast on a GPU": not is_deterministic,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise _incompatible(
+                f"witness_every with {option}",
+                "each rank can compute any microbatch without the others, with the same bits",
+                "use --strategy ddp and the defaults of these options, or leave out witness_every",
+            )
 
 
 def _require_compilable_stages(config: StepConfig, world: World) -> None:

@@ -196,28 +196,25 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, int | float | str) or value is None}
 
 
-def enable_checks(world: World, check_every: int | None, witness_every: int | None) -> None:
-    """Compare the intervals of checks between ranks, and enable the collective check if set; a collective.
+def enable_checks(world: World, check_every: int | None) -> None:
+    """Compare the interval of checks between ranks, and enable the collective check if set; a collective.
 
     Raises:
-        InputError: an interval is less than 1, or differs between ranks.
+        InputError: the interval is less than 1, or differs between ranks.
     """
-    intervals = {"check_every": check_every, "witness_every": witness_every}
-    for name, every in intervals.items():
-        if every is not None and every < 1:
-            raise InputError(f"{name} is {every}", "at least 1 step, or None", f"{name}=100", code="E_VALUE")
+    if check_every is not None and check_every < 1:
+        raise InputError(f"check_every is {check_every}", "at least 1 step, or None", "check_every=100", code="E_VALUE")
     if world.size == 1:
         return
     # Rank 0's clock distinguishes this world from an earlier one in the same store.
-    *columns, times = zip(*gather_numbers(world, [check_every or 0, witness_every or 0, time.time_ns()]), strict=True)
-    for name, column in zip(intervals, columns, strict=True):
-        if len(set(column)) > 1:
-            raise InputError(
-                f"{name} differs between ranks: {', '.join(str(value or None) for value in column)}",
-                expected="the same value on every rank",
-                fix=f"pass the same {name} to every rank's engine",
-                code="E_VALUE",
-            )
+    intervals, times = zip(*gather_numbers(world, [check_every or 0, time.time_ns()]), strict=True)
+    if len(set(intervals)) > 1:
+        raise InputError(
+            f"check_every differs between ranks: {', '.join(str(value or None) for value in intervals)}",
+            expected="the same value on every rank",
+            fix="pass the same check_every to every rank's engine",
+            code="E_VALUE",
+        )
     if check_every is not None:
         world.context.collective_check.enable(times[0])
 

@@ -91,7 +91,7 @@ class GraphRunner(SequentialRunner):
     def compute(self, batch: GlobalBatch, position: int, *, save: bool) -> torch.Tensor:
         self._divisors = batch.size, batch.bounds[-1][1]  # the step divides by one of them
         self._eligible, self._results, self._unproven = set(), {}, None
-        if self._is_checked and self.replays_graphs is not False and not self.is_witnessed:
+        if self._is_checked and self.replays_graphs is not False:
             if (option := self._option()) is not None:
                 self._refuse(option)
             else:

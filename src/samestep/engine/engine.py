@@ -25,7 +25,6 @@ from samestep.engine.buffer_rules import Rule
 from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
 from samestep.engine.consistency import enable_checks, facts_of_step, settings_of
-from samestep.engine.corruption_witness import Witness
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction, as_step_loss
@@ -57,8 +56,6 @@ class Engine:
         ema: decay of a moving average of the weights, used in evaluation; None for no average.
         check_every: steps between comparisons of the ranks' state, None for none; equal on every rank. If set, ranks
             also check that they issue the same steps, evaluations and collectives: see `docs/guides/runs.md`.
-        witness_every: steps between steps in which a second rank computes a microbatch of each rank again, to detect
-            silent data corruption; None for none. Equal on every rank; see `docs/guides/faults.md`.
         metrics: metrics of training and the default of `evaluate`, which describes the possible values.
         callbacks: read-only hooks.
         buffers: rules for buffers that a training forward changes, and for frozen parameters that it writes, by shell
@@ -83,7 +80,6 @@ class Engine:
         scheduler_interval: Interval | None = None,
         config: StepConfig | None = None,
         check_every: int | None = None,
-        witness_every: int | None = None,
         ema: float | None = None,
         metrics: Metrics = (),
         callbacks: Sequence[Callback] = (),
@@ -95,7 +91,7 @@ class Engine:
         self._number: int | None = None  # until the first step
         settings = settings_of(self.config, optimizer, loss)
         with world.context.collective_check.operation(f"making {self._name}", settings):
-            enable_checks(world, check_every, witness_every)
+            enable_checks(world, check_every)
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0
@@ -108,11 +104,11 @@ class Engine:
             if isinstance(callback, Intervention):
                 self.config = callback.prepare(model, self.config)
         self._warnings = ModeWarnings(self.config, is_main=world.is_main)
-        # `samestep verify` finds the cause of differences itself.
         self._is_verified = any(isinstance(callback, Intervention) for callback in self._callbacks)
-        checks = check_every, None if self._is_verified else witness_every
+        if self._is_verified:  # `samestep verify` finds the cause of differences itself
+            self._callbacks = tuple(callback for callback in self._callbacks if not callback.repeats_microbatches)
         self._build = partial(
-            build_components, model, optimizer, loss, world, self.config, *checks, ema, self._callbacks, buffers
+            build_components, model, optimizer, loss, world, self.config, check_every, ema, self._callbacks, buffers
         )
         self._set_components(self._build())
         for callback in self._callbacks:
@@ -168,7 +164,7 @@ class Engine:
             UnusedParameterError: a trained parameter received no gradient.
             RankDesyncError: another rank is about to do something else.
             RankMismatchError: ranks have different batches, datasets or settings, or hold different state; see `check`.
-            WitnessError: a repeated microbatch has other bits; the state is unchanged.
+            WitnessError: a callback `Witness` found other bits in a repeated microbatch; the state is unchanged.
         """
         if not isinstance(batch, GlobalBatch):
             batch = joint_batch(batch, has_forward=forward is not None)
@@ -176,11 +172,7 @@ class Engine:
         facts = {}
         if self.world.size > 1:
             facts = facts_of_step(batch, self.optimizer, is_current=is_current, is_verified=self._is_verified)
-        joins = (
-            is_current
-            and self._witness is None
-            and self._components.runner.joins_check(batch, has_forward=forward is not None)
-        )
+        joins = is_current and self._components.runner.joins_check(batch, has_forward=forward is not None)
         messages = (self._index, batch.microbatches, batch.size, forward is None) if joins else None
         check = self.world.context.collective_check
         with check.operation(f"{self._name}.step {self.steps + 1}", facts, messages=messages):
@@ -220,22 +212,13 @@ class Engine:
         """Reason for which `merge: auto` computed the microbatches of a rank one after another in the last step."""
         return self._components.runner.separate_reason if self._most_owned > 1 else None
 
-    @property
-    def _witness(self) -> Witness | None:
-        """The witness, if the next step is witnessed."""
-        witness = self._components.witness
-        return witness if witness is not None and witness.is_due(self.steps) else None
-
     def _step(self, batch: GlobalBatch, save: bool) -> StepResult:
-        runner, world, witness = self._components.runner, self.world, self._witness
+        runner, world = self._components.runner, self.world
         for callback in self._callbacks:
             callback.begin_step(self, batch)
         self.optimizer.zero_grad(set_to_none=True)
         runner.forward.begin_step(batch, world.data)
         self._warnings.begin_step(self.model, batch)
-        if witness is not None:
-            witness.begin_step(batch, self.steps)
-        runner.is_witnessed = witness is not None
         total = runner.compute(batch, self.steps, save=save)
         if world.data.size < world.size:
             reduce_requests(batch.microbatches, total, world)
@@ -245,8 +228,6 @@ class Engine:
             callback.end_gradients(self)
         norm = self.local_parameters.total_norm()
         stats = runner.read(batch, total, norm)
-        if witness is not None:
-            witness.end_step(batch, stats, self.steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
         finite = stats.is_finite
         if finite:

@@ -1,4 +1,4 @@
-"""Nested data of microbatches: rows of samples, joined and split, and data packed as JSON and bytes."""
+"""Nested data of microbatches: rows of samples, joined and split, or packed as JSON and bytes and sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.data.structure import TensorSpec, build, describe
+from samestep.distributed.world import World, all_gather
 from samestep.engine.tensor_bits import bytes_of
+from samestep.errors import InputError
+from samestep.strategies.reduction import communicate
 
 
 def has_rows(data: Any, size: int) -> bool:
@@ -58,6 +61,32 @@ def unpack(packed: Packed) -> Any:
         for piece, spec, stride in zip(packed.data.split(sizes), packed.tensors, packed.strides, strict=True)
     ]
     return build(packed.structure, iter(tensors))
+
+
+def send_to_next(packed: Packed, world: World) -> Packed:
+    """Send packed data to the next rank, and return those of the previous rank; a collective.
+
+    Raises:
+        InputError: the data of a rank have a value that cannot be sent; on every rank.
+    """
+    rows: list[Any] = all_gather([*packed[:-1], len(packed.data)], world)
+    for path, dtype, *_ in (spec for row in rows for spec in row[1]):
+        if not dtype:
+            raise InputError(
+                f"{path}, which cannot be sent to another rank",
+                expected="tensors, numbers, text and None in tuples, lists and dicts",
+                fix="return such values from the dataset and the collate function, or leave out witness_every",
+                code="E_INCOMPATIBLE",
+            )
+    if world.size == 1:
+        return packed
+    previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    structure, specs, strides, length = rows[previous]
+    data = torch.empty(length, dtype=torch.uint8, device=world.device)
+    sent = [(packed.data, following)] if len(packed.data) else []
+    received = [(data, previous)] if length else []
+    world.run_collective(lambda: communicate(world, sent, received), "the exchange of data with the next rank")
+    return Packed(structure, [TensorSpec(*spec) for spec in specs], strides, data)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:

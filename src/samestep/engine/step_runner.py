@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,6 @@ class StepRunner(ABC):
     Attributes:
         model: the model before the strategy wraps it.
         names: the trained parameters that receive gradients in the backward, with their names in the model.
-        observe: surrounds forward and backward of each microbatch, for a witness.
-        is_witnessed: a witness observes the present step.
         replays_graphs: whether they are replayed as CUDA graphs; None if not known yet. `graphs_reason`: why not.
     """
 
@@ -51,12 +49,10 @@ class StepRunner(ABC):
     def __post_init__(self) -> None:
         self._used_in: int | None = None  # the last microbatch with all gradients
         self._is_checked = False  # a step has been computed
-        self.is_witnessed = False
         self.replays_graphs: bool | None = None
         self.graphs_reason: str | None = None
         self.separate_reason: str | None = None  # why `merge: auto` computes microbatches one after another
         self.generators = SeededGenerators(self.world.device)
-        self.observe: Callable[[Microbatch], AbstractContextManager[None]] = lambda microbatch: nullcontext()
 
     def joins_check(self, batch: GlobalBatch, *, has_forward: bool) -> bool:
         """Return whether ranks may compare the step, with or without a forward function, by its statistics."""
@@ -192,7 +188,7 @@ class SequentialRunner(StepRunner):
         with self.generators.preserved(), self.undo_on_failure(), errors:
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
-                with strategy.microbatch(tree, microbatch.number, last=last), self.observe(microbatch):
+                with strategy.microbatch(tree, microbatch.number, last=last):
                     if microbatch is not microbatches[0] or microbatch.is_filler:
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)

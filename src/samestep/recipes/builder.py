@@ -28,6 +28,7 @@ from samestep.distributed.resources import read_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
+from samestep.engine.corruption_witness import Witness
 from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import scale_rates
 from samestep.engine.loss import LossFunction
@@ -191,7 +192,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         scheduler_interval="step",
         config=recipe.step,
         check_every=options.check_every,
-        witness_every=options.witness_every,
+        callbacks=[Witness(options.witness_every)] if options.witness_every is not None else [],
         ema=recipe.ema.decay if recipe.ema is not None else None,
     )
     info = DatasetInfo(splits.classes, splits.model_options)

@@ -82,9 +82,9 @@ def test_a_short_batch_is_computed_as_usual_and_two_sizes_have_a_graph_each(worl
     assert replays == 4 + 4 + 3
 
 
-def test_witnessed_steps_are_computed_as_usual(world: samestep.World) -> None:
-    result, replays = trained(world, "dropout", engine_options={"witness_every": 2})
-    assert (result.used, replays) == (True, 4)  # in the last of five steps
+def test_a_witness_excludes_graphs(world: samestep.World) -> None:
+    result, replays = trained(world, "dropout", engine_options={"callbacks": [samestep.Witness(2)]})
+    assert (result.used, replays) == (False, 0)
 
 
 def _changes(engine: Engine, step: int) -> None:
