@@ -45,6 +45,7 @@ PUBLIC = {
     "StepResult",
     "StepConfig",
     "StrategyConfig",
+    "Witness",
     "World",
     "__version__",
     "all_gather",
