@@ -76,7 +76,7 @@ def pipeline(folder: Path, cache: str, *, is_training: bool = True, **options: A
     splits = load_images(str(folder), evaluation_path=str(folder), decoder="simplejpeg", **options)
     if cache != "none":
         assert splits.open_cache is not None
-        splits.open_cache(DataConfig(name="images", cache=cache), announces=False)  # type: ignore[arg-type]
+        splits.open_cache(DataConfig(name="images", cache=cache))  # type: ignore[arg-type]
     dataset = splits.train if is_training else splits.evaluation
     reader, size = MicrobatchDataset(dataset, splits.collate, seed=0), len(dataset)
     return lambda number: reader[MicrobatchRequest(0, 0, numpy.arange(number * BATCH, (number + 1) * BATCH) % size)]
@@ -86,7 +86,7 @@ def copies(folder: Path, **options: Any) -> Batches:
     """Return batches of copies of cached images, without a transform."""
     splits = load_images(str(folder), decoder="simplejpeg", **options)
     assert splits.open_cache is not None
-    splits.open_cache(DataConfig(name="images", cache="decoded"), announces=False)
+    splits.open_cache(DataConfig(name="images", cache="decoded"))
     samples, read = splits.train.samples, splits.train._read  # type: ignore[attr-defined]
 
     def batch(number: int) -> Any:

@@ -166,7 +166,7 @@ def test_token_outside_of_the_vocabulary_is_named(tokens: Path) -> None:
     splits = load_tokens("tokens", vocabulary=100)
     with pytest.raises(InputError, match=r"tokens/0\.bin, sample 0") as failed:
         splits.train[0]
-    assert failed.value.code == "E_TOKENIZER"
+    assert failed.value.code == "E_VALUE"
     with pytest.raises(InputError) as failed:
         stream_tokens_task(splits.classes, vocabulary=100)
     assert failed.value.code == "E_VALUE"

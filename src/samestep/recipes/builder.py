@@ -246,7 +246,13 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
             fix="--set data.cache=none",
             code="E_VALUE",
         )
-    return splits.open_cache(config, announces=world.is_main)
+    cache = splits.open_cache(config)
+    if not world.is_main:
+        return cache, ""
+    note = f"cache: {config.cache} images in {cache.folder}"
+    if cache.entries:
+        note += f"; already there: {cache.entries:,} entries, {cache.bytes / 1e9:.3g} GB"
+    return cache, note
 
 
 def build_model(

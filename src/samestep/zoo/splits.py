@@ -71,7 +71,7 @@ class Splits:
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
     ignored_target: int | None = None
-    open_cache: Callable[..., tuple[SampleCache, str]] | None = None
+    open_cache: Callable[[Any], SampleCache] | None = None
     fingerprint: str = ""
 
     @property
@@ -158,7 +158,7 @@ def train_validation_split(
                     f"{owner} only one {unit}: {ordered[0]}",
                     expected="at least one for training and one for validation",
                     fix=f"add a {unit}, or set data.options.evaluation_path (evaluation_split for hub_images)",
-                    code="E_SPLIT",
+                    code="E_CLASSES",
                 )
             count = min(len(ordered) - 1, max(1, count))
         validation += [index for key in ordered[:count] for index in members[key]]
@@ -174,7 +174,7 @@ def require_fraction(fraction: float) -> None:
     """
     if not 0 < fraction < 1:
         name = "data.options.evaluation_fraction"
-        raise DataError(f"{name} is {fraction}", "0 < evaluation_fraction < 1", f"--set {name}=0.2", code="E_SPLIT")
+        raise DataError(f"{name} is {fraction}", "0 < evaluation_fraction < 1", f"--set {name}=0.2", code="E_VALUE")
 
 
 def hash_fraction(key: str) -> float:

@@ -34,7 +34,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def cached(kind: str, *files: Path, **options: Any) -> tuple[ImageSource, SampleCache]:
     source = ImageSource(**options)
-    cache, _ = open_cache(source, files, DataConfig(name="images", cache=kind), announces=False)  # type: ignore[arg-type]
+    cache = open_cache(source, files, DataConfig(name="images", cache=kind))  # type: ignore[arg-type]
     return source, cache
 
 
@@ -121,21 +121,6 @@ def test_damaged_entry_is_decoded_again(kind: str, tmp_path: Path, cache_folder:
     assert pixels(cached(kind, file)[0], file) == before
 
 
-def test_announcement(tmp_path: Path) -> None:
-    files = [tmp_path / f"{number}.png" for number in range(200)]
-    for file in files:
-        file.write_bytes(encoded(Image.new("RGB", (40, 50)), "PNG"))
-    config = DataConfig(name="images", cache="decoded", cache_gb=0.0006)
-    _, text = open_cache(ImageSource(), files, config, announces=True)
-    assert "200 files, about 0.0012 GB" in text
-    assert "enough for about 50%" in text
-    source, _ = cached("decoded", *files)
-    for file in files[:20]:
-        source(file, str(file))
-    _, text = open_cache(ImageSource(), files, DataConfig(name="images", cache="decoded"), announces=True)
-    assert "already there: 20 entries" in text
-
-
 # --- the fixed resize and the crop without a resize ---------------------------------------------------------
 
 
@@ -154,7 +139,7 @@ def samples(photos: Path, kind: str, epoch: int = 0, **options: object) -> list[
     splits = load_images(str(photos), image_size=32, **options)  # type: ignore[arg-type]
     if kind != "none":
         assert splits.open_cache is not None
-        splits.open_cache(DataConfig(name="images", cache=kind), announces=False)  # type: ignore[arg-type]
+        splits.open_cache(DataConfig(name="images", cache=kind))  # type: ignore[arg-type]
     dataset = MicrobatchDataset(splits.train, lambda batch: torch.stack([image for image, _ in batch]), seed=1)
     result = []
     for _ in range(2):  # built, then from the cache

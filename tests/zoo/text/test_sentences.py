@@ -29,10 +29,6 @@ def test_lines_are_different_and_of_many_lengths() -> None:
     assert all(re.fullmatch(r"[a-z]+( [a-z]+){4,12}\.", line) for line in lines)
 
 
-def test_smaller_count_gives_the_first_lines() -> None:
-    assert make_lines(10) == make_lines(1000)[:10]
-
-
 def test_every_fifth_line_is_for_validation() -> None:
     splits = load_tokens(lines=100)
     assert (len(splits.train), len(splits.evaluation), "".join(splits.classes)) == (80, 20, ALPHABET)
@@ -47,10 +43,6 @@ def test_every_fifth_line_is_for_validation() -> None:
 def test_count_out_of_range_is_refused(lines: int) -> None:
     with pytest.raises(DataError, match=rf"data\.options\.lines is {lines}"):
         load_tokens(lines=lines)
-
-
-def test_maximum_count_is_possible() -> None:
-    assert len(load_tokens(lines=10_000).train) == 8_000
 
 
 def test_padding_targets_are_ignored() -> None:

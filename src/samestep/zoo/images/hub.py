@@ -117,7 +117,7 @@ def _table(tables: Any, path: str, split: str, columns: tuple[str, str]) -> tupl
                 f"{path} has no split {split!r}",
                 expected=f"one of the splits {', '.join(tables)}",
                 fix="set data.options.train_split and evaluation_split (null for a train/validation split)",
-                code="E_SPLIT",
+                code="E_UNKNOWN_NAME",
             )
         tables = tables[split]
         path = f"{path}/{split}"

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
-import numpy
 import PIL
 import torch
 from PIL import Image, features
@@ -18,7 +17,6 @@ from samestep.config.recipe import DataConfig
 from samestep.distributed.env import cache_folder
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.units import plural
 from samestep.zoo.images.decoders import (
     Box,
     DecodedImage,
@@ -30,7 +28,7 @@ from samestep.zoo.images.decoders import (
     cropped_pixels,
     image_reader,
 )
-from samestep.zoo.images.files import file_errors, open_header
+from samestep.zoo.images.files import file_errors
 from samestep.zoo.sample_cache import CachedSample, Key, SampleCache, cache_name, file_key
 
 make_torchvision_importable()
@@ -38,7 +36,6 @@ make_torchvision_importable()
 from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
-_MAX_SAMPLED = 64  # files whose size is read for an estimate
 _CHANNELS = 3
 # Longer images are cropped to this aspect ratio before their shorter side is resized.
 _MAX_ASPECT_RATIO = 4
@@ -90,22 +87,6 @@ class ImageSource:
     def use_cache(self, cache: SampleCache, kind: str) -> None:
         """Read files from a cache of `kind`, `decoded` or `encoded`, and write missing images to the cache."""
         self._cache, self._kind = cache, kind
-
-    def expected_bytes(self, path: Path, kind: str) -> int:
-        """Return the size of the cached image of a file, from its header.
-
-        Raises:
-            DataError: the file is missing, damaged or no image.
-        """
-        with file_errors(path, "an image"):
-            if kind == "encoded":
-                return path.stat().st_size
-            with open_header(path) as image:
-                width, height = image.size
-        if self._shorter_side is not None:
-            scale = self._shorter_side / min(width, height)
-            width, height = round(width * scale), round(height * scale)
-        return width * height * _CHANNELS
 
     def description(self, kind: str) -> dict[str, object]:
         """Return the facts on which the bytes of a cache of `kind` depend."""
@@ -226,40 +207,18 @@ def resize_pixels(pixels: torch.Tensor, height: int, width: int, interpolation: 
     return interpolate(image, (height, width), mode=interpolation.value, antialias=True)[0]
 
 
-def open_cache(
-    source: ImageSource, files: Sequence[Path], config: DataConfig, *, announces: bool
-) -> tuple[SampleCache, str]:
-    """Let `source` use the cache of a recipe, and return the cache with its announcement.
+def open_cache(source: ImageSource, files: Sequence[Path], config: DataConfig) -> SampleCache:
+    """Let `source` use the cache of a recipe, and return the cache.
 
     Args:
         source: source of the images.
         files: files of the training and validation images.
         config: the keys `cache` and `cache_gb`.
-        announces: estimate the size; the announcement is empty otherwise.
     """
-    kind = config.cache
     root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]) if files else "")
-    description = source.description(kind)
+    description = source.description(config.cache)
     limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
     folder = cache_folder() / cache_name(root, description)
     cache = SampleCache(folder, {"source": str(root), **description}, limit=limit, samples=len(files))
-    source.use_cache(cache, kind)
-    return cache, _announcement(cache, config, source, files) if announces else ""
-
-
-def _announcement(cache: SampleCache, config: DataConfig, source: ImageSource, files: Sequence[Path]) -> str:
-    sampled = [files[number] for number in numpy.linspace(0, len(files) - 1, min(len(files), _MAX_SAMPLED), dtype=int)]
-    sizes = []
-    for file in sampled:
-        try:
-            sizes.append(source.expected_bytes(file, config.cache))
-        except DataError:  # reported with the sample of the file
-            continue
-    expected = sum(sizes) / max(1, len(sizes)) * len(files)
-    size = f"{plural(len(files), 'file')}, about {expected / 1e9:.3g} GB"
-    text = f"cache: {config.cache} images of {size}, in {cache.folder}"
-    if cache.entries:
-        text += f"; already there: {cache.entries:,} entries, {cache.bytes / 1e9:.3g} GB"
-    if config.cache_gb is not None and config.cache_gb * 1e9 < expected:
-        text += f"; data.cache_gb {config.cache_gb:g} is enough for about {config.cache_gb * 1e9 / expected:.0%}"
-    return text
+    source.use_cache(cache, config.cache)
+    return cache

@@ -124,13 +124,8 @@ def _require_number(name: str, value: float, note: str = "") -> None:
 
 def _binary(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
     """Return logits of at least 32 bits, targets with 0 for ignored values, and the mask of counted values."""
-    _require_shapes(
-        outputs.shape == targets.shape and outputs.shape[1] == 1,
-        outputs,
-        targets,
-        "(N, 1, ...) for both, with binary masks",
-        "use one output channel and data.options.classes: null, or the loss cross_entropy for several classes",
-    )
+    if outputs.shape != targets.shape or outputs.shape[1] != 1:
+        raise _other_shapes(outputs, targets, "(N, 1, ...) for both, with binary masks")
     dtype = torch.promote_types(outputs.dtype, torch.float32)  # sums of thousands of terms need 32 bits
     is_counted = targets != ignore_index
     return outputs.to(dtype), targets.to(dtype).where(is_counted, 0), is_counted
@@ -138,23 +133,21 @@ def _binary(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> 
 
 def _one_hot(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
     """Return the same for class numbers, as one channel of zeros and ones per class."""
-    _require_shapes(
-        targets.shape == outputs.shape[:1] + outputs.shape[2:],
-        outputs,
-        targets,
-        "logits (N, C, ...) and class numbers (N, ...)",
-        "correct model.options.num_classes or data.options.classes",
-    )
+    if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        raise _other_shapes(outputs, targets, "logits (N, C, ...) and class numbers (N, ...)")
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     is_counted = (targets != ignore_index).unsqueeze(1)
     numbers = torch.arange(outputs.shape[1], device=targets.device).view(-1, *([1] * (targets.ndim - 1)))
     return outputs.to(dtype), (targets.unsqueeze(1) == numbers).to(dtype), is_counted
 
 
-def _require_shapes(is_valid: bool, outputs: torch.Tensor, targets: torch.Tensor, expected: str, fix: str) -> None:
-    if not is_valid:
-        problem = f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-        raise InputError(problem, expected=expected, fix=fix, code="E_SHAPE")
+def _other_shapes(outputs: torch.Tensor, targets: torch.Tensor, expected: str) -> InputError:
+    return InputError(
+        f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
+        expected=expected,
+        fix="correct data.options.classes, or the loss: cross_entropy for several classes",
+        code="E_SHAPE",
+    )
 
 
 def resolve_foreground_weight(
@@ -193,7 +186,7 @@ def resolve_foreground_weight(
             f"the training masks have {background} background pixels and no foreground",
             expected="some foreground; from_masks divides background by foreground",
             fix="correct the masks or data.options.mask_values, or set loss.options.foreground_weight to a number",
-            code="E_MASK",
+            code="E_VALUE",
         )
     weight = background / foreground
     share = 100 * foreground / (background + foreground)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,11 +136,6 @@ class Volumes:
         volume, mask = read_pair(self.pairs[index], self.code)
         return torch.from_numpy(normalize(volume, self._window))[None], torch.from_numpy(mask)
 
-    def count_foreground(self, index: int) -> tuple[int, int]:
-        """Return the numbers of background and foreground voxels of a binary mask."""
-        numbers = read_volume_mask(self.pairs[index].mask, self.code)
-        return int((numbers == 0).sum()), int((numbers == 1).sum())
-
 
 def normalize(volume: Voxels, window: Sequence[float] | None) -> Voxels:
     """Return a volume with mean 0 and standard deviation 1; a constant volume becomes 0."""
@@ -201,11 +196,6 @@ class RandomPatches:
         axes = [axis for axis, draw in enumerate(torch.rand(3).tolist()) if self._flips and draw < 0.5]
         patch, target = patch.flip([axis + 1 for axis in axes]), target.flip(axes)
         return patch, as_target(target, is_binary=self._volumes.code.is_binary)
-
-    def count_foreground(self, index: int) -> tuple[int, int]:
-        """Return background and foreground of a mask for the first patch of a volume, zeros for the other patches."""
-        number, patch = divmod(index, self._patches)
-        return (0, 0) if patch else self._volumes.count_foreground(number)
 
     def _random_start(self, numbers: torch.Tensor) -> list[int]:
         centered, choice, *position = torch.rand(5, dtype=torch.float64).tolist()
@@ -288,17 +278,13 @@ def load_volumes(
     pairs, evaluation_pairs, notes = split_pairs(
         VOLUME_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
     )
-    train_volumes, volumes = (
-        Volumes(part, code, chosen.window, chosen.kept_volumes) for part in (pairs, evaluation_pairs)
-    )
-    train = RandomPatches(train_volumes, chosen)
+    volumes = partial(Volumes, code=code, window=chosen.window, cache_size=chosen.kept_volumes)
     return Splits(
-        train=train,
-        evaluation=Tiles(volumes, chosen.sides),
+        train=RandomPatches(volumes(pairs), chosen),
+        evaluation=Tiles(volumes(evaluation_pairs), chosen.sides),
         classes=code.classes,
         reads_files=True,
         notes=notes,
-        count_foreground=train.count_foreground if code.is_binary else None,
         ignored_target=IGNORED,
         fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )

@@ -289,7 +289,7 @@ def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[li
             "the tokenizer has no end-of-text token",
             expected="a token that separates documents, such as <|endoftext|>",
             fix="add the token to the special tokens of the tokenizer",
-            code="E_TOKENIZER",
+            code="E_VALUE",
         )
     for document in documents:
         tokens = _tokens_of(document.path.read_bytes(), document.path, tokenizer)

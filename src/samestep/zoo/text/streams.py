@@ -77,6 +77,6 @@ def _convert(tokens: torch.Tensor, place: str, *, size: int) -> Sample:
             f"{place} has the token {largest}",
             expected=f"tokens below {size}, the size of the vocabulary",
             fix="set data.options.tokenizer or vocabulary, or correct data.options.dtype and header",
-            code="E_TOKENIZER",
+            code="E_VALUE",
         )
     return tokens[:-1], tokens[1:]

@@ -127,7 +127,7 @@ def read_tokenizer(path: str | None, max_tokens: int | None = None) -> Tokenizer
             f"no tokenizer can be read from {path}: {next(iter(str(error).splitlines()), '')}",
             expected="a JSON file of the tokenizers library, or a folder with tokenizer.json; null for bytes",
             fix="correct data.options.tokenizer; tokenizers are not downloaded",
-            code="E_TOKENIZER",
+            code="E_UNREADABLE",
         ) from error
     return FileTokenizer(backend, max_tokens)
 
@@ -143,6 +143,6 @@ def as_tokens(tokens: list[int], place: str | Path, fix: str) -> torch.Tensor:
             f"{place}: the tokenizer gives no tokens for the text",
             expected="a text with characters of the tokenizer, or a tokenizer with an unknown token",
             fix=fix,
-            code="E_TOKENIZER",
+            code="E_UNREADABLE",
         )
     return torch.tensor(tokens, dtype=torch.long)
