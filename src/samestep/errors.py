@@ -90,7 +90,7 @@ CODES = {
     "E_UNKNOWN_NAME": "A command, recipe, component, logger or column of this name does not exist.",
     "E_NOT_INSTALLED": "An optional library that a recipe, a logger or a plot needs is not installed.",
     "E_UNREADABLE": "A file is damaged or has another format.",
-    "E_CLASSES": "Classes or labels of a dataset are missing, duplicated, too rare for a split or not the expected ones.",
+    "E_CLASSES": "Classes or labels of a dataset are missing, duplicated, too few to split, or unexpected.",
     "E_MASK": "A mask is missing, has an unknown value, or its size differs from the size of its image or volume.",
     "E_WEIGHTS": "A file of weights does not fit the model, or differs between ranks.",
     "E_IO": "The disk or the network failed while a file was read.",
